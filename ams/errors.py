@@ -1,0 +1,128 @@
+"""Every error Geartrain raises on purpose.
+
+GeartrainError
+├── InvalidArgument (ValueError)     the caller's mistake: names the value, the legal range and the remedy
+│   ├── InvalidIds                   negative, out-of-range or wrongly typed ids or labels
+│   ├── InvalidRows                  wrong width, shape or dtype of rows or gradients
+│   ├── NonFinite                    NaN or infinity; nothing was changed anywhere
+│   └── SpecMismatch                 an existing table differs from the one asked for
+├── ConfigError (ValueError)         a file, flag or environment variable that cannot be right
+├── TableExists                      create_table on a name in use without reuse=True
+├── TableNotFound (LookupError)
+├── Unavailable (ConnectionError)
+│   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
+│   ├── SchedulerUnavailable
+│   └── ClusterNotReady              fewer shards have registered than the cluster needs
+├── Fenced                           the caller or the shard belongs to the past
+│   ├── StaleClient                  a newer incarnation of this client is at work
+│   ├── StaleCluster                 the cluster version moved on
+│   └── ShardRestarted               the shard came back without the rows the client relies on
+├── SyncError                        a sync group cannot go on; nothing of the step was applied
+│   ├── RankMissing                  not every rank pushed in time
+│   └── StepMismatch                 a rank is at another step than its group
+├── ProtocolError                    bytes that are not a valid message
+│   └── MessageTooLarge
+└── InternalError                    a bug of ours, reported by a shard with its traceback
+"""
+
+from __future__ import annotations
+
+
+class GeartrainError(Exception):
+    """Base of every error that Geartrain raises on purpose."""
+
+
+class InvalidArgument(GeartrainError, ValueError):
+    """A value the caller passed is outside its legal range."""
+
+
+class InvalidIds(InvalidArgument):
+    """Ids or labels are negative, out of range, or not 64-bit integers."""
+
+
+class InvalidRows(InvalidArgument):
+    """Rows or gradients have the wrong width, shape or dtype."""
+
+
+class NonFinite(InvalidArgument):
+    """Rows or gradients hold NaN or infinity. Nothing was changed on any shard."""
+
+
+class SpecMismatch(InvalidArgument):
+    """An existing table was created with another specification."""
+
+
+class ConfigError(GeartrainError, ValueError):
+    """A configuration file, flag or environment variable cannot be right."""
+
+
+class TableExists(GeartrainError):
+    """The table name is in use and ``reuse=True`` was not given."""
+
+
+class TableNotFound(GeartrainError, LookupError):
+    """No table of this name exists in the cluster."""
+
+
+class Unavailable(GeartrainError, ConnectionError):
+    """A role of the cluster does not answer."""
+
+
+class ShardUnavailable(Unavailable):
+    """A shard did not answer within ``recovery_timeout_seconds``. The message names it."""
+
+
+class SchedulerUnavailable(Unavailable):
+    """The scheduler did not answer."""
+
+
+class ClusterNotReady(Unavailable):
+    """Fewer shards have registered than the cluster needs."""
+
+
+class Fenced(GeartrainError):
+    """The caller, or the shard it talks to, belongs to the past."""
+
+
+class StaleClient(Fenced):
+    """A newer incarnation of this client has taken over its stream."""
+
+
+class StaleCluster(Fenced):
+    """The call carries a cluster version other than the shard's."""
+
+
+class ShardRestarted(Fenced):
+    """The shard was restarted since the client connected and no longer holds the client's rows."""
+
+
+class SyncError(GeartrainError):
+    """A sync group cannot go on. Nothing of the step was applied."""
+
+
+class RankMissing(SyncError):
+    """Not every rank of the sync group pushed within the group's time-out."""
+
+
+class StepMismatch(SyncError):
+    """A rank is at another step than its sync group."""
+
+
+class ProtocolError(GeartrainError):
+    """Bytes that are not a valid message."""
+
+
+class MessageTooLarge(ProtocolError):
+    """A message is larger than the receiver accepts."""
+
+
+class InternalError(GeartrainError):
+    """A defect of Geartrain itself, reported by a shard."""
+
+
+def error_named(name: str) -> type[GeartrainError]:
+    """Return the error class called ``name``, or :class:`InternalError` if there is none (a newer peer's)."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, GeartrainError):
+        return found
+    return InternalError

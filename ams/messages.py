@@ -1,0 +1,147 @@
+"""The one request format. Carriers move these values between a client and a shard and add nothing to them.
+
+Shapes: N ids of one request, D = ``TableSpec.dim``. ids are int64 [N]; rows and gradients are [N, D], C-contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.specs import Ids, TableSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallContext:
+    """Who calls, and which past the caller believes in. Travels with every request."""
+
+    stream: str = ""
+    """Names the sequence of writes this call belongs to; empty for reads."""
+    incarnation: int = 0
+    """Incarnation of the client; a lower one than the shard has seen on this stream is fenced."""
+    sequence: int = 0
+    """Number of this write in its stream, from 1; 0 for reads."""
+    oldest_unacknowledged: int = 0
+    """Writes below this number are acknowledged; the shard forgets their marks."""
+    shard_incarnation: int = 0
+    """The shard the client means; 0 if it does not mind."""
+    cluster_version: int = 0
+    """The cluster the client means; 0 if it does not mind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncGroup:
+    """One rank's part of a synchronous write: the shard applies all parts at once, or none."""
+
+    job: str
+    """Names the group."""
+    world_size: int
+    rank: int
+    sequence: int
+    """Number of this write within the job, equal on all ranks, from 1."""
+    sample_count: int
+    """Weight of this rank's gradient: the number of samples it is the mean over. 0 with no ids is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateTable:
+    """Make a table. Idempotent for an equal spec."""
+
+    spec: TableSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropTable:
+    """Remove a table and its rows. Idempotent."""
+
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """Read rows into ``out``; creates nothing."""
+
+    table: str
+    ids: Ids
+    out: npt.NDArray[Any]
+    """[M, D] of the table's dtype, M >= N; the carrier writes the row of ``ids[i]`` to ``out[positions[i]]``."""
+    positions: Ids | None = None
+    """[N], or None for 0 … N − 1."""
+    present: npt.NDArray[np.bool_] | None = None
+    """[M]; if given, set to whether the row exists."""
+    required_sync: SyncGroup | None = None
+    """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Apply gradients with the table's optimizer."""
+
+    table: str
+    ids: Ids
+    """Distinct."""
+    gradients: npt.NDArray[Any]
+    """[N, D], float32, float16 or bfloat16."""
+    lr: float | None = None
+    """Learning rate of this push; None: that of the table."""
+    scale: float = 1.0
+    """Multiplies the gradients: clip factor times inverse loss scale."""
+    group: SyncGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assign:
+    """Overwrite rows; their slots become zero."""
+
+    table: str
+    ids: Ids
+    """Distinct."""
+    rows: npt.NDArray[Any]
+    """[N, D] of the table's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Describe:
+    """Ask for the state of the shard and of its tables."""
+
+
+Request = CreateTable | DropTable | Pull | Push | Assign | Describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """Reply to a write."""
+
+    created: int = 0
+    """Rows that did not exist before."""
+    duplicate: bool = False
+    """The write had been applied by an earlier attempt; this reply is that attempt's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableState:
+    """One table on one shard."""
+
+    spec: TableSpec
+    rows: int
+    """Rows present on this shard."""
+    memory_bytes: int
+    pushes: int
+    """Writes applied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardState:
+    """Reply to :class:`Describe`."""
+
+    shard: int
+    incarnation: int
+    cluster_version: int
+    uptime_seconds: float
+    tables: tuple[TableState, ...] = field(default_factory=tuple)
+
+
+Reply = Done | ShardState

@@ -1,0 +1,190 @@
+"""What a table is: its width, its ids, its initial values and how a push changes its rows. Values only, no state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.errors import InvalidArgument
+
+DTypeName = Literal["float32", "float16", "bfloat16"]
+DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+MAX_DIM = 65_536
+MAX_NAME_LENGTH = 200
+
+Ids = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.floating]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidArgument(message)
+
+
+def _require_rate(name: str, value: float) -> None:
+    _require(math.isfinite(value) and value >= 0, f"{name} is {value!r}; it must be finite and >= 0")
+
+
+@dataclass(frozen=True)
+class SGD:
+    """w ← w − lr · (g + weight_decay · w)."""
+
+    lr: float
+    """Learning rate; a push may carry another one."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+
+    slots: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        _require_rate("lr", self.lr)
+        _require_rate("weight_decay", self.weight_decay)
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """v ← momentum · v + g + weight_decay · w;  w ← w − lr · v (nesterov: w ← w − lr · (g + momentum · v)).
+
+    The form of ``torch.optim.SGD``, for tables all of whose rows are pushed each step.
+    """
+
+    lr: float
+    """Learning rate; a push may carry another one."""
+    momentum: float = 0.9
+    """Decay μ of the velocity, in [0, 1)."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+    nesterov: bool = False
+    """Look ahead along the velocity."""
+
+    slots: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __post_init__(self) -> None:
+        _require_rate("lr", self.lr)
+        _require_rate("weight_decay", self.weight_decay)
+        _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class SparseMomentum:
+    """Momentum on the rows of a push: v ← momentum · v + g + weight_decay · w;  w ← w − lr · v (PLSC, section 4).
+
+    ``untouched="freeze"`` is the lazy form: a row outside the push neither moves nor decays.
+    """
+
+    lr: float
+    """Learning rate; a push may carry another one."""
+    momentum: float = 0.9
+    """Decay μ of the velocity, in [0, 1)."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+    untouched: Literal["freeze"] = "freeze"
+    """What happens to rows outside a push."""
+
+    slots: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __post_init__(self) -> None:
+        _require_rate("lr", self.lr)
+        _require_rate("weight_decay", self.weight_decay)
+        _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
+        _require(self.untouched == "freeze", f"untouched is {self.untouched!r}; the only form is 'freeze'")
+
+
+RowOptimizerSpec = SGD | Momentum | SparseMomentum
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every value of a new row is ``value``."""
+
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.value), f"value is {self.value!r}; it must be finite")
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Values of a new row are uniform on [low, high), a function of (seed, table, id, column) alone."""
+
+    low: float = -0.01
+    high: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high,
+            f"[low, high) is [{self.low!r}, {self.high!r}); both must be finite and low <= high",
+        )
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Values of a new row are normal, a function of (seed, table, id, column) alone."""
+
+    mean: float = 0.0
+    std: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.mean), f"mean is {self.mean!r}; it must be finite")
+        _require_rate("std", self.std)
+
+
+Initializer = Constant | Uniform | Normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """Everything that two parties must agree on to share a table."""
+
+    name: str
+    """1 to 200 printable characters."""
+    dim: int
+    """Width of a row."""
+    optimizer: RowOptimizerSpec
+    """How a push changes the rows."""
+    num_rows: int | None = None
+    """Number of ids of a dense table (ids 0 … num_rows − 1, stored without an index); None: any int64 >= 0, hashed."""
+    initializer: Initializer = field(default_factory=Normal)
+    """Value of a row that was never pushed or assigned."""
+    seed: int = 0
+    """Seed of the initial values, an unsigned 64-bit integer."""
+    dtype: DTypeName = "float32"
+    """Storage type of the rows; arithmetic is float32."""
+    slot_dtype: DTypeName = "float32"
+    """Storage type of the slots (momentum)."""
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.name, str) and 0 < len(self.name) <= MAX_NAME_LENGTH and self.name.isprintable(),
+            f"table name {self.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters",
+        )
+        _require(
+            isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM,
+            f"dim is {self.dim!r}; it must lie in [1, {MAX_DIM}]",
+        )
+        _require(
+            self.num_rows is None or (isinstance(self.num_rows, int) and 1 <= self.num_rows < 2**62),
+            f"num_rows is {self.num_rows!r}; it must be a positive integer or None",
+        )
+        _require(0 <= self.seed < 2**64, f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+        for label, value in (("dtype", self.dtype), ("slot_dtype", self.slot_dtype)):
+            _require(value in DTYPES, f"{label} is {value!r}; it must be one of {', '.join(DTYPES)}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """Storage type of the rows as a numpy dtype."""
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's values, without slots."""
+        return self.dim * self.numpy_dtype.itemsize
