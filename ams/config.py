@@ -1,0 +1,232 @@
+"""What each role may be told, as frozen typed models: one section a role, one field a fact, a docstring each.
+
+Models only: files, environment and flags are read in ``geartrain.configuration``. A value outside its range raises
+:class:`ConfigError` on construction, so a role never starts with a setting it cannot honour. Units are in the names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Iterable
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from geartrain.ams.errors import ConfigError
+
+MIB = 1 << 20
+MAX_MESSAGE_BYTES = 64 * MIB
+MAX_SHARDS = 4096
+"""As many as there are buckets."""
+HEADER_BYTES = MIB
+"""What a message may hold beside its rows."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``"host:port"`` or ``"[ipv6]:port"`` into host and port (0 … 65535).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(f"address {address!r} has a bare IPv6 host; write it in brackets, as '[::1]:7000'")
+    if not colon or not host or host != host.strip() or "/" in host:
+        raise ConfigError(f"address {address!r} is not of the form 'host:port', for example '127.0.0.1:7000'")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise ConfigError(f"address {address!r} has port {port!r}; a port is a number from 0 to 65535")
+    return host, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach ``"host:port"``."""
+    host, _ = split_address(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def suggestion(unknown: str, known: Iterable[str]) -> str:
+    """Say which of the ``known`` keys was probably meant, else list them all."""
+    known = list(known)
+    close = difflib.get_close_matches(unknown, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(sorted(known))}"
+
+
+def _listen_address(value: str) -> str:
+    split_address(value)
+    return value
+
+
+def _target_address(value: str) -> str:
+    _, port = split_address(value)
+    if port == 0:
+        raise ConfigError(
+            f"address {value!r} has port 0, where nobody can be reached; give the port the role listens on"
+        )
+    return value
+
+
+ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+TargetAddress = Annotated[str, AfterValidator(_target_address)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
+
+
+def error_text(error: ErrorDetails) -> str:
+    """One pydantic complaint in our words: what was given and why it cannot be."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    return f"{error['input']!r} is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, keyword-only, no unknown keys, and errors are :class:`ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as exc:
+            raise ConfigError("; ".join(map(self._complaint, exc.errors()))) from exc
+
+    @classmethod
+    def _complaint(cls, error: ErrorDetails) -> str:
+        place = ".".join(map(str, error["loc"]))
+        if error["type"] == "extra_forbidden":
+            return f"unknown key {place!r}; {suggestion(str(error['loc'][-1]), cls.model_fields)}"
+        return f"{place}: {error_text(error)}" if place else error_text(error)
+
+
+def _refuse_open_network(listen: str, insecure: bool) -> None:
+    if not insecure and not is_loopback(listen):
+        raise ConfigError(
+            f"listen {listen!r} can be reached from other machines, and traffic is neither encrypted nor "
+            "authenticated; listen on 127.0.0.1, or accept the risk on a private network with --insecure "
+            "(insecure: true)"
+        )
+
+
+class SchedulerConfig(Section):
+    """The scheduler: membership, placement, schemas."""
+
+    listen: ListenAddress = "127.0.0.1:7000"
+    """Address to serve on; port 0 picks a free one."""
+    num_shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
+    """Shards of the cluster, 1 … 4096; fixed for its life."""
+    lease_seconds: Seconds = 10.0
+    """A shard that has sent no heartbeat for this long counts as lost."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        return self
+
+
+class ServerConfig(Section):
+    """A server: a process that holds one or more shards."""
+
+    listen: ListenAddress = "127.0.0.1:0"
+    """Address to serve on; port 0 picks a free one. Further shards of the process pick free ports on the same host."""
+    scheduler: TargetAddress = "127.0.0.1:7000"
+    """Where the scheduler listens."""
+    advertise: TargetAddress | None = None
+    """Address that clients shall use, if it is not the one bound (containers, NAT)."""
+    shard: int | None = Field(default=None, ge=0, lt=MAX_SHARDS)
+    """Shard to hold (the first of them, if several); None lets the scheduler choose."""
+    shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
+    """Shards held by this process."""
+    heartbeat_seconds: Seconds = 1.0
+    """Interval between heartbeats to the scheduler."""
+    sync_timeout_seconds: Seconds = 60.0
+    """How long a synchronous push waits for the other ranks of its group."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        if self.advertise is not None and self.shards > 1:
+            raise ConfigError(
+                f"advertise {self.advertise!r} names one address, but the process holds {self.shards} shards"
+            )
+        return self
+
+
+class ClientConfig(Section):
+    """A client: any process that pulls and pushes."""
+
+    connect_timeout_seconds: Seconds = 10.0
+    """How long the first connection to a role may take."""
+    attempt_timeout_seconds: Seconds = 30.0
+    """Bounds one call to one shard; a call that fails is tried again."""
+    recovery_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    """How long to wait for a shard that does not answer; 0: do not wait."""
+    part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
+    """Larger payloads travel in parts of this many bytes."""
+    max_in_flight_writes: int = Field(default=64, ge=1, le=65_536)
+    """Writes per stream that may be unacknowledged at once."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        largest = self.max_message_bytes - HEADER_BYTES
+        if self.part_bytes > largest:
+            raise ConfigError(
+                f"part_bytes is {self.part_bytes}; with max_message_bytes {self.max_message_bytes} "
+                f"it is at most {largest}"
+            )
+        return self
+
+
+class ClusterConfig(Section):
+    """A whole cluster: what one YAML file holds."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The scheduler."""
+    server: ServerConfig = ServerConfig()
+    """Every server; each is told its own shard and listen address by whoever starts it."""
+    client: ClientConfig = ClientConfig()
+    """Every client."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scheduler.lease_seconds < 2 * self.server.heartbeat_seconds:
+            raise ConfigError(
+                f"scheduler.lease_seconds is {self.scheduler.lease_seconds}; with server.heartbeat_seconds "
+                f"{self.server.heartbeat_seconds} it is at least {2 * self.server.heartbeat_seconds}, so that one late "
+                "heartbeat loses no shard"
+            )
+        return self
+
+    @property
+    def num_servers(self) -> int:
+        """Server processes that hold all shards.
+
+        Raises:
+            ConfigError: the shards cannot be divided evenly among processes of ``server.shards`` shards.
+        """
+        servers, rest = divmod(self.scheduler.num_shards, self.server.shards)
+        if rest:
+            raise ConfigError(
+                f"scheduler.num_shards is {self.scheduler.num_shards}; it must be a multiple of server.shards "
+                f"({self.server.shards})"
+            )
+        return servers
