@@ -2,22 +2,72 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+WHEELS ?=
+PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CORE_SOURCES := $(wildcard ams/core/csrc/*) CMakeLists.txt pyproject.toml constraints.txt
+DEV_STAMP := $(VENV)/.installed-dev
+BUILD_FILES := $(wildcard ams/core/csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
+SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
+# pip's build environments follow the constraints too, in old and new pips alike.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install links
+.PHONY: help quickstart install dev test lint format proto bench gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-install: $(STAMP)  ## .venv with the package (editable) and the development tools
+quickstart: install  ## a trained 40,992-class model in runs/quickstart, from nothing
+	$(BIN)/geartrain worker glyphs --out runs/quickstart
 
-$(STAMP): $(CORE_SOURCES)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
-	@$(MAKE) -s links
+install: $(STAMP)  ## .venv with the package
+
+dev: $(DEV_STAMP)  ## .venv with the package and the development tools
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Geartrain needs Python 3.11 or newer, not " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(BUILD_FILES) | $(BIN)/python
+	@echo "Installing Geartrain and what it needs into $(VENV). With CPU wheels of torch that is about 400 MB to"
+	@echo "download; the default wheels of the public index are CUDA builds of several GB (README, 'CPU only')."
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e .
 	@touch $@
+
+$(DEV_STAMP): $(BUILD_FILES) | $(BIN)/python
+	@echo "Installing Geartrain, what it needs and the development tools into $(VENV)."
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
+	@touch $@ $(STAMP)
 
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
+
+test: dev  ## every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: dev links  ## ruff and mypy, as CI runs them
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: dev  ## let ruff mend what it can
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+proto: dev  ## the stubs in ams/pb/v1, anew from proto/
+	$(BIN)/python scripts/generate_protos.py
+
+bench: dev  ## every bench, ours against its rivals
+	$(BIN)/geartrain bench --all
+
+gpu-check:  ## build the core in place and run CUDA tests and benches, without a network (WHEELS=folder for missing ones)
+	$(PYTHON) scripts/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS))
+
+compose-check:  ## docker-compose.yml for real: up, healthy, a training against it, down (COMPOSE="docker compose")
+	scripts/compose_check.sh
+
+clean:  ## what was built; .venv, caches of rendered data and runs/ stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find ams bridge workers geartrain tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
