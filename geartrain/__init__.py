@@ -1,0 +1,72 @@
+"""Geartrain: train models whose first or last layer does not fit beside the network.
+
+The public names are loaded when they are first used, so that ``import geartrain`` costs nothing, a shard process never
+imports torch, and a machine that only talks to tables needs neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from geartrain.ams import errors
+    from geartrain.ams.client import Table
+    from geartrain.ams.cluster import Cluster, connect, local
+    from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+    from geartrain.bridge.heads.class_head import ClassHead
+    from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
+    from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+    from geartrain.bridge.optimizer import RowOptimizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "ArcFace",
+    "ClassHead",
+    "Cluster",
+    "CombinedMargin",
+    "Constant",
+    "CosFace",
+    "FullSoftmax",
+    "Momentum",
+    "Normal",
+    "PartialFC",
+    "RowOptimizer",
+    "SparseMomentum",
+    "SphereFace",
+    "Table",
+    "TableSpec",
+    "Uniform",
+    "__version__",
+    "connect",
+    "errors",
+    "local",
+]
+
+_HOMES = {
+    "geartrain.ams.client": ("Table",),
+    "geartrain.ams.cluster": ("Cluster", "connect", "local"),
+    "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
+    "geartrain.bridge.heads.class_head": ("ClassHead",),
+    "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
+    "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
+    "geartrain.bridge.optimizer": ("RowOptimizer",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return importlib.import_module("geartrain.ams.errors")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'geartrain' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value  # found once, then an ordinary attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,107 @@
+"""What a user may import from ``geartrain``, and what importing it must not drag in."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import geartrain as gt
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+PUBLIC_NAMES = {
+    "connect",
+    "local",
+    "Cluster",
+    "Table",
+    "TableSpec",
+    "SGD",
+    "Momentum",
+    "SparseMomentum",
+    "Constant",
+    "Uniform",
+    "Normal",
+    "ClassHead",
+    "RowOptimizer",
+    "FullSoftmax",
+    "PartialFC",
+    "ArcFace",
+    "CosFace",
+    "SphereFace",
+    "CombinedMargin",
+    "errors",
+    "__version__",
+}
+
+
+def modules_after(code: str) -> set[str]:
+    """Run ``code`` in a fresh interpreter and return the top-level modules it loaded."""
+    report = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert set(gt.__all__) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
+    value = getattr(gt, name)
+    assert value.__doc__
+
+
+def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
+    tree = ast.parse((REPOSITORY / "geartrain" / "__init__.py").read_text(encoding="utf-8"))
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        assert node.module is not None
+        for alias in node.names:
+            expected = (
+                importlib.import_module("geartrain.ams.errors")
+                if alias.name == "errors"
+                else getattr(importlib.import_module(node.module), alias.name)
+            )
+            assert getattr(gt, alias.name) is expected
+    assert {alias.name for node in imports for alias in node.names} == PUBLIC_NAMES - {"__version__"}
+
+
+def test_an_unknown_name_is_an_attribute_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"'ClassHed'.*ClassHead"):
+        gt.ClassHed  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_dir_offers_every_public_name() -> None:
+    assert set(dir(gt)) >= PUBLIC_NAMES
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert gt.__version__ == importlib.metadata.version("geartrain")
+
+
+def test_importing_geartrain_loads_no_heavy_library() -> None:
+    assert not modules_after("import geartrain") & {"torch", "grpc", "numpy", "pydantic", "google"}
+
+
+def test_specs_and_errors_need_neither_torch_nor_grpc() -> None:
+    code = "import geartrain as gt; gt.SGD(0.1); gt.errors.InvalidIds; gt.Normal()"
+    assert not modules_after(code) & {"torch", "grpc"}
+
+
+def test_roles_never_import_torch() -> None:
+    code = """
+import geartrain.ams.server.service, geartrain.ams.scheduler.service, geartrain.ams.cluster, geartrain.ams.config
+import geartrain.cli, geartrain.cli_roles, geartrain.launcher
+"""
+    assert "torch" not in modules_after(code)
+
+
+def test_an_embedded_cluster_needs_no_torch() -> None:
+    assert "torch" not in modules_after("import geartrain as gt\nwith gt.local(): pass")
