@@ -1,0 +1,60 @@
+"""Types of the compiled module. Half-precision arrays travel as uint16 views with a dtype code (ops.DTYPE_CODES)."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+isa: str
+
+class Refused(ValueError):
+    """args are (reason, index): why a request changed nothing, and its first offending place."""
+
+class RowStore:
+    def __init__(
+        self,
+        *,
+        dim: int,
+        dtype: int,
+        slot_dtype: int,
+        rule: int,
+        momentum: float,
+        weight_decay: float,
+        distribution: int,
+        first: float,
+        second: float,
+        seed: int,
+        table_hash: int,
+        owned_buckets: npt.NDArray[np.int64],
+        num_rows: int,
+    ) -> None: ...
+    def pull(
+        self,
+        ids: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        positions: npt.NDArray[np.int64] | None,
+        present: npt.NDArray[np.uint8] | None,
+    ) -> None: ...
+    def push(
+        self, ids: npt.NDArray[np.int64], gradients: npt.NDArray[Any], dtype_code: int, lr: float, scale: float
+    ) -> int: ...
+    def assign(self, ids: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> int: ...
+    @property
+    def num_present(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+def merge_ids(ids: npt.NDArray[np.int64], distinct: npt.NDArray[np.int64], inverse: npt.NDArray[np.int64]) -> int: ...
+def sum_rows(
+    rows: npt.NDArray[Any], dtype_code: int, inverse: npt.NDArray[np.int64], sums: npt.NDArray[np.float32]
+) -> None: ...
+def route(
+    ids: npt.NDArray[np.int64],
+    bucket_to_shard: npt.NDArray[np.uint16],
+    dense: bool,
+    order: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+) -> None: ...
+def scatter_rows(out: npt.NDArray[Any], positions: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None: ...
+def first_non_finite(values: npt.NDArray[Any], dtype_code: int) -> int: ...
+def sample_permutation(num_ids: int, first: int, seed: int, step: int, out: npt.NDArray[np.int64]) -> None: ...

@@ -1,0 +1,68 @@
+// Words shared by all kernels: storage types, hashing, and how a request is refused.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace geartrain {
+
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+
+inline constexpr int kNumDTypes = 3;
+inline constexpr int kBucketBits = 12;
+inline constexpr int64_t kNumBuckets = int64_t{1} << kBucketBits;
+
+inline constexpr size_t item_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+// Finaliser of Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+inline constexpr uint64_t splitmix64(uint64_t x) {
+  x += 0x9E3779B97F4A7C15ull;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+inline constexpr int64_t hashed_bucket(int64_t id) {
+  return static_cast<int64_t>(splitmix64(static_cast<uint64_t>(id)) >> (64 - kBucketBits));
+}
+inline constexpr int64_t dense_bucket(int64_t id) { return id & (kNumBuckets - 1); }
+
+// Why a request changed nothing. Python words the message; `index` is the first offending place in the request.
+enum class Reason : int { negative_id = 0, id_too_large = 1, foreign_bucket = 2, non_finite = 3, overflow = 4, bad_position = 5 };
+
+struct Refusal {
+  Reason reason;
+  int64_t index;
+};
+
+inline void prefetch_read(const void* address) { __builtin_prefetch(address, 0, 3); }
+
+inline void prefetch_lines(const void* address, size_t bytes) {
+  const char* begin = static_cast<const char*>(address);
+  for (size_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(begin + offset, 0, 3);
+}
+
+// Bits must not depend on what another library did to this thread's rounding or denormal modes.
+class DefaultFloatMode {
+#if defined(__x86_64__)
+ public:
+  DefaultFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~DefaultFloatMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+ public:
+  DefaultFloatMode() {}
+  ~DefaultFloatMode() {}
+#endif
+ public:
+  DefaultFloatMode(const DefaultFloatMode&) = delete;
+  DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,92 @@
+// Which position a table's id has, if it has one. Two kinds with one face:
+//   HashedDirectory  any id >= 0 in an owned bucket; positions in order of creation
+//   DenseDirectory   ids below num_rows; position = id / 4096 * owned buckets + rank of the bucket, and a bit for "present"
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "common.hpp"
+#include "id_index.hpp"
+#include "slabs.hpp"
+
+namespace geartrain {
+
+using BucketRanks = std::array<int16_t, kNumBuckets>;  // rank among the owned buckets, -1 where not owned
+
+// Where an id is after an insertion, and whether it was absent before.
+struct Placed {
+  int64_t position;
+  bool created;
+};
+
+class HashedDirectory {
+ public:
+  explicit HashedDirectory(const BucketRanks& ranks) : ranks_(ranks) {}
+
+  std::optional<Reason> objection(int64_t id) const {
+    if (id < 0) return Reason::negative_id;
+    if (ranks_[static_cast<size_t>(hashed_bucket(id))] < 0) return Reason::foreign_bucket;
+    return std::nullopt;
+  }
+  void prefetch(int64_t id) const { index_.prefetch(id); }
+  int64_t find(int64_t id) const { return index_.find(id); }
+  int64_t size() const { return index_.size(); }
+  int64_t memory_bytes() const { return index_.memory_bytes(); }
+
+  // Makes room for `ids` (absent; repeats allowed) and returns the positions they may be given.
+  std::vector<int64_t> reserve(const std::vector<int64_t>& ids);
+  // Gives `id` a position if it has none; `reserve` must have made room.
+  Placed insert(int64_t id);
+
+ private:
+  BucketRanks ranks_;
+  IdIndex index_;
+};
+
+class DenseDirectory {
+ public:
+  DenseDirectory(const BucketRanks& ranks, int64_t num_owned, int64_t num_rows);
+
+  std::optional<Reason> objection(int64_t id) const {
+    if (id < 0) return Reason::negative_id;
+    if (id >= num_rows_) return Reason::id_too_large;
+    if (ranks_[static_cast<size_t>(dense_bucket(id))] < 0) return Reason::foreign_bucket;
+    return std::nullopt;
+  }
+  void prefetch(int64_t id) const {
+    const int64_t position = position_of(id);
+    if (present_.has(position / 64)) prefetch_read(present_.at(position / 64));
+  }
+  int64_t find(int64_t id) const {
+    const int64_t position = position_of(id);
+    if (!present_.has(position / 64)) return -1;
+    return (*word(position) >> (position % 64)) & 1 ? position : -1;
+  }
+  int64_t size() const { return size_; }
+  int64_t memory_bytes() const { return (num_positions_ + 7) / 8; }
+  int64_t num_positions() const { return num_positions_; }
+
+  std::vector<int64_t> reserve(const std::vector<int64_t>& ids);
+  Placed insert(int64_t id);
+
+ private:
+  int64_t position_of(int64_t id) const {
+    return (id >> kBucketBits) * num_owned_ + ranks_[static_cast<size_t>(dense_bucket(id))];
+  }
+  uint64_t* word(int64_t position) const { return reinterpret_cast<uint64_t*>(present_.at(position / 64)); }
+
+  BucketRanks ranks_;
+  int64_t num_owned_;
+  int64_t num_rows_;
+  int64_t num_positions_;
+  int64_t size_ = 0;
+  SlabArray present_;
+};
+
+using Directory = std::variant<HashedDirectory, DenseDirectory>;
+
+}  // namespace geartrain

@@ -1,0 +1,115 @@
+#include "kernels.hpp"
+
+#include <bit>
+#include <cstring>
+
+#include "half.hpp"
+#include "isa.hpp"
+
+namespace geartrain {
+namespace {
+
+template <DType dtype>
+GEARTRAIN_INLINE float widen(uint16_t bits) {
+  if constexpr (dtype == DType::float16) return from_float16(bits);
+  return from_bfloat16(bits);
+}
+
+template <DType dtype>
+GEARTRAIN_INLINE uint16_t narrow(float value) {
+  if constexpr (dtype == DType::float16) return to_float16(value);
+  return to_bfloat16(value);
+}
+
+template <DType dtype>
+GEARTRAIN_INLINE void load_body(float* __restrict out, const void* in, size_t count) {
+  if constexpr (dtype == DType::float32) {
+    std::memcpy(out, in, count * sizeof(float));
+  } else {
+    const uint16_t* __restrict bits = static_cast<const uint16_t*>(in);
+    for (size_t i = 0; i < count; ++i) out[i] = widen<dtype>(bits[i]);
+  }
+}
+
+template <DType dtype>
+GEARTRAIN_INLINE void store_body(void* out, const float* __restrict in, size_t count) {
+  if constexpr (dtype == DType::float32) {
+    std::memcpy(out, in, count * sizeof(float));
+  } else {
+    uint16_t* __restrict bits = static_cast<uint16_t*>(out);
+    for (size_t i = 0; i < count; ++i) bits[i] = narrow<dtype>(in[i]);
+  }
+}
+
+// Magnitudes of IEEE numbers order like their bits, and NaN above infinity: one integer maximum finds both.
+template <DType dtype>
+GEARTRAIN_INLINE uint32_t max_abs_bits_body(const void* in, size_t count) {
+  if constexpr (dtype == DType::float32) {
+    const int32_t* bits = static_cast<const int32_t*>(in);
+    int32_t largest = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const int32_t magnitude = bits[i] & 0x7FFFFFFF;
+      largest = largest < magnitude ? magnitude : largest;
+    }
+    return static_cast<uint32_t>(largest);
+  } else {
+    const uint16_t* bits = static_cast<const uint16_t*>(in);
+    int16_t largest = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const int16_t magnitude = static_cast<int16_t>(bits[i] & 0x7FFF);
+      largest = largest < magnitude ? magnitude : largest;
+    }
+    return std::bit_cast<uint32_t>(widen<dtype>(static_cast<uint16_t>(largest)));
+  }
+}
+
+GEARTRAIN_INLINE void add_body(float* __restrict out, const float* __restrict in, size_t count) {
+  for (size_t i = 0; i < count; ++i) out[i] += in[i];
+}
+
+GEARTRAIN_INLINE int32_t magnitude_bits(float value) { return std::bit_cast<int32_t>(value) & 0x7FFFFFFF; }
+
+template <Rule rule>
+GEARTRAIN_INLINE Largest update_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient,
+                                     size_t count, StepFactors factors) {
+  const auto [lr, scale, momentum, weight_decay] = factors;
+  int32_t largest_row = 0, largest_slot = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const float direction = gradient[i] * scale + weight_decay * row[i];
+    float step = direction;
+    if constexpr (rule != Rule::sgd) {
+      const float velocity = momentum * slot[i] + direction;
+      slot[i] = velocity;
+      step = rule == Rule::nesterov ? direction + momentum * velocity : velocity;
+      largest_slot = largest_slot < magnitude_bits(velocity) ? magnitude_bits(velocity) : largest_slot;
+    }
+    const float weight = row[i] - lr * step;
+    row[i] = weight;
+    largest_row = largest_row < magnitude_bits(weight) ? magnitude_bits(weight) : largest_row;
+  }
+  return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
+}
+
+constexpr DType kF32 = DType::float32, kF16 = DType::float16, kBF16 = DType::bfloat16;
+
+constexpr Kernels kernels_for(Isa isa) {
+  return Kernels{
+      .load = {Versions<&load_body<kF32>>::pick(isa), Versions<&load_body<kF16>>::pick(isa),
+               Versions<&load_body<kBF16>>::pick(isa)},
+      .store = {Versions<&store_body<kF32>>::pick(isa), Versions<&store_body<kF16>>::pick(isa),
+                Versions<&store_body<kBF16>>::pick(isa)},
+      .max_abs_bits = {Versions<&max_abs_bits_body<kF32>>::pick(isa), Versions<&max_abs_bits_body<kF16>>::pick(isa),
+                       Versions<&max_abs_bits_body<kBF16>>::pick(isa)},
+      .add = Versions<&add_body>::pick(isa),
+      .update = {Versions<&update_body<Rule::sgd>>::pick(isa), Versions<&update_body<Rule::momentum>>::pick(isa),
+                 Versions<&update_body<Rule::nesterov>>::pick(isa)},
+  };
+}
+
+constexpr Kernels kTables[] = {kernels_for(Isa::baseline), kernels_for(Isa::avx2), kernels_for(Isa::avx512)};
+
+}  // namespace
+
+const Kernels& kernels() { return kTables[static_cast<int>(active_isa())]; }
+
+}  // namespace geartrain

@@ -1,0 +1,46 @@
+// The elementwise inner loops. One table of functions per instruction set; all give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common.hpp"
+
+namespace geartrain {
+
+// What one push does to a row, in float32 and in this order (ams/core/reference.py is the specification):
+//   g = gradient * scale;  d = g + weight_decay * w;  v = momentum * v + d;
+//   sgd: w -= lr * d · momentum: w -= lr * v · nesterov: w -= lr * (d + momentum * v)
+enum class Rule : int { sgd = 0, momentum = 1, nesterov = 2 };
+inline constexpr int kNumRules = 3;
+
+struct StepFactors {
+  float lr;
+  float scale;
+  float momentum;
+  float weight_decay;
+};
+
+// Bits of the largest |row| and |slot| value after an update, before rounding to a storage type.
+struct Largest {
+  uint32_t row;
+  uint32_t slot;
+};
+
+struct Kernels {
+  // Any storage type <-> float32, round to nearest even. Index: DType.
+  void (*load[kNumDTypes])(float* out, const void* in, size_t count);
+  void (*store[kNumDTypes])(void* out, const float* in, size_t count);
+  // Bits of the largest |value| as float32 (widened for half types); >= kInfinityBits means NaN or infinity. Index: DType.
+  uint32_t (*max_abs_bits[kNumDTypes])(const void* in, size_t count);
+  // out += in.
+  void (*add)(float* out, const float* in, size_t count);
+  // Row update; `slot` is unused by sgd. Index: Rule.
+  Largest (*update[kNumRules])(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
+};
+
+inline constexpr uint32_t kInfinityBits = 0x7F800000u;
+
+const Kernels& kernels();
+
+}  // namespace geartrain

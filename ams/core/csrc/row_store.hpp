@@ -1,0 +1,84 @@
+// The rows of one table on one shard: where they are, what they are before they exist, and how pull, push and assign touch them.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <vector>
+
+#include "common.hpp"
+#include "directory.hpp"
+#include "initial_values.hpp"
+#include "kernels.hpp"
+#include "slabs.hpp"
+
+namespace geartrain {
+
+struct RowStoreSpec {
+  int64_t dim;
+  DType dtype;
+  DType slot_dtype;
+  Rule rule;
+  float momentum;
+  float weight_decay;
+  InitialValues initial;
+  std::vector<int64_t> owned_buckets;  // ascending
+  int64_t num_rows;                    // -1: hashed
+};
+
+// Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
+// The shard's thread is the only writer; the lock only keeps a second thread's mistake from corrupting memory.
+class RowStore {
+ public:
+  explicit RowStore(const RowStoreSpec& spec);
+
+  struct PullInto {
+    char* rows;                // [M, D] of the table's dtype
+    uint8_t* present;          // [M] or null
+    const int64_t* positions;  // [N] or null: 0 .. N-1
+    int64_t size;              // M
+  };
+  // Creates nothing; a missing row yields its initial value.
+  void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
+  // Returns the number of rows created.
+  int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale);
+  // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
+  int64_t assign(const int64_t* ids, int64_t count, const char* rows);
+
+  int64_t num_present() const;
+  int64_t memory_bytes() const;
+  const RowStoreSpec& spec() const { return spec_; }
+  size_t row_bytes() const { return static_cast<size_t>(rows_.item_bytes()); }
+
+ private:
+  // Upper bounds of |value| over all rows and slots, kept exact enough to prove that a push cannot overflow.
+  struct Bounds {
+    float row;
+    float slot;
+  };
+  struct Resolved {
+    std::vector<int64_t> positions;  // -1: missing
+    std::vector<int64_t> missing;
+    uint32_t largest = 0;  // bits of the largest |value| beside the ids
+  };
+
+  void require_legal(const int64_t* ids, int64_t count) const;
+  Resolved resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const;
+  void reserve(const std::vector<int64_t>& missing);
+  Placed place(int64_t id);
+  void write_initial(char* row, int64_t id, float* buffer) const;
+  bool cannot_overflow(float largest_gradient, StepFactors factors) const;
+  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors) const;
+  void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer);
+  void prefetch_for_push(int64_t position) const;
+
+  RowStoreSpec spec_;
+  Directory directory_;
+  SlabArray rows_;
+  std::optional<SlabArray> slots_;
+  Bounds bounds_;
+  mutable std::shared_mutex mutex_;
+};
+
+}  // namespace geartrain

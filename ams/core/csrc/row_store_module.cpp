@@ -1,0 +1,79 @@
+#include <nanobind/stl/optional.h>
+
+#include <cmath>
+
+#include "module.hpp"
+#include "row_store.hpp"
+
+namespace geartrain {
+namespace {
+
+using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require_width(const RowStore& store, size_t width) {
+  require(static_cast<int64_t>(width) == store.spec().dim, "rows must be as wide as the table's dim");
+}
+
+void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, float momentum, float weight_decay,
+            int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
+            int64_t num_rows) {
+  require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
+  require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
+  require(rule >= 0 && rule < kNumRules, "unknown rule");
+  require(distribution >= 0 && distribution <= 2, "unknown distribution");
+  require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
+  const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
+  for (size_t i = 0; i < owned.size(); ++i)
+    require(owned[i] >= 0 && owned[i] < kNumBuckets && (i == 0 || owned[i - 1] < owned[i]),
+            "owned_buckets must ascend within [0, 4096)");
+  const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
+  new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), static_cast<Rule>(rule),
+                                   momentum, weight_decay, initial, owned, num_rows});
+}
+
+void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
+          const std::optional<Flags>& present) {
+  checked_dtype(out, static_cast<int>(store.spec().dtype));
+  require_width(store, out.shape(1));
+  require(positions ? positions->size() == ids.size() : out.shape(0) >= ids.size(), "positions must be as long as ids");
+  require(!present || present->size() == out.shape(0), "present must be as long as out");
+  const RowStore::PullInto into{static_cast<char*>(out.data()), present ? present->data() : nullptr,
+                                positions ? positions->data() : nullptr, static_cast<int64_t>(out.shape(0))};
+  nb::gil_scoped_release release;
+  store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
+}
+
+int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale) {
+  const DType dtype = checked_dtype(gradients, dtype_code);
+  require_width(store, gradients.shape(1));
+  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+  require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
+  nb::gil_scoped_release release;
+  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale);
+}
+
+int64_t assign(RowStore& store, const IdArray& ids, const Matrix& rows) {
+  checked_dtype(rows, static_cast<int>(store.spec().dtype));
+  require_width(store, rows.shape(1));
+  require(rows.shape(0) == ids.size(), "rows must have one row per id");
+  nb::gil_scoped_release release;
+  return store.assign(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()));
+}
+
+}  // namespace
+
+void bind_row_store(nb::module_& m) {
+  nb::class_<RowStore>(m, "RowStore")
+      .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("rule"),
+           nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
+           nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"))
+      .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
+           nb::arg("present").noconvert().none())
+      .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),
+           nb::arg("scale"))
+      .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
+      .def_prop_ro("num_present", &RowStore::num_present)
+      .def_prop_ro("memory_bytes", &RowStore::memory_bytes);
+}
+
+}  // namespace geartrain

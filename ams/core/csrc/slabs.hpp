@@ -1,0 +1,49 @@
+// A growing array of equal items in fixed slabs: items never move, and memory is used where items were touched.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+#include "pages.hpp"
+
+namespace geartrain {
+
+class SlabArray {
+ public:
+  // Slabs hold a power of two of items, about 32 MiB, but no more than `most_items` rounded up.
+  SlabArray(int64_t item_bytes, int64_t most_items) : item_bytes_(item_bytes) {
+    const int64_t wanted = std::clamp<int64_t>(kSlabBytes / item_bytes, 1, std::max<int64_t>(most_items, 1));
+    shift_ = std::bit_width(static_cast<uint64_t>(wanted) - 1);
+  }
+
+  char* at(int64_t position) const {
+    const int64_t offset = position & ((int64_t{1} << shift_) - 1);
+    return slabs_[static_cast<size_t>(position >> shift_)].data() + offset * item_bytes_;
+  }
+
+  bool has(int64_t position) const {
+    const size_t slab = static_cast<size_t>(position >> shift_);
+    return slab < slabs_.size() && slabs_[slab].data() != nullptr;
+  }
+
+  // Makes `at(position)` valid, zeroed if new. Throws std::bad_alloc, and then nothing has changed.
+  void ensure(int64_t position) {
+    if (has(position)) return;
+    const size_t slab = static_cast<size_t>(position >> shift_);
+    if (slab >= slabs_.size()) slabs_.resize(slab + 1);
+    slabs_[slab] = Pages(static_cast<size_t>(item_bytes_) << shift_);
+  }
+
+  int64_t item_bytes() const { return item_bytes_; }
+
+ private:
+  static constexpr int64_t kSlabBytes = int64_t{32} << 20;
+
+  int64_t item_bytes_;
+  int shift_;
+  std::vector<Pages> slabs_;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,204 @@
+"""The compiled kernels under typed Python. Arrays are checked here; :mod:`geartrain.ams.core.reference` specifies results.
+
+Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. Rows are float32, float16 or bfloat16
+(ml_dtypes). Every function releases the GIL, keeps no state, and gives the same bits on every instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.core import _core
+from geartrain.ams.core._core import Refused, RowStore
+from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.ams.specs import DTYPES, Ids
+
+__all__ = [
+    "DTYPE_CODES",
+    "NUM_BUCKETS",
+    "Refused",
+    "RowStore",
+    "all_finite",
+    "as_bits",
+    "checked_ids",
+    "first_non_finite",
+    "isa",
+    "merge_duplicates",
+    "route",
+    "sample_permutation",
+    "scatter_rows",
+    "splitmix64",
+]
+
+NUM_BUCKETS = 4096
+DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+"""How the compiled module names a storage type: float32 0, float16 1, bfloat16 2."""
+_UINT16 = np.dtype(np.uint16)
+_INT64 = np.dtype(np.int64)
+
+
+def isa() -> str:
+    """Name the instruction set in use: ``baseline``, ``avx2`` or ``avx512`` (``GEARTRAIN_ISA`` forces one; read once)."""
+    return _core.isa
+
+
+def checked_ids(ids: Any, label: str = "ids") -> Ids:
+    """Return ``ids`` if it is an int64 vector (made contiguous if it is not), else raise :class:`InvalidIds`."""
+    if not isinstance(ids, np.ndarray) or ids.dtype != _INT64 or ids.ndim != 1:
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise InvalidIds(f"{label} is {found}; it must be a numpy int64 vector [N]")
+    return ids if ids.flags.carray or ids.flags.carray_ro else _native(ids)
+
+
+def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Copy into aligned, contiguous memory."""
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def as_bits(rows: Any, label: str = "rows") -> tuple[npt.NDArray[Any], int]:
+    """Return an array as the compiled module takes it (half types as uint16) with its dtype code.
+
+    An array that is not C-contiguous and aligned is copied. Raises :class:`InvalidRows` for another dtype.
+    """
+    code = DTYPE_CODES.get(rows.dtype) if isinstance(rows, np.ndarray) else None
+    if code is None:
+        found = rows.dtype if isinstance(rows, np.ndarray) else type(rows).__name__
+        raise InvalidRows(f"{label} is {found}; it must be a numpy array of {', '.join(DTYPES)}")
+    flags = rows.flags
+    if not (flags.c_contiguous and flags.aligned):
+        rows = _native(rows)
+    return (rows if code == 0 else rows.view(_UINT16)), code
+
+
+def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Ids, Ids, npt.NDArray[Any] | None]:
+    """Merge repeated ids, summing their rows in the caller's order.
+
+    Args:
+        ids: [N].
+        rows: [N, D] or None.
+
+    Returns:
+        The distinct ids [U] in order of first appearance; for each id its place among them [N]; and the sums, float32
+        [U, D] (None without ``rows``). With nothing to merge, ``ids`` and ``rows`` are returned as they are, not copied.
+
+    Raises:
+        InvalidIds: ``ids`` is not an int64 vector.
+        InvalidRows: ``rows`` is not a float array [N, D].
+    """
+    ids = checked_ids(ids)
+    bits, code = (None, 0) if rows is None else as_bits(rows)
+    if bits is not None and (bits.ndim != 2 or len(bits) != len(ids)):
+        raise InvalidRows(f"rows has shape {list(bits.shape)}; it must be [{len(ids)}, D], one row per id")
+    distinct, inverse = np.empty_like(ids), np.empty_like(ids)
+    num_distinct = _core.merge_ids(ids, distinct, inverse)
+    if num_distinct == len(ids):
+        return ids, inverse, rows
+    if bits is None:
+        return distinct[:num_distinct], inverse, None
+    sums = np.empty((num_distinct, bits.shape[1]), np.float32)
+    _core.sum_rows(bits, code, inverse, sums)
+    return distinct[:num_distinct], inverse, sums
+
+
+def first_non_finite(values: npt.NDArray[Any]) -> int:
+    """Return the flat (C-order) index of the first NaN or infinity, or -1. Any shape; float32, float16 or bfloat16."""
+    bits, code = as_bits(values, "values")
+    return _core.first_non_finite(bits, code)
+
+
+def all_finite(values: npt.NDArray[Any]) -> bool:
+    """Tell whether no value is NaN or infinite. Any shape; float32, float16 or bfloat16."""
+    return first_non_finite(values) < 0
+
+
+def route(
+    ids: Ids, bucket_to_shard: npt.NDArray[np.uint16], dense: bool, num_shards: int | None = None
+) -> tuple[Ids, Ids]:
+    """Group ids by the shard that owns them.
+
+    Args:
+        ids: [N], any int64 (whether an id is legal is the shard's to say).
+        bucket_to_shard: uint16 [4096].
+        dense: The bucket of an id is ``id % 4096`` if true, else ``splitmix64(id) >> 52``.
+        num_shards: Length of the counts; None: the largest shard of the map plus one.
+
+    Returns:
+        The order [N] in which to take the ids so that shard 0's come first, then shard 1's, …, each in the caller's
+        order; and how many each shard has [num_shards].
+    """
+    if bucket_to_shard.dtype != _UINT16 or bucket_to_shard.shape != (NUM_BUCKETS,):
+        raise InvalidArgument(
+            f"bucket_to_shard is {bucket_to_shard.dtype} {list(bucket_to_shard.shape)};"
+            f" it must be uint16 [{NUM_BUCKETS}]"
+        )
+    ids = checked_ids(ids)
+    largest = int(bucket_to_shard.max())
+    if num_shards is None:
+        num_shards = largest + 1
+    if num_shards <= largest:
+        raise InvalidArgument(f"bucket_to_shard names shard {largest}; with num_shards {num_shards} it must be lower")
+    order, counts = np.empty_like(ids), np.empty(num_shards, np.int64)
+    _core.route(ids, np.ascontiguousarray(bucket_to_shard), dense, order, counts)
+    return order, counts
+
+
+def scatter_rows(out: npt.NDArray[Any], positions: Ids, rows: npt.NDArray[Any]) -> None:
+    """Write ``out[positions[i]] = rows[i]``; of repeated positions the last wins.
+
+    Args:
+        out: [M, D], C-contiguous, of the dtype of ``rows``.
+        positions: [N] in [0, M).
+        rows: [N, D].
+
+    Raises:
+        InvalidRows: shapes or dtypes disagree, ``out`` is not contiguous, or a position is outside ``out``. Nothing
+            is written then.
+    """
+    bits, code = as_bits(rows)
+    out_bits, out_code = as_bits(out, "out")
+    if out.ndim != 2 or bits.ndim != 2 or code != out_code or out.shape[1] != bits.shape[1]:
+        raise InvalidRows(
+            f"rows is {rows.dtype} {list(rows.shape)}, out {out.dtype} {list(out.shape)};"
+            " they must agree in dtype and width"
+        )
+    if not out.flags.carray:
+        raise InvalidRows("out must be writable and C-contiguous; pass a fresh array and copy from it")
+    positions = checked_ids(positions, "positions")
+    if len(positions) != len(bits):
+        raise InvalidRows(f"{len(positions)} positions for {len(bits)} rows; there must be one per row")
+    try:
+        _core.scatter_rows(out_bits, positions, bits)
+    except Refused as refused:
+        index = refused.args[1]
+        raise InvalidRows(
+            f"positions[{index}] is {positions[index]}; it must lie in [0, {len(out)}), the rows of out"
+        ) from refused
+
+
+def sample_permutation(num_ids: int, count: int, seed: int, step: int, first: int = 0) -> Ids:
+    """Return places ``first`` … ``first + count - 1`` of the keyed permutation of [0, num_ids) under (seed, step).
+
+    O(count), no state; see :func:`geartrain.ams.core.reference.sample_permutation` for the definition.
+    ``seed`` and ``step`` count modulo 2**64. Raises :class:`InvalidArgument` unless 0 <= first and
+    first + count <= num_ids <= 2**62.
+    """
+    if not 1 <= num_ids <= 2**62:
+        raise InvalidArgument(f"num_ids is {num_ids}; it must lie in [1, 2**62]")
+    if first < 0 or not 0 <= count <= num_ids - first:
+        raise InvalidArgument(
+            f"count is {count} from place {first} on; it must lie in [0, num_ids - first = {num_ids - first}]"
+        )
+    out = np.empty(count, np.int64)
+    _core.sample_permutation(num_ids, first, seed % 2**64, step % 2**64, out)
+    return out
+
+
+def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Hash 64-bit integers [N] (signed ones as their two's complement) to uint64 [N]."""
+    x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,238 @@
+"""The rows of one table on one shard, dense (ids below ``num_rows``, no index) or hashed.
+
+Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread owns a table (DESIGN.md section 4);
+a second thread's push or assign waits for the first rather than corrupt anything. Heavy calls release the GIL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.core import ops
+from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.specs import DTYPES, SGD, Constant, Ids, Initializer, Momentum, RowOptimizerSpec, TableSpec, Uniform
+
+__all__ = ["RowTable", "table_hash"]
+
+_NEGATIVE_ID, _ID_TOO_LARGE, _FOREIGN_BUCKET, _NON_FINITE, _OVERFLOW, _BAD_POSITION = range(6)
+_SGD, _MOMENTUM, _NESTEROV = range(3)
+_CONSTANT, _UNIFORM, _NORMAL = range(3)
+_LARGEST_NORMAL = 6.5
+
+
+def table_hash(name: str) -> int:
+    """Return the 32-bit hash of a table's name that enters its initial values."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def _rule(optimizer: RowOptimizerSpec) -> tuple[int, float]:
+    """Name the compiled update rule and its momentum."""
+    if isinstance(optimizer, SGD):
+        return _SGD, 0.0
+    if isinstance(optimizer, Momentum) and optimizer.nesterov:
+        return _NESTEROV, optimizer.momentum
+    return _MOMENTUM, optimizer.momentum
+
+
+def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
+    """Name the compiled distribution, its two parameters, and a bound of its magnitudes."""
+    if isinstance(initializer, Constant):
+        return _CONSTANT, initializer.value, 0.0, abs(initializer.value)
+    if isinstance(initializer, Uniform):
+        return _UNIFORM, initializer.low, initializer.high, max(abs(initializer.low), abs(initializer.high))
+    bound = abs(initializer.mean) + _LARGEST_NORMAL * initializer.std
+    return _NORMAL, initializer.mean, initializer.std, bound
+
+
+def _store(spec: TableSpec, owned_buckets: Ids) -> ops.RowStore:
+    rule, momentum = _rule(spec.optimizer)
+    distribution, first, second, bound = _distribution(spec.initializer)
+    largest = float(ml_dtypes.finfo(spec.numpy_dtype).max)
+    if bound > largest:
+        raise InvalidArgument(
+            f"initializer {spec.initializer} of table {spec.name!r} reaches {bound:g}; {spec.dtype} ends at {largest:g}"
+        )
+    return ops.RowStore(
+        dim=spec.dim,
+        dtype=ops.DTYPE_CODES[spec.numpy_dtype],
+        slot_dtype=ops.DTYPE_CODES[DTYPES[spec.slot_dtype]],
+        rule=rule,
+        momentum=momentum,
+        weight_decay=spec.optimizer.weight_decay,
+        distribution=distribution,
+        first=first,
+        second=second,
+        seed=spec.seed,
+        table_hash=table_hash(spec.name),
+        owned_buckets=owned_buckets,
+        num_rows=-1 if spec.num_rows is None else spec.num_rows,
+    )
+
+
+class RowTable:
+    """Rows, slots and initial values of the owned buckets of a table.
+
+    Pull creates nothing. Push and assign check everything first: whatever they raise, no row has changed.
+
+    Args:
+        spec: What the table is.
+        owned_buckets: int64 [K], ascending, within [0, 4096): the buckets whose ids live here.
+
+    Raises:
+        InvalidArgument: the buckets are not ascending, or an initial value does not fit the storage type.
+    """
+
+    def __init__(self, spec: TableSpec, owned_buckets: Ids) -> None:
+        owned = ops.checked_ids(np.asarray(owned_buckets), "owned_buckets")
+        if len(owned) and (owned[0] < 0 or owned[-1] >= ops.NUM_BUCKETS or np.any(np.diff(owned) <= 0)):
+            raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
+        self.spec = spec
+        self._store = _store(spec, owned)
+        self._code = ops.DTYPE_CODES[spec.numpy_dtype]
+
+    @property
+    def num_present(self) -> int:
+        """Rows that were pushed or assigned."""
+        return self._store.num_present
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the present rows, their slots and the index."""
+        return self._store.memory_bytes
+
+    def pull(
+        self,
+        ids: Ids,
+        out: npt.NDArray[Any],
+        positions: Ids | None = None,
+        present: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Write the row of ``ids[i]`` to ``out[positions[i]]``; a row that is not there yields its initial value.
+
+        Args:
+            ids: int64 [N], repeats allowed.
+            out: [M, D] of the table's dtype, C-contiguous, M >= N.
+            positions: int64 [N] in [0, M), or None for 0 … N - 1.
+            present: bool [M] or None; set, at the positions written, to whether the row exists.
+
+        Raises:
+            InvalidIds: an id is negative, out of range, or of a bucket that is not owned.
+            InvalidRows: ``out``, ``positions`` or ``present`` do not fit. ``out`` is untouched.
+        """
+        ids = ops.checked_ids(ids)
+        self._require_rows(out, None, "out", self.spec.numpy_dtype)
+        if not out.flags.carray:
+            raise InvalidRows("out must be writable, aligned and C-contiguous; pass a fresh array")
+        if positions is not None:
+            positions = ops.checked_ids(positions, "positions")
+        if len(ids) != len(positions) if positions is not None else len(ids) > len(out):
+            count = f"{len(positions)} positions" if positions is not None else f"{len(out)} rows of out"
+            raise InvalidRows(f"{count} for {len(ids)} ids; there must be one per id")
+        if present is not None and (
+            present.dtype != np.bool_ or present.shape != (len(out),) or not present.flags.carray
+        ):
+            raise InvalidRows(
+                f"present is {present.dtype} {list(present.shape)}; it must be a writable bool [{len(out)}]"
+            )
+        bits = out if self._code == 0 else out.view(np.uint16)
+        try:
+            self._store.pull(ids, bits, positions, None if present is None else present.view(np.uint8))
+        except ops.Refused as refused:
+            self._refuse(refused, ids if positions is None or refused.args[0] != _BAD_POSITION else positions)
+
+    def push(self, ids: Ids, gradients: npt.NDArray[Any], *, lr: float | None = None, scale: float = 1.0) -> int:
+        """Apply the optimizer to the rows of ``ids``, creating those that are not there from their initial values.
+
+        Args:
+            ids: int64 [N], distinct.
+            gradients: [N, D], float32, float16 or bfloat16.
+            lr: Learning rate of this push, finite and >= 0; None: that of the table.
+            scale: Finite factor of the gradients.
+
+        Returns:
+            The number of rows created.
+
+        Raises:
+            InvalidIds: as for :meth:`pull`.
+            InvalidRows: ``gradients`` is not [N, D].
+            NonFinite: a scaled gradient is NaN or infinite, or an updated value would be infinite in its storage type.
+            InvalidArgument: ``lr`` or ``scale`` is out of range.
+            MemoryError: new rows do not fit.
+        """
+        ids = ops.checked_ids(ids)
+        self._require_rows(gradients, len(ids), "gradients", None)
+        lr = self.spec.optimizer.lr if lr is None else lr
+        with np.errstate(over="ignore"):
+            if not (lr >= 0 and np.isfinite(np.float32(lr))):
+                raise InvalidArgument(f"lr is {lr!r}; it must be finite (as float32) and >= 0")
+            if not np.isfinite(np.float32(scale)):
+                raise InvalidArgument(f"scale is {scale!r}; it must be finite (as float32)")
+        bits, code = ops.as_bits(gradients, "gradients")
+        try:
+            return self._store.push(ids, bits, code, lr, scale)
+        except ops.Refused as refused:
+            self._refuse(refused, ids, f"gradients (times scale {scale!r})")
+
+    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:
+        """Overwrite the rows of ``ids`` and zero their slots.
+
+        Args:
+            ids: int64 [N], distinct.
+            rows: [N, D] of the table's dtype.
+
+        Returns:
+            The number of rows created.
+
+        Raises:
+            InvalidIds, InvalidRows, MemoryError: as for :meth:`push`.
+            NonFinite: a value is NaN or infinite.
+        """
+        ids = ops.checked_ids(ids)
+        self._require_rows(rows, len(ids), "rows", self.spec.numpy_dtype)
+        bits, _ = ops.as_bits(rows)
+        try:
+            return self._store.assign(ids, bits)
+        except ops.Refused as refused:
+            self._refuse(refused, ids, "rows")
+
+    def _require_rows(self, rows: Any, count: int | None, label: str, dtype: np.dtype[Any] | None) -> None:
+        """Check [count, D] (any length if None) and the dtype (any float type if None)."""
+        if not isinstance(rows, np.ndarray) or (
+            rows.dtype not in ops.DTYPE_CODES if dtype is None else rows.dtype != dtype
+        ):
+            found = rows.dtype if isinstance(rows, np.ndarray) else type(rows).__name__
+            wanted = dtype if dtype is not None else ", ".join(DTYPES)
+            raise InvalidRows(f"{label} of table {self.spec.name!r} is {found}; it must be a numpy array of {wanted}")
+        if rows.ndim != 2 or rows.shape[1] != self.spec.dim or (count is not None and rows.shape[0] != count):
+            wanted_shape = f"[{'M' if count is None else count}, {self.spec.dim}]"
+            raise InvalidRows(f"{label} of table {self.spec.name!r} is {list(rows.shape)}; it must be {wanted_shape}")
+
+    def _refuse(self, refused: ops.Refused, values: Ids, label: str = "out") -> NoReturn:
+        reason, index = refused.args
+        value, name = int(values[index]), self.spec.name
+        if reason == _BAD_POSITION:
+            raise InvalidRows(f"positions[{index}] is {value}; it must be a row of out") from None
+        if reason == _NEGATIVE_ID:
+            raise InvalidIds(f"ids[{index}] of table {name!r} is {value}; ids must be >= 0") from None
+        if reason == _ID_TOO_LARGE:
+            raise InvalidIds(
+                f"ids[{index}] of table {name!r} is {value}; ids must lie in [0, {self.spec.num_rows})"
+            ) from None
+        if reason == _FOREIGN_BUCKET:
+            raise InvalidIds(
+                f"ids[{index}] of table {name!r} is {value}, whose bucket this shard does not own;"
+                " route it by the cluster's map"
+            ) from None
+        if reason == _NON_FINITE:
+            raise NonFinite(
+                f"{label} of id {value} (index {index}) in table {name!r} hold NaN or infinity; nothing was changed"
+            ) from None
+        raise NonFinite(
+            f"the push would carry id {value} (index {index}) of table {name!r} beyond the range of {self.spec.dtype}"
+            f" rows or {self.spec.slot_dtype} slots; lower lr or scale. Nothing was changed"
+        ) from None
