@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,6 @@ from geartrain.ams.errors import ConfigError
 PREFIX = "GEARTRAIN_"
 DELIMITER = "__"
 
-Flags = Mapping[str, Mapping[str, object]]
-"""section -> key -> value; a value of None means that the flag was not given."""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -44,24 +41,33 @@ class Setting:
     origin: str
 
 
+def flags(section: str, /, **values: object) -> list[Setting]:
+    """Return the settings of ``section`` given on the command line; None stands for a flag that was not given."""
+    return [
+        Setting(section, key, value, f"flag --{key.replace('_', '-')}")
+        for key, value in values.items()
+        if value is not None
+    ]
+
+
 SECTIONS: dict[str, type[Section]] = {"scheduler": SchedulerConfig, "server": ServerConfig, "client": ClientConfig}
 
 
 def load(
-    path: Path | None = None, flags: Flags | None = None, environ: Mapping[str, str] = os.environ
+    path: Path | None = None, given: Iterable[Setting] = (), environ: Mapping[str, str] = os.environ
 ) -> ClusterConfig:
     """Read and check the configuration.
 
     Args:
         path: a YAML file, or None for the defaults.
-        flags: what was given on the command line.
+        given: what was given on the command line.
         environ: the environment.
 
     Raises:
         ConfigError: the file cannot be read, or holds an unknown key or an impossible value; names the place.
     """
     found: dict[tuple[str, str], Setting] = {}
-    for source in (_file_settings(path) if path else (), _environment_settings(environ), _flag_settings(flags or {})):
+    for source in (_file_settings(path) if path else (), _environment_settings(environ), given):
         for setting in source:
             _require_known(setting)
             found[setting.section, setting.key] = setting
@@ -102,13 +108,6 @@ def _environment_settings(environ: Mapping[str, str]) -> Iterator[Setting]:
         if _is_setting(name) and value:
             section, _, key = name[len(PREFIX) :].lower().partition(DELIMITER)
             yield Setting(section, key, value, f"environment variable {name}")
-
-
-def _flag_settings(flags: Flags) -> Iterator[Setting]:
-    for section, values in flags.items():
-        for key, value in values.items():
-            if value is not None:
-                yield Setting(section, key, value, f"flag --{key.replace('_', '-')}")
 
 
 def _file_settings(path: Path) -> Iterator[Setting]:

@@ -129,17 +129,17 @@ def test_shards_that_cannot_be_divided_among_servers_are_refused() -> None:
 def test_the_environment_overrides_the_file_and_flags_override_both(tmp_path: Path) -> None:
     path = written(tmp_path, "scheduler:\n  num_shards: 2\n  lease_seconds: 20\n  listen: 127.0.0.1:7100\n")
     environ = {"GEARTRAIN_SCHEDULER__NUM_SHARDS": "3", "GEARTRAIN_SCHEDULER__LEASE_SECONDS": "30"}
-    config = configuration.load(path, {"scheduler": {"num_shards": 4, "lease_seconds": None}}, environ)
+    config = configuration.load(path, configuration.flags("scheduler", num_shards=4, lease_seconds=None), environ)
     assert config.scheduler == SchedulerConfig(num_shards=4, lease_seconds=30.0, listen="127.0.0.1:7100")
 
 
 def test_an_empty_file_and_an_empty_variable_mean_the_defaults(tmp_path: Path) -> None:
     path = written(tmp_path, "# nothing yet\nserver:\n")
-    assert configuration.load(path, None, {"GEARTRAIN_SERVER__ADVERTISE": ""}) == ClusterConfig()
+    assert configuration.load(path, (), {"GEARTRAIN_SERVER__ADVERTISE": ""}) == ClusterConfig()
 
 
 def test_other_variables_of_the_same_prefix_are_left_alone() -> None:
-    assert configuration.load(None, None, {"GEARTRAIN_CACHE": "/x", "HOME": "/y"}) == ClusterConfig()
+    assert configuration.load(None, (), {"GEARTRAIN_CACHE": "/x", "HOME": "/y"}) == ClusterConfig()
 
 
 CONFIG = ClusterConfig(
@@ -150,13 +150,13 @@ CONFIG = ClusterConfig(
 
 
 def test_a_configuration_survives_yaml(tmp_path: Path) -> None:
-    assert configuration.load(written(tmp_path, configuration.to_yaml(CONFIG)), None, NO_ENVIRONMENT) == CONFIG
+    assert configuration.load(written(tmp_path, configuration.to_yaml(CONFIG)), (), NO_ENVIRONMENT) == CONFIG
 
 
 def test_a_configuration_survives_the_environment_of_a_child() -> None:
     environ = configuration.to_environment(CONFIG, {"HOME": "/y", "GEARTRAIN_SERVER__SHARDS": "9"})
     assert environ["HOME"] == "/y"
-    assert configuration.load(None, None, environ) == CONFIG
+    assert configuration.load(None, (), environ) == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_configuration_survives_the_environment_of_a_child() -> None:
 def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=complaint):
-        configuration.load(path, None, NO_ENVIRONMENT)
+        configuration.load(path, (), NO_ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, c
 )
 def test_a_mistake_in_the_environment_is_named_with_its_variable(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        configuration.load(None, None, environ)
+        configuration.load(None, (), environ)
 
 
 def test_a_mistake_in_a_flag_is_named_with_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"flag --num-shards: scheduler.num_shards: 0 is wrong"):
-        configuration.load(None, {"scheduler": {"num_shards": 0}}, NO_ENVIRONMENT)
+        configuration.load(None, configuration.flags("scheduler", num_shards=0), NO_ENVIRONMENT)
 
 
 def test_a_file_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        configuration.load(tmp_path / "none.yaml", None, NO_ENVIRONMENT)
+        configuration.load(tmp_path / "none.yaml", (), NO_ENVIRONMENT)

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("ams", "bridge", "workers", "geartrain")  # from the bottom layer to the top
-LEAVES = ("errors", "specs", "messages", "config")
+LEAVES = ("errors", "specs", "messages", "config", "arrays")
 
 # Inside ams: which parts (first folder or file below ams/) a part may use, beside itself and the leaves.
 PARTS_BELOW: dict[str, tuple[str, ...]] = {
@@ -26,9 +26,11 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     "server": ("tables", "storage", "core", "placement", "transport", "pb"),
     "scheduler": ("tables", "storage", "core", "placement", "transport", "pb"),
     "graph": ("tables", "storage", "core", "placement", "transport", "pb"),
-    "client": ("placement", "transport", "core", "sampling"),
-    # gt.local embeds the services beside the client.
-    "cluster": ("client", "placement", "transport", "server", "scheduler", "core"),
+    "writes": (),
+    "client": ("writes", "placement", "transport", "core", "sampling"),
+    # What gt.local embeds: the services on threads of the client's process.
+    "embedded": ("server", "scheduler", "placement", "transport", "core"),
+    "cluster": ("client", "writes", "embedded", "placement", "transport"),
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.
@@ -127,6 +129,7 @@ def test_a_product_file_keeps_the_import_rules(path: Path) -> None:
         ("ams/storage/log.py", "from geartrain.ams.tables import row_table"),
         ("ams/tables/row_table.py", "from geartrain.ams.server import shard"),
         ("ams/client.py", "from geartrain.ams.server import shard"),
+        ("ams/cluster.py", "from geartrain.ams.server import shard"),
         ("ams/transport/local.py", "from geartrain.ams.client import Table"),
         ("ams/errors.py", "from geartrain.ams.core import ops"),
         ("ams/server/shard.py", "import grpc"),
@@ -148,7 +151,7 @@ def test_the_rules_catch(path: str, source: str) -> None:
     [
         ("geartrain/cli.py", "from geartrain.workers import loop\nimport torch"),
         ("bridge/optimizer.py", "import torch\nfrom geartrain.ams.client import Table"),
-        ("ams/cluster.py", "from geartrain.ams.server.shard import Shard\nfrom geartrain.ams.client import Client"),
+        ("ams/cluster.py", "from geartrain.ams.embedded import EmbeddedCluster\nfrom geartrain.ams.client import Client"),
         ("ams/transport/grpc_carrier.py", "import grpc\nfrom geartrain.ams.pb.v1 import types_pb2"),
         ("ams/server/service.py", "from grpc_health.v1 import health\nfrom geartrain.ams.pb.v1 import shard_pb2"),
         ("ams/storage/lmdb_store.py", "import lmdb"),

@@ -1,0 +1,82 @@
+"""The command line: which commands there are, and how their errors reach a person.
+
+A command's module is imported only when it is the one typed, so that roles start fast and never load torch.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from geartrain.ams.errors import ConfigError, GeartrainError
+
+# command -> (module, its function or group), in the order of the help
+COMMANDS = {
+    "up": ("geartrain.cli_up", "up"),
+    "status": ("geartrain.cli_status", "status"),
+    "worker": ("geartrain.cli_worker", "app"),
+    "predict": ("geartrain.cli_predict", "predict"),
+    "scheduler": ("geartrain.cli_roles", "scheduler"),
+    "server": ("geartrain.cli_roles", "server"),
+    "health": ("geartrain.cli_status", "health"),
+    "config": ("geartrain.cli_config", "app"),
+    "bench": ("geartrain.cli_bench", "bench"),
+}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from geartrain import __version__
+
+        print(f"geartrain {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+]
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """Return the application with the command that ``arguments`` name; with all, if they name none (help)."""
+    app = typer.Typer(
+        name="geartrain",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def geartrain(
+        version: bool = typer.Option(
+            False, "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ) -> None:
+        """Train models whose first or last layer does not fit beside the network."""
+
+    wanted = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
+    for name in wanted:
+        module, attribute = COMMANDS[name]
+        if importlib.util.find_spec(module) is None:
+            continue
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        build_app(sys.argv[1:])()
+    except GeartrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

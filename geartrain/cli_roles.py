@@ -1,0 +1,79 @@
+"""``geartrain scheduler`` and ``geartrain server``: one role in this process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from geartrain import configuration, role
+from geartrain.cli_options import ConfigFile, Insecure, LogLevel, SchedulerAddress
+from geartrain.logs import log_to_stderr
+
+Listen = Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")]
+EndWithParent = Annotated[bool, typer.Option("--end-with-parent", hidden=True, help="End when stdin closes.")]
+
+
+def scheduler(
+    file: ConfigFile = None,
+    listen: Listen = None,
+    num_shards: Annotated[int | None, typer.Option("--num-shards", help="Shards of the cluster.")] = None,
+    insecure: Insecure = None,
+    log_level: LogLevel = "info",
+    end_with_parent: EndWithParent = False,
+) -> None:
+    """Run the scheduler: membership, placement and tables of a cluster.
+
+    Prints one line of JSON when it serves: {"ready": "scheduler", "address": ..., "num_shards": ..., "pid": ...}.
+    """
+    log_to_stderr(log_level)
+    if end_with_parent:
+        role.end_with_parent()
+    given = configuration.flags("scheduler", listen=listen, num_shards=num_shards, insecure=insecure)
+    config = configuration.load(file, given).scheduler
+    from geartrain.ams.scheduler.service import (
+        SchedulerServer,  # after the settings are known to be right: it is slower
+    )
+
+    role.warn_if_open(config.listen)
+    service = SchedulerServer(config)
+    address = service.start()
+    role.print_ready("scheduler", address=address, num_shards=config.num_shards)
+    role.serve("scheduler", service)
+
+
+def server(
+    file: ConfigFile = None,
+    listen: Listen = None,
+    scheduler: SchedulerAddress = None,
+    advertise: Annotated[str | None, typer.Option(help="host:port for clients, if not the one bound.")] = None,
+    shard: Annotated[int | None, typer.Option(help="Shard to hold; by default the first that is free.")] = None,
+    shards: Annotated[int | None, typer.Option(help="Shards to hold in this process.")] = None,
+    insecure: Insecure = None,
+    log_level: LogLevel = "info",
+    end_with_parent: EndWithParent = False,
+) -> None:
+    """Run a server: a process that holds one or more shards.
+
+    Prints one line of JSON when it has joined the cluster: {"ready": "server", "addresses": [...], "pid": ...}.
+    """
+    log_to_stderr(log_level)
+    if end_with_parent:
+        role.end_with_parent()
+    given = configuration.flags(
+        "server",
+        listen=listen,
+        scheduler=scheduler,
+        advertise=advertise,
+        shard=shard,
+        shards=shards,
+        insecure=insecure,
+    )
+    config = configuration.load(file, given).server
+    from geartrain.ams.server.service import ShardServer  # after the settings are known to be right: it is slower
+
+    role.warn_if_open(config.listen)
+    service = ShardServer(config)
+    addresses = service.start()
+    role.print_ready("server", addresses=addresses)
+    role.serve("server", service)

@@ -1,0 +1,46 @@
+"""``geartrain up``: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from geartrain import configuration
+from geartrain.cli_options import ConfigFile, Insecure, Json
+from geartrain.launcher import Launcher
+
+
+def up(
+    file: ConfigFile = None,
+    shards: Annotated[
+        int | None, typer.Option("--shards", help="Shards of the cluster, by default one process each.")
+    ] = None,
+    scheduler_listen: Annotated[
+        str | None, typer.Option("--scheduler-listen", help="host:port of the scheduler; port 0 picks a free one.")
+    ] = None,
+    insecure: Insecure = None,
+    as_json: Json = False,
+) -> None:
+    """Start a scheduler and its servers as processes of this machine, and end them on Ctrl-C or SIGTERM.
+
+    Prints one line when every shard serves; the roles' logs go to stderr with their names before them.
+    """
+    given = configuration.flags("scheduler", listen=scheduler_listen, insecure=insecure)
+    given += configuration.flags("server", insecure=insecure)
+    if shards is not None:
+        given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
+    config = configuration.load(file, given)
+    with Launcher(config, on_line=lambda line: print(line, file=sys.stderr, flush=True)) as launcher:
+        facts = launcher.start()
+        if facts is None:
+            return
+        if as_json:
+            print(json.dumps({"ready": "cluster", **dataclasses.asdict(facts)}), flush=True)
+        else:
+            shards_text = "1 shard" if len(facts.shards) == 1 else f"{len(facts.shards)} shards"
+            print(f"ready: scheduler {facts.scheduler} · {shards_text}", flush=True)
+        launcher.wait()

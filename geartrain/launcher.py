@@ -1,0 +1,170 @@
+"""``geartrain up``: a scheduler and its servers as processes of this machine, from ready to ended.
+
+One thread decides: what children do and which signals arrive comes to it through one queue. A child that exits although
+nobody told it to ends the whole cluster with an error that quotes the child's last lines.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from geartrain import configuration
+from geartrain.ams.config import ClusterConfig, split_address
+from geartrain.ams.errors import ConfigError, GeartrainError
+from geartrain.child import Child
+from geartrain.role import KILL_AFTER_SECONDS
+
+START_TIMEOUT_SECONDS = 60.0
+
+
+class ChildFailed(GeartrainError):
+    """A role process exited, or did not get ready in time, although nobody told it to end."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A child serves."""
+
+    child: Child
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child has ended."""
+
+    child: Child
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What a user needs to know of a cluster that is ready."""
+
+    scheduler: str
+    """host:port of the scheduler."""
+    shards: tuple[str, ...]
+    """host:port of every shard, in order."""
+    pids: dict[str, int]
+    """Process id by role name."""
+
+
+class Launcher:
+    """The processes of one cluster. A context manager: leaving it ends them all. Use it from the main thread."""
+
+    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None]) -> None:
+        """Take the settings.
+
+        Args:
+            config: of the whole cluster; each server is told its shards, and its own port if one is given.
+            on_line: gets every log line of every child, from threads of their own.
+
+        Raises:
+            ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
+        """
+        self._num_servers = config.num_servers
+        if config.server.advertise is not None and self._num_servers > 1:
+            raise ConfigError(
+                f"server.advertise is {config.server.advertise!r}, one address for {self._num_servers} servers; "
+                "leave it out, or start the servers one by one with 'geartrain server'"
+            )
+        self._server = config.server
+        self._on_line = on_line
+        self._environ = configuration.to_environment(config)
+        self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self._events.put(signal.Signals(number)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Servers first, so that they can still take leave of the scheduler.
+        self._end(self._children[1:])
+        self._end(self._children[:1])
+
+    def start(self) -> ClusterFacts | None:
+        """Start every role; return once all shards serve, or with None if told to end meanwhile.
+
+        Raises:
+            ChildFailed: a child exited, or took longer than START_TIMEOUT_SECONDS.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        told = self._await_ready([self._spawn("scheduler", "scheduler")], deadline)
+        if told is None:
+            return None
+        scheduler = str(told[0]["address"])
+        servers = [self._spawn_server(index, scheduler) for index in range(self._num_servers)]
+        told = self._await_ready(servers, deadline)
+        if told is None:
+            return None
+        shards = tuple(address for facts in told for address in facts["addresses"])
+        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children})
+
+    def wait(self) -> None:
+        """Serve until told to end by SIGTERM or SIGINT.
+
+        Raises:
+            ChildFailed: a child exited by itself.
+        """
+        event = self._events.get()
+        if isinstance(event, Exited):
+            raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
+
+    def _spawn(self, name: str, *arguments: str) -> Child:
+        child = Child(
+            name,
+            arguments,
+            self._environ,
+            on_line=self._on_line,
+            on_ready=lambda child: self._events.put(Ready(child)),
+            on_exit=lambda child: self._events.put(Exited(child)),
+        )
+        self._children.append(child)
+        return child
+
+    def _spawn_server(self, index: int, scheduler: str) -> Child:
+        host, port = split_address(self._server.listen)
+        host = f"[{host}]" if ":" in host else host
+        return self._spawn(
+            f"server {index}",
+            "server",
+            f"--scheduler={scheduler}",
+            f"--shard={index * self._server.shards}",
+            f"--listen={host}:{port + index if port else 0}",
+        )
+
+    def _await_ready(self, children: Sequence[Child], deadline: float) -> list[dict[str, Any]] | None:
+        """Return what each child said when it was ready, or None if told to end."""
+        awaited = set(children)
+        while awaited:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise _failure(awaited.pop(), f"is not ready after {START_TIMEOUT_SECONDS:g} s") from None
+            if isinstance(event, signal.Signals):
+                return None
+            if isinstance(event, Exited):
+                raise _failure(event.child, f"ended before it was ready ({event.child.exit_text})")
+            awaited.discard(event.child)
+        return [child.facts for child in children if child.facts is not None]
+
+    def _end(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.terminate()
+        deadline = time.monotonic() + KILL_AFTER_SECONDS
+        for child in children:
+            if child.end(max(0.0, deadline - time.monotonic())):
+                self._on_line(f"{child.name} | did not end within {KILL_AFTER_SECONDS:g} s: killed")
+
+
+def _failure(child: Child, what: str) -> ChildFailed:
+    tail = "".join(f"\n  {line}" for line in child.tail) or "\n  (nothing)"
+    return ChildFailed(f"{child.name} (pid {child.pid}) {what}; its last lines:{tail}")
