@@ -119,6 +119,8 @@ class Done:
     """Rows that did not exist before."""
     duplicate: bool = False
     """The write had been applied by an earlier attempt; this reply is that attempt's."""
+    incomplete: bool = False
+    """Only a part of the write has arrived; nothing is applied yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The scheduler: membership, placement and schemas of a cluster."""

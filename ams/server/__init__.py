@@ -1,0 +1,1 @@
+"""The server: a process that holds one or more shards."""

@@ -1,0 +1,344 @@
+"""The client: tables as a program sees them, and the calls to their shards.
+
+Cost: one request per shard and operation, all shards at once. N ids of a table of dim D travel as 8·N bytes, their
+rows as itemsize·N·D bytes; ids that occur twice travel once.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.arrays import ids_array, like, rows_array
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.core import ops
+from geartrain.ams.errors import (
+    GeartrainError,
+    InvalidArgument,
+    NonFinite,
+    ShardRestarted,
+    ShardUnavailable,
+    StaleCluster,
+)
+from geartrain.ams.messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
+from geartrain.ams.placement import split_by_shard
+from geartrain.ams.specs import Ids, TableSpec
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
+from geartrain.ams.writes import Write, WriteStream
+
+Outcome = Reply | BaseException
+_FIRST_BACKOFF_SECONDS = 0.05
+_LONGEST_BACKOFF_SECONDS = 1.0
+_ASYNC_THREADS = 4
+
+
+class ShardCalls:
+    """Calls to the shards of one cluster, with retries. Thread-safe."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        open_carrier: Callable[[str], ShardCarrier],
+        refresh: Callable[[], ClusterView],
+        config: ClientConfig,
+        *,
+        remote: bool,
+    ) -> None:
+        self.remote = remote
+        """Whether rows travel at all."""
+        self.config = config
+        self._view = view
+        self._refresh = refresh
+        self._carriers = [open_carrier(entry.address) for entry in view.shards]
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def view(self) -> ClusterView:
+        """The cluster as last seen."""
+        return self._view
+
+    def deliver(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
+        """Make all calls side by side, each retried while that can help; return replies and errors in order.
+
+        Returns only when no carrier uses the requests' arrays any more.
+        """
+        futures = [self._attempt(shard, request, context) for shard, request in calls]
+        outcomes: list[Outcome] = []
+        for (shard, request), future in zip(calls, futures, strict=True):
+            try:
+                outcomes.append(self._settle(shard, request, context, future))
+            except GeartrainError as exc:
+                outcomes.append(exc)
+        return outcomes
+
+    def read(self, calls: Sequence[tuple[int, Request]]) -> list[Reply]:
+        """Make calls that change nothing; raises the first error."""
+        replies: list[Reply] = []
+        for outcome in self.deliver(calls, CallContext()):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            replies.append(outcome)
+        return replies
+
+    def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
+        """Run ``function`` on a thread of the client's own."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
+        return self._executor.submit(function, *arguments, **keywords)
+
+    def close(self) -> None:
+        """Finish background calls and close the connections. Idempotent."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        for carrier in self._carriers:
+            carrier.close()
+
+    def _attempt(self, shard: int, request: Request, context: CallContext) -> Future[Reply]:
+        fenced = CallContext(
+            stream=context.stream,
+            incarnation=context.incarnation,
+            sequence=context.sequence,
+            oldest_unacknowledged=context.oldest_unacknowledged,
+            shard_incarnation=self._view.shards[shard].incarnation,
+            cluster_version=self._view.cluster_version,
+        )
+        return self._carriers[shard].submit(fenced, request, self.config.attempt_timeout_seconds)
+
+    def _settle(self, shard: int, request: Request, context: CallContext, future: Future[Reply]) -> Reply:
+        patience = _Patience(self.config.recovery_timeout_seconds)
+        while True:
+            try:
+                return future.result()
+            except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
+                if not patience.pause():
+                    address = self._view.shards[shard].address
+                    raise ShardUnavailable(
+                        f"shard {shard} at {address} did not answer within {self.config.recovery_timeout_seconds:g} s: "
+                        f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
+                    ) from exc
+                self._look_again(shard)
+                future = self._attempt(shard, request, context)
+
+    def _look_again(self, shard: int) -> None:
+        """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
+        try:
+            view = self._refresh()
+        except (AttemptFailed, GeartrainError):
+            return  # the shard may answer all the same
+        before, now = self._view.shards[shard], view.shards[shard]
+        if now.incarnation not in (0, before.incarnation):
+            raise ShardRestarted(
+                f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; start the job again"
+            )
+        self._view = view
+
+
+class _Patience:
+    """Waits between attempts, longer each time, until the time is used up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._backoff = _FIRST_BACKOFF_SECONDS
+
+    def pause(self) -> bool:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return False
+        # Jitter keeps the workers of a job from knocking all at once.
+        time.sleep(min(left, self._backoff * random.uniform(0.5, 1.0)))
+        self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
+        return True
+
+
+class Table:
+    """A table of the cluster: pull, push, assign. Thread-safe.
+
+    ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim]. numpy arrays and
+    torch tensors are taken, and answered in kind.
+    """
+
+    def __init__(self, spec: TableSpec, calls: ShardCalls, stream: WriteStream) -> None:
+        self.spec = spec
+        self._calls = calls
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        rows = "hashed" if self.spec.num_rows is None else f"{self.spec.num_rows:,} rows"
+        return f"Table({self.spec.name!r}, {rows}, dim={self.spec.dim}, {self.spec.dtype}, {self.spec.optimizer})"
+
+    def pull(self, ids: Any) -> Any:
+        """Read rows: [N] -> [N, dim] of the table's dtype. A row never written has its initial value; none is created.
+
+        Raises InvalidIds, ShardUnavailable, ShardRestarted.
+        """
+        checked = ids_array(ids, self.spec.num_rows)
+        out = np.empty((len(checked), self.spec.dim), self.spec.numpy_dtype)
+        if self._calls.remote:
+            distinct, inverse, _ = ops.merge_duplicates(checked)
+            if len(distinct) < len(checked):
+                return like(self._pulled(distinct)[inverse], ids)
+        self.pull_into(checked, out)
+        return like(out, ids)
+
+    def pull_async(self, ids: Any) -> Future[Any]:
+        """:meth:`pull` in the background."""
+        return self._calls.background(self.pull, ids)
+
+    def present(self, ids: Any) -> npt.NDArray[np.bool_]:
+        """Say which rows exist, [N] bool: were pushed or assigned."""
+        checked = ids_array(ids, self.spec.num_rows)
+        out = np.empty((len(checked), self.spec.dim), self.spec.numpy_dtype)
+        present = np.zeros(len(checked), np.bool_)
+        self._read(checked, out, present=present)
+        return present
+
+    def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
+        """Read rows into ``out`` [N, dim] of the table's dtype, C-contiguous, without further copies.
+
+        With ``required_sync``, raises StepMismatch unless exactly the group's writes before it are applied.
+        """
+        checked = ids_array(ids, self.spec.num_rows)
+        if out.shape != (len(checked), self.spec.dim) or out.dtype != self.spec.numpy_dtype:
+            raise InvalidArgument(
+                f"out is {out.dtype} {out.shape}; it must be {self.spec.numpy_dtype} ({len(checked)}, {self.spec.dim})"
+            )
+        self._read(checked, out, required_sync=required_sync)
+
+    def pull_into_async(
+        self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
+    ) -> Future[None]:
+        """:meth:`pull_into` in the background; ``out`` must be left alone until the future is done."""
+        return self._calls.background(self.pull_into, ids, out, required_sync=required_sync)
+
+    def push(
+        self,
+        ids: Any,
+        gradients: Any,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        group: SyncGroup | None = None,
+    ) -> Done:
+        """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
+
+        ``lr`` replaces the table's learning rate, ``scale`` multiplies the gradients, ``group`` makes the push one
+        rank's part of a synchronous one. Raises InvalidIds, InvalidRows, NonFinite (nothing changed anywhere),
+        ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`), SyncError.
+        """
+        return _send_once(self.prepare_push(ids, gradients, lr=lr, scale=scale, group=group))
+
+    def push_async(self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0) -> Future[Done]:
+        """:meth:`push` in the background; the arrays must be left alone until the future is done."""
+        return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale)
+
+    def prepare_push(
+        self,
+        ids: Any,
+        gradients: Any,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        group: SyncGroup | None = None,
+    ) -> Write:
+        """Check a push and number it, but send nothing: the write can be sent again after an error, applied once."""
+        checked = ids_array(ids, self.spec.num_rows)
+        rows = rows_array(gradients, len(checked), self.spec.dim)
+        _require_finite(rows, checked)
+        if not np.isfinite(scale):
+            raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
+        checked, _, rows = ops.merge_duplicates(checked, rows)
+        requests = [
+            (shard, Push(table=self.spec.name, ids=part, gradients=part_rows, lr=lr, scale=scale, group=group))
+            for shard, part, part_rows in self._split(checked, rows, every_shard=group is not None)
+        ]
+        return Write(self._stream, requests, self._calls.deliver)
+
+    def assign(self, ids: Any, rows: Any) -> Done:
+        """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct.
+
+        Raises InvalidIds, InvalidRows, NonFinite, ShardUnavailable.
+        """
+        checked = ids_array(ids, self.spec.num_rows)
+        values = rows_array(rows, len(checked), self.spec.dim, dtype=self.spec.numpy_dtype)
+        _require_finite(values, checked)
+        distinct, _, _ = ops.merge_duplicates(checked)
+        if len(distinct) < len(checked):
+            raise InvalidArgument(f"{len(checked)} ids to assign hold {len(checked) - len(distinct)} duplicates")
+        requests = [
+            (shard, Assign(table=self.spec.name, ids=part, rows=part_rows))
+            for shard, part, part_rows in self._split(checked, values, every_shard=False)
+        ]
+        return _send_once(Write(self._stream, requests, self._calls.deliver))
+
+    def _pulled(self, ids: Ids) -> npt.NDArray[Any]:
+        out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)
+        self._read(ids, out)
+        return out
+
+    def _read(
+        self,
+        ids: Ids,
+        out: npt.NDArray[Any],
+        *,
+        present: npt.NDArray[np.bool_] | None = None,
+        required_sync: SyncGroup | None = None,
+    ) -> None:
+        calls: list[tuple[int, Request]] = []
+        for shard, positions in self._routes(ids):
+            part = ids if positions is None else ids[positions]
+            pull = Pull(
+                table=self.spec.name,
+                ids=part,
+                out=out,
+                positions=positions,
+                present=present,
+                required_sync=required_sync,
+            )
+            calls.append((shard, pull))
+        self._calls.read(calls)
+
+    def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
+        view = self._calls.view
+        return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=self.spec.num_rows is not None)
+
+    def _split(self, ids: Ids, rows: npt.NDArray[Any], *, every_shard: bool) -> list[tuple[int, Ids, npt.NDArray[Any]]]:
+        """Cut a write by shard. A synchronous one goes to every shard, if need be empty: its group counts ranks."""
+        routes = dict(self._routes(ids))
+        if len(routes) == 1 and next(iter(routes.values())) is None:
+            return [(0, ids, rows)]
+        nothing = np.empty(0, np.int64)
+        shards = range(self._calls.view.num_shards) if every_shard else sorted(routes)
+        parts = []
+        for shard in shards:
+            positions = routes.get(shard)
+            chosen = nothing if positions is None else positions
+            parts.append((shard, ids[chosen], rows[chosen]))
+        return parts
+
+
+def _send_once(write: Write) -> Done:
+    try:
+        return write.send()
+    except BaseException:
+        write.abandon()
+        raise
+
+
+def _require_finite(rows: npt.NDArray[Any], ids: Ids) -> None:
+    if ops.all_finite(rows):
+        return
+    bad = ~np.isfinite(rows.astype(np.float32)).all(axis=1)
+    index = int(np.flatnonzero(bad)[0])
+    raise NonFinite(
+        f"row {index} (id {int(ids[index])}) holds NaN or infinity, as do {int(bad.sum())} of {len(ids)} rows; "
+        "nothing was sent"
+    )

@@ -1,0 +1,313 @@
+"""A cluster as a program sees it: embedded in this process, or connected to over gRPC."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from geartrain.ams.client import ShardCalls, Table
+from geartrain.ams.config import ClientConfig, split_address
+from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
+from geartrain.ams.messages import CallContext, Describe, Reply, ShardState
+from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
+from geartrain.ams.writes import WriteStream
+
+_POLL_SECONDS = 0.05
+_DESCRIBE_TIMEOUT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus:
+    """One shard, as scheduler and shard describe it."""
+
+    shard: int
+    address: str
+    state: Literal["up", "lost", "missing"]
+    incarnation: int
+    rows: int
+    memory_bytes: int
+    uptime_seconds: float
+    heartbeat_age_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStatus:
+    """One table over all shards that answered."""
+
+    name: str
+    dim: int
+    num_rows: int | None
+    """Number of ids of a dense table; None for a hashed one."""
+    rows: int
+    """Rows present."""
+    memory_bytes: int
+    pushes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterStatus:
+    """The whole cluster at one moment."""
+
+    cluster_version: int
+    num_shards: int
+    ready: bool
+    shards: tuple[ShardStatus, ...]
+    tables: tuple[TableStatus, ...]
+
+
+class Cluster:
+    """Tables on the shards of a cluster. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerCarrier,
+        view: ClusterView,
+        open_carrier: Callable[[str], ShardCarrier],
+        config: ClientConfig,
+        *,
+        remote: bool,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._open_carrier = open_carrier
+        self._config = config
+        self._calls = ShardCalls(view, open_carrier, self._describe, config, remote=remote)
+        self._stream = WriteStream(config.max_in_flight_writes)
+        self._close = close
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the cluster."""
+        return self._calls.view.num_shards
+
+    def create_table(
+        self,
+        name: str,
+        *,
+        dim: int,
+        optimizer: RowOptimizerSpec,
+        num_rows: int | None = None,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        dtype: DTypeName = "float32",
+        slot_dtype: DTypeName = "float32",
+        reuse: bool = False,
+    ) -> Table:
+        """Make a table on every shard and return it; the fields are those of :class:`TableSpec`.
+
+        Raises TableExists if the name is taken, unless ``reuse=True`` and the spec is equal (else SpecMismatch), so
+        that a script that runs twice never trains on yesterday's rows by accident.
+        """
+        spec = TableSpec(
+            name=name,
+            dim=dim,
+            optimizer=optimizer,
+            num_rows=num_rows,
+            initializer=Normal() if initializer is None else initializer,
+            seed=seed,
+            dtype=dtype,
+            slot_dtype=slot_dtype,
+        )
+        try:
+            self._scheduler.create_table(spec, reuse=reuse, timeout_seconds=self._config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was created is unknown") from exc
+        return Table(spec, self._calls, self._stream)
+
+    def table(self, name: str) -> Table:
+        """Return an existing table. Raises TableNotFound."""
+        tables = {spec.name: spec for spec in self._describe().tables}
+        if name not in tables:
+            raise TableNotFound(f"there is no table {name!r}; tables: {', '.join(map(repr, tables)) or 'none'}")
+        return Table(tables[name], self._calls, self._stream)
+
+    def drop_table(self, name: str) -> None:
+        """Remove a table and its rows from every shard. Idempotent."""
+        try:
+            self._scheduler.drop_table(name, self._config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
+
+    def status(self) -> ClusterStatus:
+        """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
+        return describe_cluster(self._scheduler, self._open_carrier)
+
+    def close(self) -> None:
+        """Close connections; an embedded cluster ends with its rows. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._calls.close()
+        self._scheduler.close()
+        self._close()
+
+    def _describe(self) -> ClusterView:
+        try:
+            return self._scheduler.describe(self._config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(str(exc)) from exc
+
+
+def local(num_shards: int = 1, *, config: ClientConfig | None = None) -> Cluster:
+    """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
+
+    Raises ConfigError if ``num_shards`` is not 1 … 4096.
+    """
+    # Only a process that embeds shards loads the server's code.
+    from geartrain.ams.embedded import EmbeddedCluster
+
+    embedded = EmbeddedCluster(num_shards)
+    return Cluster(
+        embedded.scheduler,
+        embedded.scheduler.describe(None),
+        embedded.open_carrier,
+        config or ClientConfig(),
+        remote=False,
+        close=embedded.close,
+    )
+
+
+def connect(address: str, *, config: ClientConfig | None = None) -> Cluster:
+    """Return the cluster whose scheduler listens at ``address`` ("host:port"), once all its shards have registered.
+
+    Raises ConfigError (malformed address), SchedulerUnavailable (nobody answers there within
+    ``connect_timeout_seconds``) or ClusterNotReady (shards are missing after ``recovery_timeout_seconds``).
+    """
+    config = config or ClientConfig()
+    scheduler, open_carrier = _grpc_carriers(address, config)
+    try:
+        view = _await_ready(scheduler, address, config)
+    except BaseException:
+        scheduler.close()
+        raise
+    return Cluster(scheduler, view, open_carrier, config, remote=True)
+
+
+def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
+    """Return the state of the cluster at ``address``, whether it is ready or not.
+
+    Raises ConfigError or SchedulerUnavailable.
+    """
+    config = config or ClientConfig()
+    scheduler, open_carrier = _grpc_carriers(address, config)
+    try:
+        return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"no scheduler answers at {address}: {exc}") from exc
+    finally:
+        scheduler.close()
+
+
+def describe_cluster(
+    scheduler: SchedulerCarrier, open_carrier: Callable[[str], ShardCarrier], timeout_seconds: float = 10.0
+) -> ClusterStatus:
+    """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
+    view = scheduler.describe(timeout_seconds)
+    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state == "up"}
+    try:
+        asked = {
+            shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)
+            for shard, carrier in carriers.items()
+        }
+        states = {shard: state for shard, future in asked.items() if (state := _state_or_none(future)) is not None}
+    finally:
+        for carrier in carriers.values():
+            carrier.close()
+    return _joint_status(view, states)
+
+
+def _state_or_none(future: Future[Reply]) -> ShardState | None:
+    try:
+        reply = future.result()
+    except (AttemptFailed, GeartrainError):
+        return None
+    return reply if isinstance(reply, ShardState) else None
+
+
+def _joint_status(view: ClusterView, states: dict[int, ShardState]) -> ClusterStatus:
+    shards = []
+    for entry in view.shards:
+        state = states.get(entry.shard)
+        tables = () if state is None else state.tables
+        shards.append(
+            ShardStatus(
+                shard=entry.shard,
+                address=entry.address,
+                state=entry.state,
+                incarnation=entry.incarnation,
+                rows=sum(table.rows for table in tables),
+                memory_bytes=sum(table.memory_bytes for table in tables),
+                uptime_seconds=0.0 if state is None else state.uptime_seconds,
+                heartbeat_age_seconds=entry.heartbeat_age_seconds,
+            )
+        )
+    held = [table for state in states.values() for table in state.tables]
+    tables_status = []
+    for spec in view.tables:
+        parts = [table for table in held if table.spec.name == spec.name]
+        tables_status.append(
+            TableStatus(
+                name=spec.name,
+                dim=spec.dim,
+                num_rows=spec.num_rows,
+                rows=sum(part.rows for part in parts),
+                memory_bytes=sum(part.memory_bytes for part in parts),
+                pushes=sum(part.pushes for part in parts),
+            )
+        )
+    return ClusterStatus(
+        cluster_version=view.cluster_version,
+        num_shards=view.num_shards,
+        ready=view.ready,
+        shards=tuple(shards),
+        tables=tuple(tables_status),
+    )
+
+
+def _grpc_carriers(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
+    if split_address(address)[1] == 0:
+        raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
+    # An embedded cluster never loads gRPC.
+    from geartrain.ams.transport.grpc_client import GrpcCarrier, GrpcSchedulerCarrier
+
+    def open_carrier(shard_address: str) -> ShardCarrier:
+        return GrpcCarrier(shard_address, part_bytes=config.part_bytes, max_message_bytes=config.max_message_bytes)
+
+    return GrpcSchedulerCarrier(address, max_message_bytes=config.max_message_bytes), open_carrier
+
+
+def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig) -> ClusterView:
+    start = time.monotonic()
+    answered: ClusterView | None = None
+    while True:
+        waited = time.monotonic() - start
+        try:
+            answered = scheduler.describe(config.connect_timeout_seconds)
+            if answered.ready:
+                return answered
+        except AttemptFailed as exc:
+            if waited >= config.connect_timeout_seconds:
+                raise SchedulerUnavailable(
+                    f"no scheduler answers at {address} after {waited:.1f} s: {exc}. Start one with 'geartrain up'"
+                ) from exc
+        if answered is not None and waited >= config.recovery_timeout_seconds:
+            absent = [f"{entry.shard} ({entry.state})" for entry in answered.shards if entry.state != "up"]
+            raise ClusterNotReady(
+                f"shards {', '.join(absent)} of {answered.num_shards} are not up after {waited:.1f} s; "
+                f"start them with 'geartrain server --scheduler {address}'"
+            )
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,139 @@
+"""The scheduler role: its decisions behind gRPC."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import grpc
+
+from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.pb.v1 import scheduler_pb2
+from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.transport import grpc_codec as codec
+from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport.grpc_client import SCHEDULER_SERVICE, GrpcCarrier
+from geartrain.ams.transport.grpc_server import GrpcServer
+
+_STATES = {
+    "up": scheduler_pb2.ShardEntry.STATE_UP,
+    "lost": scheduler_pb2.ShardEntry.STATE_LOST,
+    "missing": scheduler_pb2.ShardEntry.STATE_MISSING,
+}
+
+
+class SchedulerService:
+    """Decodes, asks the scheduler, encodes."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        """The methods by name, from encoded request to encoded reply."""
+        return {
+            "Register": self.register,
+            "Heartbeat": self.heartbeat,
+            "Leave": self.leave,
+            "DescribeCluster": self.describe_cluster,
+            "CreateClusterTable": self.create_table,
+            "DropClusterTable": self.drop_table,
+        }
+
+    def register(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """A shard joins."""
+        request = framing.parse(data, scheduler_pb2.RegisterRequest)
+        registration = self._scheduler.register(
+            request.address,
+            request.shard if request.HasField("shard") else None,
+            request.incarnation,
+            cluster_version=request.cluster_version,
+            tables=[codec.spec_from_pb(table) for table in request.tables],
+        )
+        return scheduler_pb2.RegisterReply(
+            shard=registration.shard,
+            num_shards=registration.num_shards,
+            cluster_version=registration.cluster_version,
+            lease_seconds=self._scheduler.lease_seconds,
+        ).SerializeToString()
+
+    def heartbeat(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """A shard lives."""
+        request = framing.parse(data, scheduler_pb2.HeartbeatRequest)
+        beat = self._scheduler.heartbeat(request.shard, request.incarnation)
+        return scheduler_pb2.HeartbeatReply(
+            unknown=beat.unknown, replaced=beat.replaced, cluster_version=beat.cluster_version
+        ).SerializeToString()
+
+    def leave(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """A shard goes."""
+        request = framing.parse(data, scheduler_pb2.LeaveRequest)
+        self._scheduler.leave(request.shard, request.incarnation)
+        return scheduler_pb2.LeaveReply().SerializeToString()
+
+    def describe_cluster(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """The cluster as it is now."""
+        framing.parse(data, scheduler_pb2.DescribeClusterRequest)
+        view = self._scheduler.describe()
+        return scheduler_pb2.DescribeClusterReply(
+            cluster_version=view.cluster_version,
+            num_shards=view.num_shards,
+            ready=view.ready,
+            shards=[
+                scheduler_pb2.ShardEntry(
+                    shard=entry.shard,
+                    address=entry.address,
+                    incarnation=entry.incarnation,
+                    state=_STATES[entry.state],
+                    heartbeat_age_seconds=entry.heartbeat_age_seconds,
+                )
+                for entry in view.shards
+            ],
+            tables=[codec.spec_to_pb(spec) for spec in view.tables],
+            bucket_shards=view.bucket_shards.astype("<u2").tobytes(),
+        ).SerializeToString()
+
+    def create_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Make a table on all shards."""
+        request = framing.parse(data, scheduler_pb2.CreateClusterTableRequest)
+        existed = self._scheduler.create_table(codec.spec_from_pb(request.spec), reuse=request.reuse)
+        return scheduler_pb2.CreateClusterTableReply(existed=existed).SerializeToString()
+
+    def drop_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Remove a table from all shards."""
+        request = framing.parse(data, scheduler_pb2.DropClusterTableRequest)
+        self._scheduler.drop_table(request.table)
+        return scheduler_pb2.DropClusterTableReply().SerializeToString()
+
+
+class SchedulerServer:
+    """The scheduler of a cluster: start, serve until stopped."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._server: GrpcServer | None = None
+        self._ended = threading.Event()
+
+    def start(self) -> str:
+        """Bind and serve; return the address. Raises ConfigError if the port is in use."""
+        scheduler = Scheduler(
+            self._config.num_shards,
+            lambda address: GrpcCarrier(address, max_message_bytes=self._config.max_message_bytes),
+            lease_seconds=self._config.lease_seconds,
+        )
+        self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
+        self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler).methods)
+        self._server.start()
+        self._server.ready()
+        return self._server.address
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Block until stopped; False if the time ran out first."""
+        return self._ended.wait(timeout_seconds)
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Finish the calls under way and end. Idempotent."""
+        if self._server is not None:
+            self._server.stop(grace_seconds)
+            self._server = None
+        self._ended.set()

@@ -1,0 +1,315 @@
+"""The server role: shards behind gRPC, registered with the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+
+from geartrain.ams.config import ServerConfig, split_address
+from geartrain.ams.core import ops
+from geartrain.ams.errors import (
+    ConfigError,
+    GeartrainError,
+    InvalidRows,
+    MessageTooLarge,
+    SchedulerUnavailable,
+    ShardUnavailable,
+)
+from geartrain.ams.messages import Assign, CreateTable, Describe, Done, DropTable, Pull, Push
+from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
+from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.server.parts import PartBuffer, Payload
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.specs import DTYPES
+from geartrain.ams.transport import grpc_codec as codec
+from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport.carrier import AttemptFailed
+from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
+from geartrain.ams.transport.grpc_server import GrpcServer, await_reply
+
+logger = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_SECONDS = 60.0
+_CALL_TIMEOUT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+_REPLY_OVERHEAD_BYTES = 1024
+
+
+class ShardService:
+    """The Shard service of one port: decodes, hands to the shard, encodes."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._parts = PartBuffer()
+        self._shard: Shard | None = None
+
+    def serve(self, shard: Shard) -> None:
+        """From now on, calls go to ``shard``."""
+        self._shard = shard
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        """The methods by name, from encoded request to encoded reply."""
+        return {
+            "CreateTable": self.create_table,
+            "DropTable": self.drop_table,
+            "Pull": self.pull,
+            "Push": self.push,
+            "Assign": self.assign,
+            "Describe": self.describe,
+        }
+
+    @property
+    def shard(self) -> Shard:
+        """The shard behind this port. Raises ShardUnavailable before it has registered."""
+        if self._shard is None:
+            raise ShardUnavailable("this shard has not joined its cluster yet; try again")
+        return self._shard
+
+    def create_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Make a table."""
+        request = framing.parse(data, shard_pb2.CreateTableRequest)
+        create = CreateTable(spec=codec.spec_from_pb(request.spec))
+        future = self.shard.submit(codec.context_from_pb(request.context), create)
+        return _encoded(await_reply(future, servicer_context))
+
+    def drop_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Remove a table."""
+        request = framing.parse(data, shard_pb2.DropTableRequest)
+        future = self.shard.submit(codec.context_from_pb(request.context), DropTable(table=request.table))
+        return _encoded(await_reply(future, servicer_context))
+
+    def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Read rows."""
+        header, raw = framing.decode_framed(data, shard_pb2.PullRequest)
+        spec = self.shard.spec(header.table)
+        ids = framing.ids_from(raw.get(14))
+        self._check_reply(len(ids), spec.row_bytes + 1)
+        out = np.empty((len(ids), spec.dim), spec.numpy_dtype)
+        present = np.zeros(len(ids), np.bool_) if header.with_present else None
+        required_sync = codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None
+        pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
+        await_reply(self.shard.submit(codec.context_from_pb(header.context), pull), servicer_context)
+        fields: list[tuple[int, Any]] = [(15, out)] if present is None else [(14, present), (15, out)]
+        return framing.encode_framed(shard_pb2.PullReply(), fields)
+
+    def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Apply gradients."""
+        header, raw = framing.decode_framed(data, shard_pb2.PushRequest)
+        spec = self.shard.spec(header.table)
+        ids = framing.ids_from(raw.get(14))
+        gradients = framing.rows_from(
+            raw.get(15), len(ids), spec.dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
+        )
+        whole = self._whole(header, (ids, gradients))
+        if whole is None:
+            return shard_pb2.WriteReply(incomplete=True).SerializeToString()
+        # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
+        ids, _, gradients = ops.merge_duplicates(*whole)
+        push = Push(
+            table=header.table,
+            ids=ids,
+            gradients=gradients,
+            lr=header.lr if header.HasField("lr") else None,
+            scale=header.scale if header.HasField("scale") else 1.0,
+            group=codec.group_from_pb(header.group) if header.HasField("group") else None,
+        )
+        future = self.shard.submit(codec.context_from_pb(header.context), push)
+        return _encoded(await_reply(future, servicer_context))
+
+    def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Overwrite rows."""
+        header, raw = framing.decode_framed(data, shard_pb2.AssignRequest)
+        spec = self.shard.spec(header.table)
+        ids = framing.ids_from(raw.get(14))
+        rows = framing.rows_from(raw.get(15), len(ids), spec.dim, spec.numpy_dtype)
+        whole = self._whole(header, (ids, rows))
+        if whole is None:
+            return shard_pb2.WriteReply(incomplete=True).SerializeToString()
+        distinct, _, _ = ops.merge_duplicates(whole[0])
+        if len(distinct) != len(whole[0]):
+            raise InvalidRows(f"{len(whole[0])} ids to assign hold {len(whole[0]) - len(distinct)} duplicates")
+        future = self.shard.submit(
+            codec.context_from_pb(header.context), Assign(table=header.table, ids=whole[0], rows=whole[1])
+        )
+        return _encoded(await_reply(future, servicer_context))
+
+    def describe(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """State of the shard."""
+        request = framing.parse(data, shard_pb2.DescribeRequest)
+        state = await_reply(self.shard.submit(codec.context_from_pb(request.context), Describe()), servicer_context)
+        return codec.state_to_pb(state).SerializeToString()
+
+    def _whole(self, header: shard_pb2.PushRequest | shard_pb2.AssignRequest, payload: Payload) -> Payload | None:
+        if not header.HasField("part"):
+            return payload
+        context = codec.context_from_pb(header.context)
+        return self._parts.add(context, header.part.index, header.part.count, payload)
+
+    def _check_reply(self, num_ids: int, bytes_per_id: int) -> None:
+        size = num_ids * bytes_per_id + _REPLY_OVERHEAD_BYTES
+        if size > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"{num_ids} rows take {size} bytes in one reply, the limit is {self._max_message_bytes}; "
+                f"ask for at most {(self._max_message_bytes - _REPLY_OVERHEAD_BYTES) // bytes_per_id} ids at once"
+            )
+
+
+def _encoded(done: Done) -> bytes:
+    return shard_pb2.WriteReply(created=done.created, duplicate=done.duplicate).SerializeToString()
+
+
+class _HeldShard:
+    """One shard of this process: its port, its service and its place in the cluster."""
+
+    def __init__(self, config: ServerConfig, listen: str, wanted: int | None) -> None:
+        self.config = config
+        self.wanted = wanted
+        self.service = ShardService(config.max_message_bytes)
+        self.server = GrpcServer(listen, config.max_message_bytes)
+        self.server.add(SHARD_SERVICE, self.service.methods)
+        self.address = config.advertise or self.server.address
+        self.incarnation = time.time_ns()
+        self.shard: Shard | None = None
+
+    def join(self, scheduler: GrpcSchedulerCarrier) -> None:
+        """Register and serve; also how the shard introduces itself to a scheduler that was restarted."""
+        known = self.shard
+        request = scheduler_pb2.RegisterRequest(
+            address=self.address,
+            shard=self.wanted if known is None else known.shard,
+            incarnation=self.incarnation,
+            cluster_version=0 if known is None else known.cluster_version,
+            tables=[] if known is None else [codec.spec_to_pb(spec) for spec in known.specs],
+        )
+        reply = scheduler.register(request, _CALL_TIMEOUT_SECONDS)
+        if known is not None:
+            known.cluster_version = reply.cluster_version
+            return
+        self.shard = Shard(
+            reply.shard,
+            buckets_of_shard(even_placement(reply.num_shards), reply.shard),
+            incarnation=self.incarnation,
+            cluster_version=reply.cluster_version,
+            sync_timeout_seconds=self.config.sync_timeout_seconds,
+        )
+        self.service.serve(self.shard)
+        self.server.ready()
+        logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
+
+    def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
+        """Send a heartbeat; return False if another process holds the shard now."""
+        assert self.shard is not None
+        reply = scheduler.heartbeat(self.shard.shard, self.incarnation, _CALL_TIMEOUT_SECONDS)
+        if reply.replaced:
+            return False
+        if reply.unknown:
+            logger.warning("the scheduler was restarted; shard %d registers again", self.shard.shard)
+            self.join(scheduler)
+        else:
+            self.shard.cluster_version = reply.cluster_version
+        return True
+
+
+class ShardServer:
+    """A process's shards: start, serve until stopped. Not thread-safe; use from one thread."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
+        self._held: list[_HeldShard] = []
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._started = False
+
+    def start(self) -> list[str]:
+        """Bind, register, serve; return the address of each shard.
+
+        Raises ConfigError (port in use, shard held by another process) or SchedulerUnavailable.
+        """
+        host, _ = split_address(self._config.listen)
+        host = f"[{host}]" if ":" in host else host
+        try:
+            for index in range(self._config.shards):
+                listen = self._config.listen if index == 0 else f"{host}:0"
+                wanted = None if self._config.shard is None else self._config.shard + index
+                held = _HeldShard(self._config, listen, wanted)
+                self._held.append(held)
+                held.server.start()
+            self._join_all()
+        except BaseException:
+            self.stop(0)
+            raise
+        self._heart.start()
+        self._started = True
+        return [held.address for held in self._held]
+
+    @property
+    def shards(self) -> list[int]:
+        """The numbers of the shards held."""
+        return [held.shard.shard for held in self._held if held.shard is not None]
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Block until the server has ended by itself or was stopped; False if the time ran out first."""
+        return self._ended.wait(timeout_seconds)
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Leave the cluster, finish the calls under way, end. Idempotent."""
+        self._stopping.set()
+        if self._started and threading.current_thread() is not self._heart:
+            self._heart.join()
+        for held in self._held:
+            if held.shard is not None:
+                try:
+                    self._scheduler.leave(held.shard.shard, held.incarnation, timeout_seconds=1.0)
+                except (GeartrainError, AttemptFailed) as exc:
+                    logger.info("left without telling the scheduler: %s", exc)
+            held.server.stop(grace_seconds)
+            if held.shard is not None:
+                held.shard.close()
+        self._held.clear()
+        self._scheduler.close()
+        self._ended.set()
+
+    def _join_all(self) -> None:
+        deadline = time.monotonic() + REGISTER_TIMEOUT_SECONDS
+        for held in self._held:
+            while True:
+                try:
+                    held.join(self._scheduler)
+                    break
+                except AttemptFailed as exc:
+                    if time.monotonic() > deadline:
+                        raise SchedulerUnavailable(
+                            f"no scheduler at {self._config.scheduler} for {REGISTER_TIMEOUT_SECONDS:g} s ({exc}); "
+                            "start 'geartrain scheduler' first, or correct --scheduler"
+                        ) from exc
+                    if self._stopping.wait(_RETRY_SECONDS):
+                        raise SchedulerUnavailable("stopped before the scheduler answered") from exc
+
+    def _beat(self) -> None:
+        silent = False
+        while not self._stopping.wait(self._config.heartbeat_seconds):
+            try:
+                for held in self._held:
+                    if not held.beat(self._scheduler):
+                        logger.error("shard %s was taken over by another process; this one ends", held.address)
+                        self._ended.set()
+                        return
+                silent = False
+            except AttemptFailed as exc:
+                if not silent:
+                    logger.warning("the scheduler does not answer, serving on: %s", exc)
+                silent = True
+            except ConfigError as exc:
+                logger.error("the scheduler refuses this shard: %s", exc)
+                self._ended.set()
+                return
+            except GeartrainError as exc:
+                logger.warning("heartbeat failed: %s", exc)

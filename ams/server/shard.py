@@ -1,0 +1,296 @@
+"""A shard: one thread owns its rows and runs each request to completion.
+
+So no row is ever torn, no row is locked, and writes are applied in one order.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+from geartrain.ams.errors import (
+    GeartrainError,
+    InternalError,
+    InvalidArgument,
+    ShardRestarted,
+    ShardUnavailable,
+    SpecMismatch,
+    StaleCluster,
+    TableNotFound,
+)
+from geartrain.ams.messages import (
+    Assign,
+    CallContext,
+    CreateTable,
+    Describe,
+    Done,
+    DropTable,
+    Pull,
+    Push,
+    Reply,
+    Request,
+    ShardState,
+    TableState,
+)
+from geartrain.ams.server.marks import WriteMarks
+from geartrain.ams.server.sync import SyncGroups, joint_push
+from geartrain.ams.specs import Ids, TableSpec
+from geartrain.ams.tables.row_table import RowTable
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class _Table:
+    rows: RowTable
+    spec: TableSpec
+    writes: int = 0
+
+
+@dataclass(frozen=True)
+class _Call:
+    context: CallContext
+    request: Request
+    future: Future[Reply]
+
+
+class Shard:
+    """The rows of some buckets of every table.
+
+    Thread-safe: any thread may :meth:`submit`; the shard's own thread does the work.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        owned_buckets: Ids,
+        *,
+        incarnation: int,
+        cluster_version: int = 1,
+        sync_timeout_seconds: float = 60.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.shard = shard
+        self.incarnation = incarnation
+        self.cluster_version = cluster_version
+        self._owned_buckets = owned_buckets
+        self._clock = clock
+        self._started = clock()
+        self._tables: dict[str, _Table] = {}
+        self._specs: dict[str, TableSpec] = {}
+        self._marks = WriteMarks()
+        self._groups = SyncGroups(sync_timeout_seconds, clock)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._closed = False
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name=f"shard-{shard}", daemon=True)
+        self._thread.start()
+
+    def submit(self, context: CallContext, request: Request) -> Future[Reply]:
+        """Queue a request; the future holds its reply or a GeartrainError. Never blocks."""
+        future: Future[Reply] = Future()
+        with self._closing:
+            if self._closed:
+                future.set_exception(ShardUnavailable(f"shard {self.shard} is shut down"))
+            else:
+                self._calls.put(_Call(context, request, future))
+        return future
+
+    def spec(self, table: str) -> TableSpec:
+        """Return the spec of a table. Raises TableNotFound."""
+        try:
+            return self._specs[table]
+        except KeyError:
+            raise self._no_table(table) from None
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The specs of all tables."""
+        return tuple(self._specs.values())
+
+    def close(self) -> None:
+        """Finish the requests that are queued, refuse those that come later, end the thread. Idempotent."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._calls.put(None)
+        self._thread.join()
+
+    # Everything below runs on the shard's own thread.
+
+    def _serve(self) -> None:
+        while True:
+            call = self._next_call()
+            if call is None:
+                break
+            self._run(call)
+            del call  # the rows of a request are not kept until the next one arrives
+        for context, _ in [entry for table in list(self._tables) for entry in self._groups.drop_table(table)]:
+            self._marks.failed(context, ShardUnavailable(f"shard {self.shard} was shut down before its sync group met"))
+
+    def _next_call(self) -> _Call | None:
+        while True:
+            deadline = self._groups.next_deadline()
+            if deadline is None:
+                return self._calls.get()
+            try:
+                return self._calls.get(timeout=max(0.0, deadline - self._clock()))
+            except queue.Empty:
+                for pushes, error in self._groups.expire():
+                    for context, _ in pushes:
+                        self._marks.failed(context, error)
+
+    def _run(self, call: _Call) -> None:
+        try:
+            self._check_fence(call.context)
+            if isinstance(call.request, Push | Assign):
+                self._write(call, call.request)
+            else:
+                call.future.set_result(self._answer(call.request))
+        except GeartrainError as error:
+            _fail(call.future, error)
+        except MemoryError as error:
+            _fail(call.future, InternalError(f"shard {self.shard} is out of memory: {error}"))
+        except InvalidStateError:
+            pass  # the caller gave up waiting
+        except Exception as error:
+            # A defect must reach the caller and must not end the shard that others rely on.
+            _fail(call.future, InternalError(f"shard {self.shard}: {error!r}\n{traceback.format_exc()}"))
+
+    def _check_fence(self, context: CallContext) -> None:
+        if context.shard_incarnation not in (0, self.incarnation):
+            raise ShardRestarted(
+                f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
+                f"{context.shard_incarnation}): rows in its memory are gone; start the job again"
+            )
+        if context.cluster_version not in (0, self.cluster_version):
+            raise StaleCluster(
+                f"the call means cluster version {context.cluster_version}, shard {self.shard} is at "
+                f"{self.cluster_version}; ask the scheduler again"
+            )
+
+    def _answer(self, request: Request) -> Reply:
+        match request:
+            case Pull():
+                if request.required_sync is not None:
+                    self._groups.require_step(request.table, request.required_sync)
+                table = self._table(request.table)
+                table.rows.pull(request.ids, request.out, request.positions, request.present)
+                return Done()
+            case CreateTable():
+                return self._create(request.spec)
+            case DropTable():
+                return self._drop(request.table)
+            case Describe():
+                return self._describe()
+            case _:
+                raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
+
+    def _write(self, call: _Call, request: Push | Assign) -> None:
+        if not self._marks.admit(call.context, call.future):
+            return
+        try:
+            if isinstance(request, Push):
+                _check_settings(request)
+            table = self._table(request.table)
+            if isinstance(request, Push) and request.group is not None:
+                self._write_jointly(call.context, request, table)
+                return
+            if isinstance(request, Push):
+                created = table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
+            else:
+                created = table.rows.assign(request.ids, request.rows)
+            table.writes += 1
+        except BaseException as error:
+            self._marks.failed(call.context, _as_ours(error, self.shard))
+            return
+        self._marks.applied(call.context, Done(created=created))
+
+    def _write_jointly(self, context: CallContext, push: Push, table: _Table) -> None:
+        if self._groups.is_applied(push):
+            self._marks.applied(context, Done(duplicate=True))
+            return
+        parts = self._groups.join(context, push)
+        if parts is None:
+            return
+        try:
+            joint = joint_push([part for _, part in parts])
+            created = table.rows.push(joint.ids, joint.gradients, lr=joint.lr, scale=1.0)
+        except BaseException as error:
+            self._groups.abandon(push)
+            for part_context, _ in parts:
+                self._marks.failed(part_context, _as_ours(error, self.shard))
+            return
+        table.writes += 1
+        self._groups.complete(push)
+        for part_context, _ in parts:
+            self._marks.applied(part_context, Done(created=created))
+
+    def _create(self, spec: TableSpec) -> Done:
+        existing = self._tables.get(spec.name)
+        if existing is not None:
+            if existing.spec != spec:
+                raise SpecMismatch(f"table {spec.name!r} exists as {existing.spec}, not as {spec}")
+            return Done(duplicate=True)
+        self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets), spec)
+        self._specs = {name: table.spec for name, table in self._tables.items()}
+        return Done()
+
+    def _drop(self, name: str) -> Done:
+        for context, _ in self._groups.drop_table(name):
+            self._marks.failed(context, self._no_table(name))
+        existed = self._tables.pop(name, None) is not None
+        self._specs = {name: table.spec for name, table in self._tables.items()}
+        return Done(duplicate=not existed)
+
+    def _describe(self) -> ShardState:
+        tables = tuple(
+            TableState(
+                spec=table.spec,
+                rows=table.rows.num_present,
+                memory_bytes=table.rows.memory_bytes,
+                pushes=table.writes,
+            )
+            for table in self._tables.values()
+        )
+        return ShardState(
+            shard=self.shard,
+            incarnation=self.incarnation,
+            cluster_version=self.cluster_version,
+            uptime_seconds=self._clock() - self._started,
+            tables=tables,
+        )
+
+    def _table(self, name: str) -> _Table:
+        try:
+            return self._tables[name]
+        except KeyError:
+            raise self._no_table(name) from None
+
+    def _no_table(self, name: str) -> TableNotFound:
+        known = ", ".join(map(repr, self._specs)) or "none"
+        return TableNotFound(f"there is no table {name!r}; tables of this cluster: {known}")
+
+
+def _check_settings(push: Push) -> None:
+    if push.lr is not None and not (math.isfinite(push.lr) and push.lr >= 0):
+        raise InvalidArgument(f"lr is {push.lr!r}; it must be finite and >= 0")
+    if not math.isfinite(push.scale):
+        raise InvalidArgument(f"scale is {push.scale!r}; it must be finite (a skipped step pushes nothing)")
+
+
+def _as_ours(error: BaseException, shard: int) -> GeartrainError:
+    if isinstance(error, GeartrainError):
+        return error
+    return InternalError(f"shard {shard}: {error!r}\n{''.join(traceback.format_exception(error))}")
+
+
+def _fail(future: Future[Reply], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,155 @@
+"""Synchronous writes: a shard gathers one push per rank, sums them in rank order and applies them once.
+
+The result equals one worker with the joint batch: each rank's gradient is the mean over its samples, so the joint
+mean is the sum weighted by sample counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.core import ops
+from geartrain.ams.errors import InvalidArgument, RankMissing, StepMismatch
+from geartrain.ams.messages import CallContext, Push, SyncGroup
+from geartrain.ams.specs import Ids
+
+MAX_WORLD_SIZE = 65_536
+
+
+@dataclass
+class _Group:
+    world_size: int
+    next_sequence: int
+    deadline: float = 0.0
+    waiting: dict[int, tuple[CallContext, Push]] = field(default_factory=dict)
+
+
+def joint_push(pushes: list[Push]) -> Push:
+    """Return the push that equals those of all ranks, given in rank order: the mean weighted by sample counts."""
+    groups = [push.group for push in pushes if push.group is not None]
+    total = sum(group.sample_count for group in groups)
+    weights = [group.sample_count / total if total else 0.0 for group in groups]
+    width = max(push.gradients.shape[1] for push in pushes)
+    ids: Ids = np.concatenate([push.ids for push in pushes])
+    weighted: npt.NDArray[np.float32] = np.empty((len(ids), width), np.float32)
+    start = 0
+    for push, weight in zip(pushes, weights, strict=True):
+        end = start + len(push.ids)
+        np.multiply(push.gradients, np.float32(weight * push.scale), out=weighted[start:end], dtype=np.float32)
+        start = end
+    distinct, _, summed = ops.merge_duplicates(ids, weighted)
+    return Push(table=pushes[0].table, ids=distinct, gradients=summed, lr=pushes[0].lr)
+
+
+class SyncGroups:
+    """The sync groups of one shard. Used by the shard's own thread only."""
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._clock = clock
+        self._groups: dict[tuple[str, str], _Group] = {}
+
+    def is_applied(self, push: Push) -> bool:
+        """Whether the group's write was applied before: this push is a rank's retry of it.
+
+        Raises StepMismatch if the rank is not at its group's step, InvalidArgument if it cannot belong to the group.
+        """
+        member = _member(push)
+        group = self._group(push.table, member)
+        if member.sequence == group.next_sequence - 1:
+            return True
+        self._require_step(push.table, member, group)
+        return False
+
+    def join(self, context: CallContext, push: Push) -> list[tuple[CallContext, Push]] | None:
+        """Add one rank's push; return the pushes of all ranks in rank order once they are complete, else None."""
+        member = _member(push)
+        group = self._group(push.table, member)
+        first = next(iter(group.waiting.values()), None)
+        if first is not None and (first[1].lr != push.lr):
+            raise StepMismatch(
+                f"rank {member.rank} of job {member.job!r} pushes with lr {push.lr}, another rank with {first[1].lr}; "
+                "all ranks of a step must agree"
+            )
+        if not group.waiting:
+            group.deadline = self._clock() + self._timeout_seconds
+        group.waiting[member.rank] = (context, push)
+        if len(group.waiting) < group.world_size:
+            return None
+        return [group.waiting[rank] for rank in range(group.world_size)]
+
+    def complete(self, push: Push) -> None:
+        """The joint write was applied: the group is at its next step."""
+        group = self._group(push.table, _member(push))
+        group.waiting.clear()
+        group.next_sequence += 1
+
+    def abandon(self, push: Push) -> None:
+        """The joint write was refused: forget its parts."""
+        self._group(push.table, _member(push)).waiting.clear()
+
+    def require_step(self, table: str, member: SyncGroup) -> None:
+        """Raise StepMismatch unless exactly the writes before ``member.sequence`` are applied."""
+        if (table, member.job) in self._groups:
+            self._require_step(table, member, self._group(table, member))
+
+    def next_deadline(self) -> float | None:
+        """When the first incomplete group runs out of time, on the injected clock; None if none waits."""
+        return min((group.deadline for group in self._groups.values() if group.waiting), default=None)
+
+    def expire(self) -> list[tuple[list[tuple[CallContext, Push]], RankMissing]]:
+        """Drop the groups whose time is up; return their pushes with the error that each gets."""
+        now = self._clock()
+        expired = []
+        for (table, job), group in self._groups.items():
+            if not group.waiting or group.deadline > now:
+                continue
+            missing = sorted(set(range(group.world_size)) - set(group.waiting))
+            error = RankMissing(
+                f"ranks {missing} of job {job!r} did not push step {group.next_sequence} of table {table!r} within "
+                f"{self._timeout_seconds:g} s; nothing of the step was applied here. Is the rank alive? "
+                "(server setting sync_timeout_seconds)"
+            )
+            expired.append((list(group.waiting.values()), error))
+            group.waiting.clear()
+        return expired
+
+    def drop_table(self, table: str) -> list[tuple[CallContext, Push]]:
+        """Forget the groups of a table; return the pushes that waited."""
+        waiting: list[tuple[CallContext, Push]] = []
+        for key in [key for key in self._groups if key[0] == table]:
+            waiting.extend(self._groups.pop(key).waiting.values())
+        return waiting
+
+    def _group(self, table: str, member: SyncGroup) -> _Group:
+        if not (1 <= member.world_size <= MAX_WORLD_SIZE and 0 <= member.rank < member.world_size):
+            raise InvalidArgument(f"rank {member.rank} of world_size {member.world_size} is not a rank of a group")
+        if member.sequence < 1:
+            raise InvalidArgument(f"sequence {member.sequence} of job {member.job!r} must be >= 1")
+        group = self._groups.setdefault(
+            (table, member.job), _Group(world_size=member.world_size, next_sequence=member.sequence)
+        )
+        if group.world_size != member.world_size:
+            raise StepMismatch(
+                f"rank {member.rank} of job {member.job!r} believes in {member.world_size} ranks, the group has "
+                f"{group.world_size}; start a new job name after changing the number of workers"
+            )
+        return group
+
+    @staticmethod
+    def _require_step(table: str, member: SyncGroup, group: _Group) -> None:
+        if member.sequence != group.next_sequence:
+            raise StepMismatch(
+                f"rank {member.rank} of job {member.job!r} is at step {member.sequence} of table {table!r}, its group "
+                f"at {group.next_sequence}; restart all ranks from the same state"
+            )
+
+
+def _member(push: Push) -> SyncGroup:
+    assert push.group is not None
+    return push.group

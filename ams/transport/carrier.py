@@ -1,0 +1,97 @@
+"""What a carrier is: the way from a client to one shard, or to the scheduler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from geartrain.ams.messages import CallContext, Reply, Request
+from geartrain.ams.placement import BucketShards
+from geartrain.ams.specs import TableSpec
+
+
+class AttemptFailed(Exception):
+    """One attempt did not come back: whether the shard saw the request is unknown. The caller may retry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """What the scheduler knows of one shard."""
+
+    shard: int
+    address: str
+    incarnation: int
+    state: Literal["up", "lost", "missing"]
+    heartbeat_age_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """The cluster as the scheduler sees it."""
+
+    cluster_version: int
+    num_shards: int
+    ready: bool
+    """All shards are up."""
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableSpec, ...]
+    bucket_shards: BucketShards
+    """[4096] uint16: the shard of each bucket."""
+
+
+class ShardCarrier(Protocol):
+    """The way to one shard. Thread-safe."""
+
+    def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:
+        """Send a request. The arrays of the request stay the caller's and must not change until the future is done.
+
+        The future holds the reply (a pull's rows are then in ``request.out``), the shard's GeartrainError, or
+        AttemptFailed if no reply came within ``timeout_seconds``.
+        """
+
+    def close(self) -> None:
+        """Release the connection. Idempotent."""
+
+
+class SchedulerCarrier(Protocol):
+    """The way to the scheduler. Thread-safe; every call may raise a GeartrainError or AttemptFailed."""
+
+    def describe(self, timeout_seconds: float | None) -> ClusterView:
+        """Return the cluster as it is now."""
+
+    def create_table(self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None) -> None:
+        """Make a table on all shards."""
+
+    def drop_table(self, table: str, timeout_seconds: float | None) -> None:
+        """Remove a table from all shards."""
+
+    def close(self) -> None:
+        """Release the connection. Idempotent."""
+
+
+def gather(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
+    """Return a future of all results in order, done when every one is; it holds the first error if any failed."""
+    joint: Future[list[Any]] = Future()
+    remaining = len(futures)
+    lock = threading.Lock()
+
+    def one_done(_: Future[Any]) -> None:
+        nonlocal remaining
+        with lock:
+            remaining -= 1
+            if remaining:
+                return
+        error = next((e for future in futures if (e := future.exception()) is not None), None)
+        if error is not None:
+            joint.set_exception(error)
+        else:
+            joint.set_result([future.result() for future in futures])
+
+    for future in futures:
+        future.add_done_callback(one_done)
+    if not futures:
+        joint.set_result([])
+    return joint

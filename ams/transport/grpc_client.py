@@ -1,0 +1,289 @@
+"""The gRPC carriers: from a client to a shard and to the scheduler, on this machine or another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB
+from geartrain.ams.errors import GeartrainError, InternalError, ProtocolError
+from geartrain.ams.messages import (
+    Assign,
+    CallContext,
+    CreateTable,
+    Describe,
+    Done,
+    DropTable,
+    Pull,
+    Push,
+    Reply,
+    Request,
+)
+from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
+from geartrain.ams.placement import NUM_BUCKETS
+from geartrain.ams.specs import TableSpec
+from geartrain.ams.transport import grpc_codec as codec
+from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardEntry, gather
+from geartrain.ams.transport.grpc_status import error_from
+
+SHARD_SERVICE = "geartrain.ams.v1.Shard"
+SCHEDULER_SERVICE = "geartrain.ams.v1.Scheduler"
+
+_STATES = {
+    scheduler_pb2.ShardEntry.STATE_UP: "up",
+    scheduler_pb2.ShardEntry.STATE_LOST: "lost",
+    scheduler_pb2.ShardEntry.STATE_MISSING: "missing",
+}
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class GrpcCarrier:
+    """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts."""
+
+    def __init__(self, address: str, *, part_bytes: int = 16 * MIB, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._address = address
+        self._part_bytes = part_bytes
+        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+        self._methods: dict[str, Any] = {
+            name: self._channel.unary_unary(f"/{SHARD_SERVICE}/{name}")
+            for name in ("CreateTable", "DropTable", "Pull", "Push", "Assign", "Describe")
+        }
+
+    def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:
+        """See :class:`ShardCarrier`."""
+        match request:
+            case Pull():
+                return self._pull(context, request, timeout_seconds)
+            case Push() | Assign():
+                return self._write(context, request, timeout_seconds)
+            case CreateTable():
+                create = shard_pb2.CreateTableRequest(
+                    context=codec.context_to_pb(context), spec=codec.spec_to_pb(request.spec)
+                )
+                return self._call("CreateTable", create.SerializeToString(), timeout_seconds, _done)
+            case DropTable():
+                drop = shard_pb2.DropTableRequest(context=codec.context_to_pb(context), table=request.table)
+                return self._call("DropTable", drop.SerializeToString(), timeout_seconds, _done)
+            case Describe():
+                ask = shard_pb2.DescribeRequest(context=codec.context_to_pb(context))
+                return self._call(
+                    "Describe",
+                    ask.SerializeToString(),
+                    timeout_seconds,
+                    lambda data: codec.state_from_pb(framing.parse(data, shard_pb2.DescribeReply)),
+                )
+
+    def close(self) -> None:
+        """Close the channel; calls under way fail with AttemptFailed."""
+        self._channel.close()
+
+    def _call(
+        self, method: str, data: bytes, timeout_seconds: float | None, decode: Callable[[bytes], Reply]
+    ) -> Future[Reply]:
+        future: Future[Reply] = Future()
+
+        def finished(call: Any) -> None:
+            # Runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+            try:
+                future.set_result(decode(call.result()))
+            except grpc.RpcError as exc:
+                future.set_exception(error_from(exc, f"shard at {self._address}"))
+            except grpc.FutureCancelledError:
+                future.set_exception(AttemptFailed(f"shard at {self._address}: the connection was closed"))
+            except GeartrainError as exc:
+                future.set_exception(exc)
+            except Exception as exc:  # a defect here must not leave the caller waiting for ever
+                future.set_exception(InternalError(f"reply of the shard at {self._address}: {exc!r}"))
+
+        try:
+            self._methods[method].future(data, timeout=timeout_seconds).add_done_callback(finished)
+        except ValueError:
+            future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
+        return future
+
+    def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None) -> Future[Reply]:
+        row_bytes = pull.out.shape[1] * pull.out.itemsize
+        parts = []
+        for start, end in self._spans(len(pull.ids), row_bytes + 8):
+            header = shard_pb2.PullRequest(
+                context=codec.context_to_pb(context),
+                table=pull.table,
+                required_sync=codec.group_to_pb(pull.required_sync),
+                with_present=pull.present is not None,
+            )
+            data = framing.encode_framed(header, [(14, pull.ids[start:end])])
+            parts.append(self._call("Pull", data, timeout_seconds, _Unpack(pull, start, end)))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _write(self, context: CallContext, write: Push | Assign, timeout_seconds: float | None) -> Future[Reply]:
+        rows = write.gradients if isinstance(write, Push) else write.rows
+        method = "Push" if isinstance(write, Push) else "Assign"
+        spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
+        parts = []
+        for index, (start, end) in enumerate(spans):
+            header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
+            if len(spans) > 1:
+                header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
+            data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
+            parts.append(self._call(method, data, timeout_seconds, _done))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
+        """Cut 0 … num_ids into the fewest runs of at most part_bytes."""
+        per_part = max(1, self._part_bytes // bytes_per_id)
+        count = max(1, math.ceil(num_ids / per_part))
+        return [(num_ids * part // count, num_ids * (part + 1) // count) for part in range(count)]
+
+
+class _Unpack:
+    """Writes the rows of one reply where the pull wants them."""
+
+    def __init__(self, pull: Pull, start: int, end: int) -> None:
+        self._pull, self._start, self._end = pull, start, end
+
+    def __call__(self, data: bytes) -> Reply:
+        pull, start, end = self._pull, self._start, self._end
+        _, raw = framing.decode_framed(data, shard_pb2.PullReply)
+        rows = framing.rows_from(raw.get(15), end - start, pull.out.shape[1], pull.out.dtype)
+        where: Any = slice(start, end) if pull.positions is None else pull.positions[start:end]
+        pull.out[where] = rows
+        if pull.present is not None:
+            present = raw.get(14)
+            if present is None or len(present) != end - start:
+                raise ProtocolError(f"the shard did not say which of {end - start} rows exist")
+            pull.present[where] = np.frombuffer(present, np.bool_)
+        return Done()
+
+
+def _push_header(context: CallContext, push: Push) -> shard_pb2.PushRequest:
+    return shard_pb2.PushRequest(
+        context=codec.context_to_pb(context),
+        table=push.table,
+        lr=push.lr,
+        scale=push.scale,
+        group=codec.group_to_pb(push.group),
+        gradient_dtype=codec.dtype_to_pb(push.gradients.dtype),
+    )
+
+
+def _assign_header(context: CallContext, assign: Assign) -> shard_pb2.AssignRequest:
+    return shard_pb2.AssignRequest(context=codec.context_to_pb(context), table=assign.table)
+
+
+def _done(data: bytes) -> Reply:
+    reply = framing.parse(data, shard_pb2.WriteReply)
+    # A part that waits for its siblings answers "incomplete"; what counts is the reply of the one that completed it.
+    return Done(created=reply.created, duplicate=reply.duplicate, incomplete=reply.incomplete)
+
+
+def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
+    joint: Future[Reply] = Future()
+
+    def finished(gathered: Future[list[Any]]) -> None:
+        error = gathered.exception()
+        if error is not None:
+            joint.set_exception(error)
+            return
+        complete = [reply for reply in gathered.result() if not reply.incomplete]
+        if complete:
+            joint.set_result(complete[-1])
+        else:
+            joint.set_exception(AttemptFailed("the shard kept all parts of a write and waits for more"))
+
+    gather(parts).add_done_callback(finished)
+    return joint
+
+
+class GrpcSchedulerCarrier:
+    """The way to the scheduler over gRPC."""
+
+    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+
+    def describe(self, timeout_seconds: float | None) -> ClusterView:
+        """See :class:`SchedulerCarrier`."""
+        ask = scheduler_pb2.DescribeClusterRequest()
+        reply = self._call("DescribeCluster", ask, scheduler_pb2.DescribeClusterReply, timeout_seconds)
+        bucket_shards = np.frombuffer(reply.bucket_shards, "<u2")
+        if len(bucket_shards) != NUM_BUCKETS:
+            raise ProtocolError(
+                f"the scheduler at {self.address} placed {len(bucket_shards)} buckets, not {NUM_BUCKETS}"
+            )
+        return ClusterView(
+            cluster_version=reply.cluster_version,
+            num_shards=reply.num_shards,
+            ready=reply.ready,
+            shards=tuple(
+                ShardEntry(
+                    shard=entry.shard,
+                    address=entry.address,
+                    incarnation=entry.incarnation,
+                    state=_STATES.get(entry.state, "missing"),  # type: ignore[arg-type]
+                    heartbeat_age_seconds=entry.heartbeat_age_seconds,
+                )
+                for entry in reply.shards
+            ),
+            tables=tuple(codec.spec_from_pb(table) for table in reply.tables),
+            bucket_shards=bucket_shards,
+        )
+
+    def create_table(self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.CreateClusterTableRequest(spec=codec.spec_to_pb(spec), reuse=reuse)
+        self._call("CreateClusterTable", request, scheduler_pb2.CreateClusterTableReply, timeout_seconds)
+
+    def drop_table(self, table: str, timeout_seconds: float | None) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.DropClusterTableRequest(table=table)
+        self._call("DropClusterTable", request, scheduler_pb2.DropClusterTableReply, timeout_seconds)
+
+    def register(
+        self, request: scheduler_pb2.RegisterRequest, timeout_seconds: float | None
+    ) -> scheduler_pb2.RegisterReply:
+        """Join the cluster (shards only)."""
+        return self._call("Register", request, scheduler_pb2.RegisterReply, timeout_seconds)
+
+    def heartbeat(self, shard: int, incarnation: int, timeout_seconds: float) -> scheduler_pb2.HeartbeatReply:
+        """Say that a shard lives."""
+        request = scheduler_pb2.HeartbeatRequest(shard=shard, incarnation=incarnation)
+        return self._call("Heartbeat", request, scheduler_pb2.HeartbeatReply, timeout_seconds)
+
+    def leave(self, shard: int, incarnation: int, timeout_seconds: float) -> None:
+        """Say that a shard goes."""
+        request = scheduler_pb2.LeaveRequest(shard=shard, incarnation=incarnation)
+        self._call("Leave", request, scheduler_pb2.LeaveReply, timeout_seconds)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def _call(self, method: str, request: Message, kind: type[framing.M], timeout_seconds: float | None) -> framing.M:
+        call: Any = self._channel.unary_unary(f"/{SCHEDULER_SERVICE}/{method}")
+        try:
+            return framing.parse(call(request.SerializeToString(), timeout=timeout_seconds), kind)
+        except grpc.RpcError as exc:
+            raise error_from(exc, f"scheduler at {self.address}") from exc
+        except ValueError as exc:
+            raise AttemptFailed(f"scheduler at {self.address}: the connection is closed") from exc

@@ -1,0 +1,91 @@
+"""What every gRPC service of Geartrain shares: the server itself, health, reflection, and how calls are answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from geartrain.ams.config import split_address
+from geartrain.ams.errors import ConfigError, GeartrainError, InternalError
+from geartrain.ams.transport.grpc_client import channel_options
+from geartrain.ams.transport.grpc_status import abort
+
+MAX_CONCURRENT_CALLS = 128
+"""A synchronous push holds one until its group is complete: ranks × tables in one step must stay below it."""
+
+BytesMethod = Callable[[bytes, grpc.ServicerContext], bytes]
+
+
+class GrpcServer:
+    """A bound port that serves one service, with health and reflection."""
+
+    def __init__(self, listen: str, max_message_bytes: int) -> None:
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="grpc"),
+            options=channel_options(max_message_bytes),
+        )
+        host, port = split_address(listen)
+        try:
+            bound = self._server.add_insecure_port(listen)
+        except RuntimeError as exc:
+            raise ConfigError(f"cannot listen on {listen!r}: {exc}; is another process using the port?") from exc
+        if bound == 0:
+            raise ConfigError(f"cannot listen on {listen!r}; is another process using port {port}?")
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services: list[str] = []
+
+    def add(self, service: str, methods: Mapping[str, BytesMethod]) -> None:
+        """Serve ``methods`` (encoded request → encoded reply) under ``service``, not yet healthy."""
+        handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(_typed(method)) for name, method in methods.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        self._services.append(service)
+        self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def start(self) -> None:
+        """Accept calls. Health says NOT_SERVING until :meth:`ready`."""
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server.start()
+
+    def ready(self) -> None:
+        """Let health say SERVING."""
+        for service in ("", *self._services):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_seconds).wait()
+
+
+def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> Any:
+    """Wait for ``future``, but no longer than the caller does."""
+    settled = threading.Event()
+    future.add_done_callback(lambda _: settled.set())
+    if not servicer_context.add_callback(settled.set):
+        settled.set()
+    settled.wait()
+    if not future.done():
+        servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
+    return future.result()
+
+
+def _typed(method: BytesMethod) -> BytesMethod:
+    def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        try:
+            return method(data, servicer_context)
+        except GeartrainError as error:
+            abort(servicer_context, error)
+        except MemoryError as error:
+            abort(servicer_context, InternalError(f"out of memory: {error}"))
+
+    return answer

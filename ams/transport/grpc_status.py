@@ -1,0 +1,55 @@
+"""Our errors ⇄ gRPC status: a code any gRPC client understands, and the error's own name in the trailing metadata."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+
+from geartrain.ams import errors
+from geartrain.ams.transport.carrier import AttemptFailed
+
+ERROR_KEY = "geartrain-error"
+_MAX_DETAILS = 4000
+
+# The most specific class first.
+_CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
+    (errors.SpecMismatch, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.TableNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.TableExists, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.SyncError, grpc.StatusCode.ABORTED),
+    (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+def abort(servicer_context: grpc.ServicerContext, error: errors.GeartrainError) -> NoReturn:
+    """End a call with ``error``."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    servicer_context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
+    details = str(error)
+    servicer_context.abort(code, details if len(details) <= _MAX_DETAILS else details[:_MAX_DETAILS] + " …")
+    raise AssertionError("abort returns by raising")
+
+
+def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainError | AttemptFailed:
+    """Return what a failed call to ``peer`` means: an error the peer raised on purpose, or an attempt that got lost."""
+    assert isinstance(call, grpc.Call)
+    code, details = call.code(), call.details() or ""
+    name = dict(call.trailing_metadata() or ()).get(ERROR_KEY)
+    if name is not None:
+        return errors.error_named(str(name))(details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.MessageTooLarge(
+            f"{peer} or this client refused a message: {details}. Lower part_bytes, or raise max_message_bytes on "
+            "both ends"
+        )
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return AttemptFailed(f"{peer}: {code.name} ({details})")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
+    return errors.InternalError(f"{peer}: {code.name}: {details}")

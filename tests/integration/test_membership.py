@@ -1,0 +1,109 @@
+"""Roles that come, go, and come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from geartrain.ams import errors
+from geartrain.ams.cluster import cluster_status, connect
+from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.service import ShardServer
+from geartrain.ams.specs import SGD
+
+IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0, connect_timeout_seconds=0.3)
+PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
+
+
+def test_a_dead_shard_is_named(served: Callable[..., object]) -> None:
+    cluster = served(2)
+    with connect(cluster.address, config=IMPATIENT) as ours:  # type: ignore[attr-defined]
+        table = ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
+        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
+        with pytest.raises(errors.ShardUnavailable, match=r"shard 1 at 127\.0\.0\.1"):
+            table.pull(np.arange(4096))
+        assert table.pull(np.arange(100)).shape == (100, 4)  # shard 0 still serves its rows
+        assert [shard.state for shard in ours.status().shards] == ["up", "lost"]
+
+
+def test_a_failed_write_can_be_sent_again_and_no_shard_applies_it_twice(served: Callable[..., object]) -> None:
+    cluster = served(2)
+    with connect(cluster.address, config=IMPATIENT) as ours:  # type: ignore[attr-defined]
+        table = ours.create_table("t", dim=1, optimizer=SGD(1.0), num_rows=4096)
+        before = table.pull(np.array([0]))
+        write = table.prepare_push(np.array([0, 4095]), np.ones((2, 1), np.float32))
+        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
+        for _ in range(3):
+            with pytest.raises(errors.ShardUnavailable):
+                write.send()
+        np.testing.assert_allclose(table.pull(np.array([0])), before - 1)
+
+
+def test_a_shard_that_came_back_empty_is_not_mistaken_for_the_old_one(served: Callable[..., object]) -> None:
+    cluster = served(2)
+    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
+        table = ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
+        table.push(np.array([4095]), np.ones((1, 4), np.float32))
+        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
+        cluster.servers[1] = cluster.start_server(1)  # type: ignore[attr-defined]
+        with pytest.raises(errors.ShardRestarted, match="shard 1 was restarted"):
+            table.pull(np.array([4095]))
+    with connect(cluster.address, config=PATIENT) as anew:  # type: ignore[attr-defined]
+        with pytest.raises(errors.ShardRestarted, match=r"lost its rows on shards \[1\]"):
+            anew.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096, reuse=True)
+        anew.drop_table("t")
+        anew.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096).pull(np.arange(4096))
+
+
+def test_a_restarted_scheduler_learns_shards_and_tables_from_the_shards(served: Callable[..., object]) -> None:
+    cluster = served(2)
+    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
+        table = ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
+        table.push(np.array([7]), np.ones((1, 4), np.float32))
+        row = table.pull(np.array([7]))
+        cluster.scheduler.stop(0)  # type: ignore[attr-defined]
+        cluster.scheduler = SchedulerServer(SchedulerConfig(listen=cluster.address, num_shards=2))  # type: ignore[attr-defined]
+        cluster.scheduler.start()  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(table.pull(np.array([7])), row)
+    with connect(cluster.address, config=PATIENT) as anew:  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(anew.table("t").pull(np.array([7])), row)
+
+
+def test_connecting_waits_for_the_last_shard() -> None:
+    scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=1))
+    address = scheduler.start()
+    server = ShardServer(ServerConfig(scheduler=address))
+    try:
+        with pytest.raises(errors.ClusterNotReady, match=r"0 \(missing\)"):
+            connect(address, config=IMPATIENT)
+        assert not cluster_status(address).ready
+        late = threading.Thread(target=server.start)
+        late.start()
+        with connect(address, config=PATIENT) as ours:
+            assert ours.status().ready
+        late.join()
+    finally:
+        server.stop(0)
+        scheduler.stop(0)
+
+
+def test_a_scheduler_that_is_not_there_is_named() -> None:
+    with pytest.raises(errors.SchedulerUnavailable, match=r"127\.0\.0\.1:1"):
+        connect("127.0.0.1:1", config=IMPATIENT)
+
+
+def test_a_shard_held_by_a_living_process_is_refused_to_another(served: Callable[..., object]) -> None:
+    cluster = served(1)
+    second = ShardServer(ServerConfig(scheduler=cluster.address, shard=0))  # type: ignore[attr-defined]
+    with pytest.raises(errors.ConfigError, match="held by a living process"):
+        second.start()
+
+
+def test_a_port_in_use_is_named(served: Callable[..., object]) -> None:
+    cluster = served(1)
+    with pytest.raises(errors.ConfigError, match="another process"):
+        SchedulerServer(SchedulerConfig(listen=cluster.address)).start()  # type: ignore[attr-defined]

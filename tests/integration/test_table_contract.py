@@ -1,0 +1,185 @@
+"""What a table promises, over every carrier."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from geartrain.ams import errors
+from geartrain.ams.cluster import Cluster
+from geartrain.ams.specs import SGD, Constant, Normal, SparseMomentum
+
+rng = np.random.default_rng(7)
+
+
+def some_ids(count: int, limit: int = 10_000) -> np.ndarray:
+    return rng.permutation(limit)[:count].astype(np.int64)
+
+
+def test_a_row_that_was_never_written_has_its_initial_value_and_is_not_created(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=8, optimizer=SGD(0.1), initializer=Normal(std=1.0), seed=3)
+    ids = some_ids(100)
+    first, again = table.pull(ids), table.pull(ids[::-1].copy())
+    np.testing.assert_array_equal(first, again[::-1])
+    assert first.std() == pytest.approx(1.0, abs=0.15)
+    assert not table.present(ids).any()
+    assert cluster.status().tables[0].rows == 0
+
+
+def test_initial_values_do_not_depend_on_the_number_of_shards(cluster: Cluster) -> None:
+    from geartrain.ams.cluster import local
+
+    table = cluster.create_table("t", dim=8, optimizer=SGD(0.1), seed=3)
+    with local(5) as other:
+        same = other.create_table("t", dim=8, optimizer=SGD(0.1), seed=3)
+        np.testing.assert_array_equal(table.pull(np.arange(300)), same.pull(np.arange(300)))
+
+
+@pytest.mark.parametrize("num_rows", [None, 10_000])
+def test_pushes_follow_the_float64_reference(cluster: Cluster, num_rows: int | None) -> None:
+    optimizer = SparseMomentum(lr=0.1, momentum=0.9, weight_decay=0.01)
+    table = cluster.create_table("t", dim=16, optimizer=optimizer, num_rows=num_rows)
+    weights = table.pull(np.arange(10_000)).astype(np.float64)
+    velocity = np.zeros_like(weights)
+    for step in range(5):
+        ids = some_ids(3_000)
+        gradients = rng.normal(size=(3_000, 16)).astype(np.float32)
+        lr = 0.1 / (step + 1)
+        table.push(ids, gradients, lr=lr, scale=0.5)
+        velocity[ids] = 0.9 * velocity[ids] + 0.5 * gradients + 0.01 * weights[ids]
+        weights[ids] -= lr * velocity[ids]
+    np.testing.assert_allclose(table.pull(np.arange(10_000)), weights, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_equal_ids_are_summed_and_equal_ids_pull_equal_rows(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SGD(1.0), initializer=Constant(0.0))
+    ids = np.array([5, 9, 5, 5, 9, 2])
+    table.push(ids, np.ones((6, 4), np.float32))
+    np.testing.assert_array_equal(table.pull(ids)[:, 0], [-3, -2, -3, -3, -2, -1])
+
+
+def test_assigned_rows_are_read_back_and_their_momentum_is_forgotten(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SparseMomentum(lr=1.0, momentum=0.5), initializer=Constant(0.0))
+    ids = some_ids(50)
+    table.push(ids, np.ones((50, 4), np.float32))
+    rows = rng.normal(size=(50, 4)).astype(np.float32)
+    assert table.assign(ids, rows).created == 0
+    np.testing.assert_array_equal(table.pull(ids), rows)
+    table.push(ids, np.zeros((50, 4), np.float32))
+    np.testing.assert_array_equal(table.pull(ids), rows)
+
+
+def test_large_payloads_arrive_whole(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=64, optimizer=SGD(1.0), num_rows=20_000, initializer=Constant(0.0))
+    ids = some_ids(20_000, 20_000)
+    gradients = rng.normal(size=(20_000, 64)).astype(np.float32)
+    assert table.push(ids, gradients).created == 20_000
+    np.testing.assert_array_equal(table.pull(ids), -gradients)
+    assert cluster.status().tables[0].rows == 20_000
+    rows = rng.normal(size=(20_000, 64)).astype(np.float32)
+    table.assign(ids, rows)
+    np.testing.assert_array_equal(table.pull(ids), rows)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_rows_travel_as_such(cluster: Cluster, dtype: str) -> None:
+    table = cluster.create_table("t", dim=8, optimizer=SGD(1.0), initializer=Constant(0.0), dtype=dtype)  # type: ignore[arg-type]
+    numpy_dtype = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    table.push(np.array([3]), np.full((1, 8), -0.5, numpy_dtype))
+    rows = table.pull(np.array([3]))
+    assert rows.dtype == numpy_dtype
+    np.testing.assert_array_equal(rows.astype(np.float32), 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_in_gives_torch_out(cluster: Cluster, dtype: str) -> None:
+    table = cluster.create_table("t", dim=8, optimizer=SGD(1.0), initializer=Constant(0.0), dtype=dtype)  # type: ignore[arg-type]
+    ids = torch.tensor([1, 2, 1])
+    table.push(ids, torch.ones(3, 8, dtype=getattr(torch, dtype)))
+    rows = table.pull(ids)
+    assert isinstance(rows, torch.Tensor) and rows.dtype == getattr(torch, dtype)
+    assert rows[:, 0].tolist() == [-2.0, -1.0, -2.0]
+
+
+def test_pulls_and_pushes_in_the_background_give_futures(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SGD(1.0), initializer=Constant(0.0))
+    pushes = [table.push_async(np.arange(10), np.ones((10, 4), np.float32)) for _ in range(20)]
+    for push in pushes:
+        push.result()
+    np.testing.assert_array_equal(table.pull_async(np.arange(10)).result(), -20.0)
+
+
+def test_an_empty_pull_and_an_empty_push_are_legal(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SGD(1.0))
+    none = np.empty(0, np.int64)
+    assert table.pull(none).shape == (0, 4)
+    assert table.push(none, np.empty((0, 4), np.float32)).created == 0
+
+
+def test_a_table_is_not_reused_by_accident(cluster: Cluster) -> None:
+    cluster.create_table("t", dim=4, optimizer=SGD(1.0))
+    with pytest.raises(errors.TableExists, match="reuse=True"):
+        cluster.create_table("t", dim=4, optimizer=SGD(1.0))
+    cluster.create_table("t", dim=4, optimizer=SGD(1.0), reuse=True)
+    with pytest.raises(errors.SpecMismatch, match="dim=4"):
+        cluster.create_table("t", dim=5, optimizer=SGD(1.0), reuse=True)
+    assert cluster.table("t").spec.dim == 4
+    cluster.drop_table("t")
+    with pytest.raises(errors.TableNotFound, match="'t'"):
+        cluster.table("t")
+
+
+BAD_CALLS = {
+    "negative id": (lambda t: t.pull(np.array([4, -7])), errors.InvalidIds, "-7 at index 1"),
+    "id beyond num_rows": (lambda t: t.push(np.array([100]), np.ones((1, 4), np.float32)), errors.InvalidIds, "100"),
+    "float ids": (lambda t: t.pull(np.array([1.5])), errors.InvalidIds, "float64"),
+    "two-dimensional ids": (lambda t: t.pull(np.zeros((2, 2), np.int64)), errors.InvalidIds, r"\(2, 2\)"),
+    "wrong width": (lambda t: t.push(np.array([1]), np.ones((1, 5), np.float32)), errors.InvalidRows, r"\(1, 5\)"),
+    "wrong count": (lambda t: t.assign(np.array([1, 2]), np.ones((1, 4), np.float32)), errors.InvalidRows, r"\(1, 4\)"),
+    "wrong dtype": (lambda t: t.push(np.array([1]), np.ones((1, 4), np.int32)), errors.InvalidRows, "int32"),
+    "float64 gradients": (lambda t: t.push(np.array([1]), np.ones((1, 4))), errors.InvalidRows, "float64"),
+    "NaN": (lambda t: t.push(np.array([1, 2]), _with_nan()), errors.NonFinite, r"row 1 \(id 2\)"),
+    "infinite scale": (
+        lambda t: t.push(np.array([1]), np.ones((1, 4), np.float32), scale=float("inf")),
+        errors.NonFinite,
+        "inf",
+    ),
+    "infinite lr": (
+        lambda t: t.push(np.array([1]), np.ones((1, 4), np.float32), lr=float("inf")),
+        errors.InvalidArgument,
+        "inf",
+    ),
+    "duplicate assign": (
+        lambda t: t.assign(np.array([1, 1]), np.ones((2, 4), np.float32)),
+        errors.InvalidArgument,
+        "1 duplicates",
+    ),
+}
+
+
+def _with_nan() -> np.ndarray:
+    rows = np.ones((2, 4), np.float32)
+    rows[1, 2] = np.nan
+    return rows
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_names_the_value_and_changes_nothing(cluster: Cluster, name: str) -> None:
+    call, kind, text = BAD_CALLS[name]
+    table = cluster.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=100)
+    before = table.pull(np.arange(100))
+    with pytest.raises(kind, match=text):
+        call(table)
+    np.testing.assert_array_equal(table.pull(np.arange(100)), before)
+    assert cluster.status().tables[0].rows == 0
+    table.push(np.array([1]), np.ones((1, 4), np.float32))  # and the shard goes on serving
+
+
+def test_closing_twice_is_harmless_and_a_closed_cluster_says_so(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SGD(1.0))
+    cluster.close()
+    cluster.close()
+    with pytest.raises(errors.GeartrainError):
+        table.pull(np.array([1]))
