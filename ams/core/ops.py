@@ -1,4 +1,4 @@
-"""The compiled kernels under typed Python. Arrays are checked here; :mod:`geartrain.ams.core.reference` specifies results.
+"""The compiled kernels, typed. Arrays are checked here; :mod:`geartrain.ams.core.reference` is the specification.
 
 Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. Rows are float32, float16 or bfloat16
 (ml_dtypes). Every function releases the GIL, keeps no state, and gives the same bits on every instruction set.
@@ -6,7 +6,7 @@ Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ _INT64 = np.dtype(np.int64)
 
 
 def isa() -> str:
-    """Name the instruction set in use: ``baseline``, ``avx2`` or ``avx512`` (``GEARTRAIN_ISA`` forces one; read once)."""
+    """Name the instruction set in use: ``baseline``, ``avx2`` or ``avx512`` (``GEARTRAIN_ISA`` forces one)."""
     return _core.isa
 
 
@@ -50,7 +50,7 @@ def checked_ids(ids: Any, label: str = "ids") -> Ids:
     if not isinstance(ids, np.ndarray) or ids.dtype != _INT64 or ids.ndim != 1:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise InvalidIds(f"{label} is {found}; it must be a numpy int64 vector [N]")
-    return ids if ids.flags.carray or ids.flags.carray_ro else _native(ids)
+    return ids if ids.flags.c_contiguous and ids.flags.aligned else _native(ids)
 
 
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -73,6 +73,10 @@ def as_bits(rows: Any, label: str = "rows") -> tuple[npt.NDArray[Any], int]:
     return (rows if code == 0 else rows.view(_UINT16)), code
 
 
+@overload
+def merge_duplicates(ids: Ids, rows: None = None) -> tuple[Ids, Ids, None]: ...
+@overload
+def merge_duplicates(ids: Ids, rows: npt.NDArray[Any]) -> tuple[Ids, Ids, npt.NDArray[Any]]: ...
 def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Ids, Ids, npt.NDArray[Any] | None]:
     """Merge repeated ids, summing their rows in the caller's order.
 
@@ -82,7 +86,7 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
 
     Returns:
         The distinct ids [U] in order of first appearance; for each id its place among them [N]; and the sums, float32
-        [U, D] (None without ``rows``). With nothing to merge, ``ids`` and ``rows`` are returned as they are, not copied.
+        [U, D] (None without ``rows``). With nothing to merge, ``ids`` and ``rows`` are returned as they are.
 
     Raises:
         InvalidIds: ``ids`` is not an int64 vector.

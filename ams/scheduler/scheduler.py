@@ -179,7 +179,8 @@ class Scheduler:
     def _free_shard(self, address: str, incarnation: int) -> int:
         shards = range(self._num_shards)
         same = [s for s in shards if s in self._members and self._members[s].address == address]
-        for shard in [*same, *(s for s in shards if s not in self._members), *shards]:
+        candidates: list[int] = [*same, *(s for s in shards if s not in self._members), *shards]
+        for shard in candidates:
             if self._is_free(shard, address, incarnation):
                 return shard
         raise ConfigError(f"all {self._num_shards} shards of this cluster are held by living processes")

@@ -44,7 +44,9 @@ class GrpcServer:
 
     def add(self, service: str, methods: Mapping[str, BytesMethod]) -> None:
         """Serve ``methods`` (encoded request → encoded reply) under ``service``, not yet healthy."""
-        handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(_typed(method)) for name, method in methods.items()}
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(_typed(method)) for name, method in methods.items()
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         self._services.append(service)
         self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
