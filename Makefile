@@ -60,10 +60,11 @@ proto: dev  ## the stubs in ams/pb/v1, anew from proto/
 	$(BIN)/python scripts/generate_protos.py
 
 bench: dev  ## every bench, ours against its rivals
-	$(BIN)/geartrain bench --all
+	$(BIN)/geartrain bench rows
+	$(BIN)/geartrain bench head
 
-gpu-check:  ## build the core in place and run CUDA tests and benches, without a network (WHEELS=folder for missing ones)
-	$(PYTHON) scripts/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS))
+gpu-check: links  ## build the core in place and run CUDA tests and benches, without a network (WHEELS=folder for missing ones)
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS))
 
 compose-check:  ## docker-compose.yml for real: up, healthy, a training against it, down (COMPOSE="docker compose")
 	scripts/compose_check.sh

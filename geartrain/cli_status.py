@@ -42,9 +42,8 @@ def health(
 
     split_address(address)
     serving = is_serving(address, timeout_seconds)
-    print(
-        json.dumps({"address": address, "serving": serving}) if as_json else ("serving" if serving else "not serving")
-    )
+    facts = {"address": address, "serving": serving}
+    print(json.dumps(facts) if as_json else f"{address}: {'serving' if serving else 'not serving'}")
     if not serving:
         raise typer.Exit(1)
 

@@ -34,7 +34,7 @@ def up(
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     config = configuration.load(file, given)
-    with Launcher(config, on_line=lambda line: print(line, file=sys.stderr, flush=True)) as launcher:
+    with Launcher(config, on_line=_print_log_line) as launcher:
         facts = launcher.start()
         if facts is None:
             return
@@ -44,3 +44,8 @@ def up(
             shards_text = "1 shard" if len(facts.shards) == 1 else f"{len(facts.shards)} shards"
             print(f"ready: scheduler {facts.scheduler} · {shards_text}", flush=True)
         launcher.wait()
+
+
+def _print_log_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")  # one write a line, so that lines of several children never mix
+    sys.stderr.flush()

@@ -151,7 +151,10 @@ def test_the_rules_catch(path: str, source: str) -> None:
     [
         ("geartrain/cli.py", "from geartrain.workers import loop\nimport torch"),
         ("bridge/optimizer.py", "import torch\nfrom geartrain.ams.client import Table"),
-        ("ams/cluster.py", "from geartrain.ams.embedded import EmbeddedCluster\nfrom geartrain.ams.client import Client"),
+        (
+            "ams/cluster.py",
+            "from geartrain.ams.embedded import EmbeddedCluster\nfrom geartrain.ams.client import Table",
+        ),
         ("ams/transport/grpc_carrier.py", "import grpc\nfrom geartrain.ams.pb.v1 import types_pb2"),
         ("ams/server/service.py", "from grpc_health.v1 import health\nfrom geartrain.ams.pb.v1 import shard_pb2"),
         ("ams/storage/lmdb_store.py", "import lmdb"),

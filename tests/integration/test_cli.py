@@ -1,0 +1,152 @@
+"""The command line as a person or a script meets it: help, output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geartrain import __version__
+from geartrain.ams.config import ClusterConfig
+from geartrain.cli import COMMANDS
+
+TIMEOUT_SECONDS = 60
+
+
+def geartrain(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "geartrain", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        cwd=cwd,
+    )
+
+
+@contextmanager
+def role(*arguments: str) -> Iterator[dict[str, Any]]:
+    """Run a role until the block ends; yields what its ready line says."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield json.loads(line)
+        process.terminate()
+        assert process.wait(TIMEOUT_SECONDS) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "validate"]])
+def test_every_command_explains_itself(command: list[str]) -> None:
+    done = geartrain(*command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: " in done.stdout
+
+
+def test_help_lists_every_command() -> None:
+    listed = geartrain("--help").stdout
+    assert [name for name in COMMANDS if f" {name} " not in listed] == []
+
+
+def test_the_version_is_printed() -> None:
+    assert geartrain("--version").stdout == f"geartrain {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["upp"], ["up", "--shard", "x"], ["status", "--nope"]])
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    assert geartrain(*arguments).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server", "up"])
+def test_a_role_that_others_could_reach_refuses_to_start(name: str) -> None:
+    flag = "--scheduler-listen" if name == "up" else "--listen"
+    assert_one_line_error(geartrain(name, flag, "0.0.0.0:0"), 2, "'0.0.0.0:0'", "--insecure")
+
+
+def test_a_role_that_others_can_reach_starts_with_insecure_and_warns() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", "scheduler", "--listen", "0.0.0.0:0", "--insecure"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["ready"] == "scheduler"
+        process.terminate()
+        _, log = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+    assert "WARNING" in log
+    assert "without encryption or authentication" in log
+
+
+def test_single_roles_make_a_cluster() -> None:
+    with role("scheduler", "--listen=127.0.0.1:0", "--num-shards=1") as scheduler:
+        address = scheduler["address"]
+        waiting = geartrain("status", "--scheduler", address, "--json")
+        assert waiting.returncode == 1
+        assert [shard["state"] for shard in json.loads(waiting.stdout)["shards"]] == ["missing"]
+        with role("server", "--scheduler", address) as server:
+            ready = geartrain("status", "--scheduler", address, "--json")
+            assert ready.returncode == 0
+            assert [shard["address"] for shard in json.loads(ready.stdout)["shards"]] == server["addresses"]
+            assert "1 of 1 shards up" in geartrain("status", "--scheduler", address).stdout
+            for served in (address, *server["addresses"]):
+                health = geartrain("health", served, "--json")
+                assert (health.returncode, json.loads(health.stdout)["serving"]) == (0, True)
+
+
+def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:
+    assert_one_line_error(geartrain("status", "--scheduler", "127.0.0.1:1"), 1, "127.0.0.1:1")
+
+
+def test_nobody_is_healthy_where_nobody_listens() -> None:
+    done = geartrain("health", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "127.0.0.1:1: not serving\n")
+
+
+def test_the_health_of_what_is_no_address_is_a_usage_error() -> None:
+    assert_one_line_error(geartrain("health", "nowhere"), 2, "'nowhere'")
+
+
+def test_a_shown_configuration_is_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(geartrain("config", "show").stdout, encoding="utf-8")
+    done = geartrain("config", "validate", str(path), "--json")
+    assert json.loads(done.stdout) == {"valid": True, "num_shards": 1, "num_servers": 1}
+    assert json.loads(geartrain("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump()
+
+
+def test_a_wrong_file_is_refused_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("scheduler:\n  lissen: 127.0.0.1:7000\n", encoding="utf-8")
+    for command in (["config", "validate", str(path)], ["up", "-f", str(path)], ["scheduler", "-f", str(path)]):
+        assert_one_line_error(geartrain(*command), 2, f"{path}:2", "'lissen'", "'listen'")
+
+
+def test_an_unknown_log_level_lists_the_known_ones() -> None:
+    assert_one_line_error(geartrain("scheduler", "--log-level", "loud"), 2, "'loud'", "debug, info, warning, error")

@@ -1,0 +1,149 @@
+"""``geartrain up`` with real processes: ready when it says so, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import geartrain as gt
+from geartrain.ams.cluster import cluster_status
+
+GONE_WITHIN_SECONDS = 20.0
+
+
+class Up:
+    """A running ``geartrain up`` and what its ready line said."""
+
+    def __init__(self, process: subprocess.Popen[str], facts: dict[str, Any]) -> None:
+        self.process = process
+        self.facts = facts
+        self.children = [psutil.Process(pid) for pid in facts["pids"].values()]
+
+    def assert_no_child_is_left(self) -> None:
+        _, alive = psutil.wait_procs(self.children, GONE_WITHIN_SECONDS)
+        assert alive == []
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", "up", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def up(*arguments: str) -> Iterator[Up]:
+    with started("--json", "--scheduler-listen=127.0.0.1:0", *arguments) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        running = Up(process, json.loads(line))
+        try:
+            yield running
+        finally:
+            process.kill()
+            running.assert_no_child_is_left()
+
+
+def test_a_cluster_serves_as_soon_as_up_says_ready() -> None:
+    with up("--shards=2") as running:
+        status = cluster_status(running.facts["scheduler"])
+        assert status.ready
+        assert [shard.address for shard in status.shards] == running.facts["shards"]
+        with gt.connect(running.facts["scheduler"]) as cluster:
+            table = cluster.create_table("t", dim=4, optimizer=gt.SGD(1.0), initializer=gt.Constant(2.0))
+            assert np.array_equal(table.pull(np.arange(100)), np.full((100, 4), 2.0, np.float32))
+
+
+def test_the_ready_line_for_people_counts_the_shards() -> None:
+    with started("--shards=2", "--scheduler-listen=127.0.0.1:0") as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+        process.wait(GONE_WITHIN_SECONDS)
+    assert line.startswith("ready: scheduler 127.0.0.1:")
+    assert line.endswith(" · 2 shards\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_in_good_order(number: signal.Signals) -> None:
+    with up("--shards=2") as running:
+        running.process.send_signal(number)
+        _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
+        assert running.process.returncode == 0, log
+        assert "Traceback" not in log
+        assert "killed" not in log
+        running.assert_no_child_is_left()
+
+
+def test_no_child_outlives_a_parent_that_was_killed() -> None:
+    with up("--shards=2") as running:
+        running.process.kill()
+        running.assert_no_child_is_left()
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server 1"])
+def test_a_child_that_dies_ends_the_cluster_and_is_named(name: str) -> None:
+    with up("--shards=2") as running:
+        psutil.Process(running.facts["pids"][name]).kill()
+        _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
+        assert running.process.returncode == 1
+        assert f"error: {name} (pid {running.facts['pids'][name]}) ended by itself (killed by SIGKILL)" in log
+        assert "Traceback" not in log
+        running.assert_no_child_is_left()
+
+
+def test_a_port_in_use_is_reported_with_the_last_lines_of_the_role() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with started("--scheduler-listen", address) as process:
+            output, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output == ""
+    assert "error: scheduler" in log
+    assert "ended before it was ready (exit code 2)" in log
+    assert f"cannot listen on '{address}'" in log
+
+
+def test_two_clusters_never_share_a_scheduler_port() -> None:
+    with up() as first, started("--scheduler-listen", first.facts["scheduler"]) as second:
+        second.communicate(timeout=60)
+        assert second.returncode == 1
+        assert cluster_status(first.facts["scheduler"]).ready
+
+
+def test_a_file_can_put_several_shards_in_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("scheduler: {num_shards: 4}\nserver: {shards: 2}\n", encoding="utf-8")
+    with up("--file", str(path)) as running:
+        assert sorted(running.facts["pids"]) == ["scheduler", "server 0", "server 1"]
+        assert [shard.shard for shard in cluster_status(running.facts["scheduler"]).shards] == [0, 1, 2, 3]
+
+
+def test_shards_that_do_not_fit_the_servers_are_a_usage_error(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("server: {shards: 2}\n", encoding="utf-8")
+    with started("--file", str(path), "--shards=3") as process:
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "multiple of server.shards" in log
