@@ -1,0 +1,89 @@
+"""The bench runner: what it finds, what it prints, what it says of a bench that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geartrain.ams.errors import ConfigError
+from geartrain.bench import BrokenBench, bench_names, run_bench
+
+GOOD = """
+import _helper
+
+def results(full=False):
+    print("chatter on the way")
+    for case in ("small", "large") if full else ("small",):
+        theirs = _helper.THEIRS
+        yield {"case": case, "ours": 1.0, "rival": "r", "theirs": theirs, "unit": "ms", "ratio": 2.0, "target": 1.5}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "_helper.py").write_text("THEIRS = 2.0", encoding="utf-8")
+    (tmp_path / "rows_a.py").write_text(GOOD, encoding="utf-8")
+    (tmp_path / "rows_b.py").write_text(GOOD, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_bench_is_all_files_of_its_name(folder: Path) -> None:
+    assert [result["case"] for result in run_bench("rows", folder)] == ["small", "small"]
+    assert len(list(run_bench("rows", folder, full=True))) == 4
+
+
+def test_the_json_form_is_one_object_and_nothing_else_on_stdout(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "geartrain", "bench", "rows", "--json", "--folder", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert sorted(found) == ["bench", "machine", "results"]
+    assert found["bench"] == "rows"
+    assert found["machine"]["cores"] >= 1
+    assert found["results"][0] == {
+        "case": "small",
+        "ours": 1.0,
+        "rival": "r",
+        "theirs": 2.0,
+        "unit": "ms",
+        "ratio": 2.0,
+        "target": 1.5,
+    }
+    assert "chatter on the way" in done.stderr
+
+
+def test_an_unknown_bench_lists_those_there_are(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no bench 'raws'.*rows"):
+        list(run_bench("raws", folder))
+
+
+def test_outside_a_checkout_the_error_says_where_benches_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"part of the source tree.*--folder"):
+        list(run_bench("rows", tmp_path / "benchmarks"))
+
+
+def test_a_result_that_lacks_a_field_is_refused(folder: Path) -> None:
+    (folder / "rows_a.py").write_text("def results(full=False):\n    yield {'case': 'x'}\n", encoding="utf-8")
+    with pytest.raises(BrokenBench, match=r"rows_a\.py yields \['case'\]"):
+        list(run_bench("rows", folder))
+
+
+def test_a_file_without_results_is_refused(folder: Path) -> None:
+    (folder / "rows_a.py").write_text("", encoding="utf-8")
+    with pytest.raises(BrokenBench, match=r"rows_a\.py has no function results"):
+        list(run_bench("rows", folder))
+
+
+def test_every_bench_of_this_repository_has_the_right_form() -> None:
+    benchmarks = Path(__file__).resolve().parents[3] / "benchmarks"
+    for name in bench_names(benchmarks):
+        files = [*benchmarks.glob(f"{name}.py"), *benchmarks.glob(f"{name}_*.py")]
+        assert all("def results(" in path.read_text(encoding="utf-8") for path in files), name
