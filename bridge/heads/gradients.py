@@ -1,0 +1,227 @@
+"""Row gradients that wait for the optimizer's step: written out beside their ids, or as the factors they are made of.
+
+Legend: A active rows, B samples, D width, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.scratch import Buffer, BufferPool
+from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.softmax import (
+    Batch,
+    RowGradientPass,
+    Targets,
+    chunk_bounds,
+    chunk_rows_for,
+    fold_normalisation_,
+    normalise_,
+)
+from geartrain.bridge.heads.stream import RowStream
+from geartrain.bridge.heads.tables import HeadTable, as_numpy, gradient_view
+
+_ROWS_PER_SUM = 4096
+
+
+class Writer(Protocol):
+    """Makes pushes one after the other, each applied once."""
+
+    def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
+        """Check and number the push of the gradients [N, D] of distinct ids [N]."""
+        ...
+
+    def send(self) -> None:
+        """Send the prepared push. After an error it is still prepared: the writer's owner sends it again."""
+        ...
+
+
+def _step_stopped(prepared: int, num: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"the last step() stopped with an error after {prepared} of {num} rows; "
+        "call step() again, or zero_grad() to give the rest up, before the next backward()"
+    )
+
+
+def _union(first: ActiveClasses, second: ActiveClasses) -> ActiveClasses:
+    if first.sorted_ids is None:
+        return first
+    if second.sorted_ids is None:
+        return second
+    ids = np.union1d(first.sorted_ids, second.sorted_ids)
+    return ActiveClasses(len(ids), ids)
+
+
+def _are_same(first: ActiveClasses, second: ActiveClasses) -> bool:
+    if first.sorted_ids is None or second.sorted_ids is None:
+        return first.sorted_ids is second.sorted_ids
+    return np.array_equal(first.sorted_ids, second.sorted_ids)
+
+
+class HeldGradient:
+    """Gradients [A, D] of the active classes, in memory."""
+
+    def __init__(
+        self, active: ActiveClasses, gradients_AD: Tensor, buffer: Buffer, pool: BufferPool, device: torch.device
+    ) -> None:
+        self._active = active
+        self._gradients_AD = gradients_AD
+        self._buffer = buffer
+        self._pool = pool
+        self._device = device
+        self._prepared = False
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
+        assert isinstance(other, HeldGradient), "a head either holds its rows or streams them"
+        if self._prepared:
+            raise _step_stopped(self._active.num, self._active.num)
+        self._wait_for_device()
+        if not _are_same(self._active, other._active):
+            self._widen(_union(self._active, other._active))
+        if _are_same(self._active, other._active):
+            self._gradients_AD += other._gradients_AD
+        else:
+            positions = torch.from_numpy(self._active.positions(other._active.ids))
+            self._gradients_AD.index_add_(0, positions, other._gradients_AD)
+        other.discard()
+
+    def _widen(self, active: ActiveClasses) -> None:
+        dim = self._gradients_AD.shape[1]
+        num_bytes = active.num * dim * self._gradients_AD.dtype.itemsize
+        buffer = self._pool.take(num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")
+        wider_AD = buffer.tensor((active.num, dim), self._gradients_AD.dtype).zero_()
+        wider_AD.index_copy_(0, torch.from_numpy(active.positions(self._active.ids)), self._gradients_AD)
+        self._pool.give_back(self._buffer)
+        self._active, self._gradients_AD, self._buffer = active, wider_AD, buffer
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def push(self, writer: Writer) -> None:
+        """Send everything as one push; nothing more once it is prepared."""
+        if self._prepared:
+            return
+        self._wait_for_device()
+        writer.prepare(self._active.ids, as_numpy(self._gradients_AD))
+        self._prepared = True
+        writer.send()
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64."""
+        self._wait_for_device()
+        parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
+        return math.fsum(float(part.float().square().sum(dtype=torch.float64)) for part in parts)
+
+    def discard(self) -> None:
+        """Give the memory back."""
+        self._pool.give_back(self._buffer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """One batch and what its row gradients are multiplied by."""
+
+    batch: Batch
+    active: ActiveClasses
+    labels_B: Ids
+    factor: Tensor
+    """upstream gradient · scale / B, 0-dim."""
+
+
+class FactoredGradient:
+    """Gradients of more rows than fit: each block is pulled again at the step, its gradient made and pushed by itself.
+
+    Costs one pull and one push per block; memory O(B·D) until the step, two blocks during it. With asynchronous workers
+    the rows may have moved since the forward pass; the gradient is then that of the new rows under the old log-sum-exp.
+    """
+
+    def __init__(self, table: HeadTable, pool: BufferPool, factors: Factors) -> None:
+        self._table = table
+        self._pool = pool
+        self._factors = [factors]
+        self._active = factors.active
+        self._prepared = 0
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        assert isinstance(other, FactoredGradient), "a head either holds its rows or streams them"
+        if self._prepared:
+            raise _step_stopped(self._prepared, self._active.num)
+        self._factors += other._factors
+        if not _are_same(self._active, other._active):
+            self._active = _union(self._active, other._active)
+
+    def push(self, writer: Writer) -> None:
+        """Send block after block; a second call goes on behind the last block that was prepared."""
+        for stop, ids, gradients_ND in self._blocks(self._prepared):
+            writer.prepare(ids, as_numpy(gradients_ND))
+            self._prepared = stop
+            writer.send()
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64; costs one more pull of all active rows."""
+        blocks = (gradients_ND for _, _, gradients_ND in self._blocks(0))
+        return math.fsum(float(block.float().square().sum(dtype=torch.float64)) for block in blocks)
+
+    def discard(self) -> None:
+        """Nothing is held but the factors."""
+
+    def _blocks(self, first: int) -> Iterator[tuple[int, Ids, Tensor]]:
+        arithmetic = self._factors[0].batch.arithmetic
+        parts = [_Part(factors, self._active) for factors in self._factors]
+        largest = max(factors.batch.size for factors in self._factors)
+        chunk_rows = chunk_rows_for(largest, self._table.spec.dim, arithmetic.device)
+        stream = RowStream(self._table, self._active, self._pool, arithmetic.device)
+        factor = parts[0].factors.factor if len(parts) == 1 else torch.ones_like(parts[0].factors.factor)
+        with torch.no_grad():
+            for block in stream.blocks(first):
+                out_ND = gradient_view(block.rows_ND)
+                for low, high in chunk_bounds(len(block.rows_ND), chunk_rows):
+                    unit_ND = arithmetic.load_rows(block.rows_ND[low:high], blocking=True)
+                    inverse_N = None if parts[0].factors.batch.margin is None else normalise_(unit_ND)
+                    gradient_ND = self._sum(parts, unit_ND, block.start + low, block.ids[low:high])
+                    fold_normalisation_(unit_ND, inverse_N, gradient_ND, factor, arithmetic)
+                    if unit_ND.data_ptr() != out_ND[low:high].data_ptr():
+                        out_ND[low:high].copy_(unit_ND)
+                yield block.stop, block.ids, out_ND
+
+    def _sum(self, parts: list[_Part], unit_ND: Tensor, start: int, ids: Ids) -> Tensor:
+        if len(parts) == 1:
+            return parts[0].chunk(unit_ND, start, ids)
+        total_ND = self._factors[0].batch.arithmetic.empty("sum", *unit_ND.shape).zero_()
+        for part in parts:
+            total_ND.addcmul_(part.chunk(unit_ND, start, ids), part.factors.factor)
+        return total_ND
+
+
+class _Part:
+    """The row gradients of one batch within the union of the active classes of several."""
+
+    def __init__(self, factors: Factors, union: ActiveClasses) -> None:
+        self.factors = factors
+        self._is_whole = _are_same(factors.active, union)
+        if not self._is_whole:
+            factors.batch.targets = Targets(union.positions(factors.labels_B), factors.batch.arithmetic.device)
+        self._pass = RowGradientPass(factors.batch)
+
+    def chunk(self, unit_ND: Tensor, start: int, ids: Ids) -> Tensor:
+        gradient_ND = self._pass.chunk(unit_ND, start)
+        if not self._is_whole:
+            absent = np.isin(ids, self.factors.active.ids, invert=True)
+            gradient_ND[torch.from_numpy(absent).to(gradient_ND.device)] = 0
+        return gradient_ND
+
+
+RowGradient = HeldGradient | FactoredGradient

@@ -1,0 +1,117 @@
+"""Imprinting: class centers from the mean features of their images (Qi, Brown and Lowe 2018), a strong start.
+
+Legend: N images of a batch, D width, P classes of a part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from torch import Tensor, nn
+
+from geartrain.ams.errors import NonFinite
+from geartrain.bridge.heads.checks import check_features, check_labels
+from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.softmax import NORM_FLOOR, normalise_
+from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
+
+_BAR_AFTER_SECONDS = 2.0
+_ROWS_PER_ASSIGN = 65_536
+
+Loader = Iterable[tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def imprint_rows(
+    table: HeadTable,
+    ranks: Ranks | None,
+    loader: Loader,
+    backbone: nn.Module,
+    memory_bytes: int,
+    progress: Callable[[int], None] | None,
+) -> int:
+    """See ``ClassHead.imprint``."""
+    num_classes, dim = table.spec.num_rows or 0, table.spec.dim
+    part_classes = max(1, min(num_classes, memory_bytes // (4 * dim)))
+    imprinted = 0
+    with _in_eval_mode(backbone), _reporting(progress) as report:
+        images_read = 0
+        for first in range(0, num_classes, part_classes):
+            sums_PD = torch.zeros(min(part_classes, num_classes - first), dim)
+            for features_ND, labels_N in _features(loader, backbone, dim, num_classes):
+                inside = (labels_N >= first) & (labels_N < first + len(sums_PD))
+                sums_PD.index_add_(0, labels_N[inside] - first, features_ND[inside])
+                images_read += len(labels_N)
+                report(images_read)
+            if ranks is not None:
+                sums_PD = ranks.sum(sums_PD)
+            imprinted += _assign(table, sums_PD, first, writes=ranks is None or ranks.rank == 0)
+        if ranks is not None:
+            ranks.barrier()
+    return imprinted
+
+
+def _features(loader: Loader, backbone: nn.Module, dim: int, num_classes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features [N, D] float32 and labels [N], on the host, batch after batch."""
+    parameter = next(backbone.parameters(), None)
+    for images, labels in loader:
+        features = backbone(images if parameter is None else images.to(parameter.device))
+        check_features(features, dim)
+        checked = torch.from_numpy(check_labels(labels, len(features), num_classes))
+        yield features.to("cpu", torch.float32), checked
+
+
+def _assign(table: HeadTable, sums_PD: Tensor, first: int, *, writes: bool) -> int:
+    """Assign the classes that have a direction, part by part; return how many they are."""
+    lengths_P = torch.linalg.vector_norm(sums_PD, dim=1)
+    if not bool(torch.isfinite(lengths_P).all()):
+        bad = first + int((~torch.isfinite(lengths_P)).nonzero()[0])
+        raise NonFinite(f"the mean feature of class {bad} holds NaN or infinity; check the backbone and its input")
+    seen_S = (lengths_P > NORM_FLOOR).nonzero().squeeze(1)
+    for part in seen_S.split(_ROWS_PER_ASSIGN) if writes and len(seen_S) else ():
+        rows_SD = sums_PD[part]
+        normalise_(rows_SD)
+        ids = (part + first).numpy().astype(np.int64, copy=False)
+        table.assign(ids, as_numpy(rows_SD.to(TORCH_DTYPES[table.spec.dtype])))
+    return len(seen_S)
+
+
+@contextmanager
+def _in_eval_mode(backbone: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in backbone.modules()]
+    backbone.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _reporting(progress: Callable[[int], None] | None) -> Iterator[Callable[[int], None]]:
+    """The caller's function, or a bar that appears once the work has taken two seconds."""
+    if progress is not None:
+        yield progress
+        return
+    started = time.monotonic()
+    bar = Progress(SpinnerColumn(), TextColumn("imprinting: {task.completed} images"), transient=True)
+    task = bar.add_task("imprint", total=None)
+    shown = False
+
+    def report(images: int) -> None:
+        nonlocal shown
+        if not shown and time.monotonic() - started > _BAR_AFTER_SECONDS:
+            bar.start()
+            shown = True
+        bar.update(task, completed=images)
+
+    try:
+        yield report
+    finally:
+        if shown:
+            bar.stop()

@@ -1,0 +1,89 @@
+"""Synchronous data parallel training: what the ranks of one head tell each other, and the numbering of their pushes.
+
+Per training forward: two all-gathers (batch sizes, labels; 8 bytes a sample). Per backward: one all-reduce of one
+number. Rows and their gradients travel between ranks only through the shards.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.errors import SyncError
+from geartrain.ams.messages import SyncGroup
+from geartrain.ams.specs import Ids
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that train one head together; every rank makes the same calls in the same order.
+
+    Attributes: ``world_size``, ``rank``, ``job`` (a name no other run has), ``sequence`` (of the next push, from 1).
+    """
+
+    def __init__(self, name: str, process_group: dist.ProcessGroup | None = None) -> None:
+        self._group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        nccl = "nccl" in str(dist.get_backend(process_group))
+        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        nonce = self._from_first(secrets.randbits(62))
+        self.job = f"{name}/{nonce:016x}"
+        self.sequence = 1
+
+    def _from_first(self, value: int) -> int:
+        shared = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.broadcast(shared, group=self._group, group_src=0)
+        return int(shared.item())
+
+    def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0 and, once it succeeded, ``others`` on the other ranks."""
+        if self.rank == 0:
+            succeeded = 0
+            try:
+                result = action()
+                succeeded = 1
+            finally:
+                self._from_first(succeeded)
+            return result
+        if not self._from_first(0):
+            raise SyncError(f"rank 0 of {self.job} failed; its error tells why")
+        return others()
+
+    def gather_labels(self, labels: Ids) -> Ids:
+        """Labels of all ranks in rank order; batches may differ in size."""
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(labels)], device=self._device), group=self._group)
+        counts = [int(size.item()) for size in sizes]
+        padded = torch.zeros(max(*counts, 1), dtype=torch.int64, device=self._device)
+        padded[: len(labels)] = torch.from_numpy(labels)
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self._group)
+        return np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, on the device of ``tensor``."""
+        shared = tensor.detach().to(self._device, copy=True)
+        dist.all_reduce(shared, group=self._group)
+        return shared.to(tensor.device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum(torch.zeros(1))
+
+    def sync_group(self, sample_count: int) -> SyncGroup:
+        """This rank's part of the next write."""
+        return SyncGroup(
+            job=self.job,
+            world_size=self.world_size,
+            rank=self.rank,
+            sequence=self.sequence,
+            sample_count=sample_count,
+        )

@@ -1,0 +1,123 @@
+"""The row update that a head collects between two steps; the optimizer applies it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import NonFinite
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.gradients import RowGradient
+from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.tables import HeadTable, HeadWrite
+
+
+class RowUpdate:
+    """Pending row gradients of one table, and the carrier through which PyTorch sees them.
+
+    ``carrier`` is a tensor of one element that stands for the rows in ``param_groups``. Its gradient is 1 after a
+    backward pass and NaN if the row gradients are not finite; whatever multiplies it (GradScaler's unscaling, clipping)
+    multiplies the rows' gradients at the push.
+    """
+
+    def __init__(self, table: HeadTable, ranks: Ranks | None) -> None:
+        self.table = table
+        self.ranks = ranks
+        self.carrier = torch.zeros(1, requires_grad=True)
+        self.step = 0
+        """Updates applied; with the seed it decides which classes are sampled next."""
+        self._pending: RowGradient | None = None
+        self._samples = 0
+        self._writer: _PushWriter | None = None
+
+    def carrier_on(self, device: torch.device) -> Tensor:
+        """The carrier, moved to the device of the features."""
+        if self.carrier.device != device:
+            self.carrier.data = self.carrier.data.to(device)
+            if self.carrier.grad is not None:
+                self.carrier.grad = self.carrier.grad.to(device)
+        return self.carrier
+
+    def add(self, gradient: RowGradient, checksum: Tensor, samples: int) -> None:
+        """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
+        if self.ranks is not None:
+            checksum = self.ranks.sum(checksum)
+        mark = torch.ones_like(self.carrier) + 0.0 * checksum.to(self.carrier.dtype)
+        if self._pending is None or self.carrier.grad is None:
+            self.discard()
+            self._pending = gradient
+            self.carrier.grad = mark
+        else:
+            self._pending.merge(gradient)
+            self.carrier.grad.mul_(mark)
+        self._samples += samples
+
+    def check_finite(self) -> None:
+        """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
+        grad = self.carrier.grad
+        if grad is not None and not bool(torch.isfinite(grad).all()):
+            raise NonFinite(
+                f"the row gradients of table {self.table.spec.name!r} hold NaN or infinity; nothing was pushed. "
+                "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
+            )
+
+    def apply(self, lr: float) -> None:
+        """Push what is pending with this learning rate, then forget it.
+
+        After an error a second call goes on where the first stopped, with its learning rate; no shard applies twice.
+        """
+        if self._pending is None or self.carrier.grad is None:
+            return
+        if self._writer is None:
+            self._writer = _PushWriter(self.table, self.ranks, lr, float(self.carrier.grad), self._samples)
+        self._writer.send()
+        self._pending.push(self._writer)
+        self.step += 1
+        self.discard()
+
+    def squared_norm(self) -> float:
+        """Σ g² of the pending gradients as they would be pushed; 0 if there are none."""
+        if self._pending is None or self.carrier.grad is None:
+            return 0.0
+        return self._pending.squared_norm() * float(self.carrier.grad) ** 2
+
+    def discard(self) -> None:
+        """Forget what is pending."""
+        if self._pending is not None:
+            self._pending.discard()
+        if self._writer is not None:
+            self._writer.abandon()
+        self._pending = None
+        self._writer = None
+        self._samples = 0
+
+
+class _PushWriter:
+    """The pushes of one step; see ``gradients.Writer``."""
+
+    def __init__(self, table: HeadTable, ranks: Ranks | None, lr: float, scale: float, samples: int) -> None:
+        self._table = table
+        self._ranks = ranks
+        self._lr = lr
+        self._scale = scale
+        self._samples = samples
+        self._write: HeadWrite | None = None
+
+    def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
+        group = None if self._ranks is None else self._ranks.sync_group(self._samples)
+        self._write = self._table.prepare_push(ids, gradients, lr=self._lr, scale=self._scale, group=group)
+
+    def send(self) -> None:
+        if self._write is None:
+            return
+        self._write.send()
+        self._write = None
+        if self._ranks is not None:
+            self._ranks.sequence += 1
+
+    def abandon(self) -> None:
+        if self._write is not None:
+            self._write.abandon()

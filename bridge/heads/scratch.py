@@ -1,0 +1,59 @@
+"""Memory that a head uses again in every step: fresh pages cost more than the arithmetic on a CPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_FREE_BUFFERS_KEPT = 4
+
+
+class Scratch:
+    """Named scratch tensors; asking for a name again invalidates the tensor given before. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, torch.device], Tensor] = {}
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised contiguous tensor of this shape, in memory that is kept under ``name``."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        flat = self._flat.get((name, device))
+        if flat is None or len(flat) < num_bytes:
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._flat[name, device] = flat
+        return flat[:num_bytes].view(dtype).view(shape)
+
+
+class Buffer:
+    """A lent piece of memory; :meth:`BufferPool.give_back` it when nothing refers to its tensors any more."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
+        """Contiguous tensor of this shape at ``offset_bytes`` of the buffer."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self.flat[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
+
+
+class BufferPool:
+    """Lends buffers and keeps those given back for the next step; one that never comes back is simply collected."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+
+    def take(self, num_bytes: int, device: torch.device, *, pinned: bool = False) -> Buffer:
+        """Lend a buffer of at least ``num_bytes``; ``pinned`` asks for page-locked host memory."""
+        for buffer in self._free:
+            flat = buffer.flat
+            if num_bytes <= len(flat) <= 2 * num_bytes and flat.device == device and flat.is_pinned() == pinned:
+                self._free.remove(buffer)
+                return buffer
+        return Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned))
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Keep the buffer for the next :meth:`take`."""
+        self._free.append(buffer)
+        del self._free[:-_FREE_BUFFERS_KEPT]

@@ -1,0 +1,80 @@
+"""Rows of many classes, block after block, the next one under way while the last is worked on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.messages import SyncGroup
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.scratch import Buffer, BufferPool
+from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
+
+BLOCK_BYTES = 8 << 20
+"""Bytes of one pulled block; two of them are held at a time."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of the active classes at positions ``start`` … ``stop`` − 1."""
+
+    start: int
+    stop: int
+    ids: Ids
+    rows_ND: Tensor
+    """A private host copy in the table's dtype; valid until the next block is asked for."""
+
+
+def block_rows_for(row_bytes: int) -> int:
+    """Rows of one block."""
+    return max(1024, BLOCK_BYTES // row_bytes)
+
+
+class RowStream:
+    """Pulls the active classes from ``first`` on, block by block: one request per block and shard."""
+
+    def __init__(
+        self,
+        table: HeadTable,
+        active: ActiveClasses,
+        pool: BufferPool,
+        device: torch.device,
+        required_sync: SyncGroup | None = None,
+    ) -> None:
+        self._table = table
+        self._active = active
+        self._pool = pool
+        self._pinned = device.type == "cuda"
+        self._required_sync = required_sync
+        self._block_rows = min(block_rows_for(table.spec.row_bytes), active.num)
+
+    def blocks(self, first: int = 0) -> Iterator[Block]:
+        """The blocks from position ``first`` on; every block is worked on before the next is asked for."""
+        num_bytes = self._block_rows * self._table.spec.row_bytes
+        buffers = [self._pool.take(num_bytes, torch.device("cpu"), pinned=self._pinned) for _ in range(2)]
+        ahead = self._begin(buffers[0], first)
+        turn = 0
+        while ahead is not None:
+            block, pull = ahead
+            pull.result()
+            turn = 1 - turn
+            ahead = self._begin(buffers[turn], block.stop)
+            yield block
+        # Only now: whoever stops early may leave a pull or a push behind that still uses the memory.
+        for buffer in buffers:
+            self._pool.give_back(buffer)
+
+    def _begin(self, buffer: Buffer, start: int) -> tuple[Block, Future[None]] | None:
+        if start >= self._active.num:
+            return None
+        stop = min(start + self._block_rows, self._active.num)
+        spec = self._table.spec
+        rows_ND = buffer.tensor((stop - start, spec.dim), TORCH_DTYPES[spec.dtype])
+        ids = self._active.range(start, stop)
+        pull = self._table.pull_into_async(ids, as_numpy(rows_ND), required_sync=self._required_sync)
+        return Block(start, stop, ids, rows_ND), pull

@@ -1,0 +1,62 @@
+"""Active rows that do not fit in memory: streamed past the batch in blocks.
+
+Legend: B samples, D width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from geartrain.ams.messages import SyncGroup
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.gradients import FactoredGradient, Factors
+from geartrain.bridge.heads.scratch import BufferPool
+from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.softmax import Batch, OnlineSoftmax, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.heads.stream import RowStream
+from geartrain.bridge.heads.tables import HeadTable
+
+
+class StreamedRows:
+    """The rows of one forward pass. Costs one pull per block and shard; memory of two blocks."""
+
+    def __init__(
+        self,
+        table: HeadTable,
+        active: ActiveClasses,
+        pool: BufferPool,
+        batch: Batch,
+        labels_B: Ids,
+        required_sync: SyncGroup | None,
+    ) -> None:
+        self._table = table
+        self._active = active
+        self._pool = pool
+        self._batch = batch
+        self._labels_B = labels_B
+        self._required_sync = required_sync
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Loss (0-dim) and feature gradient [B, D]; nothing is kept."""
+        batch, arithmetic = self._batch, self._batch.arithmetic
+        softmax = OnlineSoftmax(batch, want_gradient=want_gradient)
+        stream = RowStream(self._table, self._active, self._pool, arithmetic.device, self._required_sync)
+        chunk_rows = chunk_rows_for(batch.size, self._table.spec.dim, arithmetic.device)
+        for block in stream.blocks():
+            for low, high in chunk_bounds(len(block.rows_ND), chunk_rows):
+                unit_ND = arithmetic.load_rows(block.rows_ND[low:high], blocking=True)
+                if batch.margin is not None:
+                    normalise_(unit_ND)
+                softmax.add(unit_ND, block.start + low, arithmetic.empty("logits", batch.size, high - low))
+        return softmax.finish()
+
+    def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:
+        """The row gradients in factored form; also a sum that is finite only if all of it is."""
+        batch = self._batch
+        factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        checksum = factor + batch.lse_B.sum() + batch.target_weight_B.sum()
+        factors = Factors(batch=batch, active=self._active, labels_B=self._labels_B, factor=factor)
+        return FactoredGradient(self._table, self._pool, factors), checksum
+
+    def discard(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,124 @@
+"""Loss, feature gradient and row gradients against the plain formula in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.bridge.heads import gradients, held_rows, streamed_rows
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.optimizer import RowOptimizer
+from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_gradients
+
+MARGINS: list[Margin | None] = [
+    None,
+    ArcFace(scale=64, margin=0.5),
+    CosFace(scale=30, margin=0.35),
+    SphereFace(scale=8, margin=1.35),
+    CombinedMargin(scale=16, m1=2.0, m2=0.3, m3=0.1),
+    ArcFace(scale=100, margin=0.5),
+]
+SELECTIONS = [FullSoftmax(), PartialFC(sample_rate=0.3, seed=5)]
+
+
+def check(
+    margin: Margin | None,
+    select: FullSoftmax | PartialFC,
+    batch: int,
+    num_classes: int,
+    dim: int,
+    *,
+    holds: bool,
+    keep_bytes: int,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-6,
+) -> None:
+    torch.manual_seed(batch)
+    cluster = FakeCluster(seed=batch)
+    head = ClassHead(
+        cluster,
+        "classes",
+        num_classes=num_classes,
+        dim=dim,
+        select=select,
+        margin=margin,
+        optimizer=UNIT_SGD,
+        rows_cache_bytes=(1 << 40) if holds else 0,
+        logits_cache_bytes=keep_bytes,
+    )
+    table = cluster.tables["classes"]
+    features = torch.randn(batch, dim, dtype=dtype, requires_grad=True)
+    labels = torch.randint(num_classes, (batch,))
+    active = select.select(labels.numpy(), num_classes, 0)
+    rows = torch.from_numpy(table.rows[active.ids])
+    targets = torch.from_numpy(active.positions(labels.numpy()))
+    loss, feature_gradient, row_gradient = plain_gradients(features, rows, targets, head._margin)
+
+    optimizer = RowOptimizer(head)
+    mine = head(features, labels)
+    (mine * 3).backward()
+    optimizer.step()
+    assert features.grad is not None
+    scale = float(feature_gradient.abs().max()) + 1e-30
+    torch.testing.assert_close(mine.detach().double(), loss, rtol=tolerance, atol=tolerance)
+    assert float((features.grad.double() / 3 - feature_gradient).abs().max()) <= tolerance * scale + 1e-9
+    dense = np.zeros(table.rows.shape)
+    dense[active.ids] = 3 * row_gradient.numpy()
+    np.testing.assert_allclose(
+        merged_gradient(table), dense, rtol=0, atol=max(2e-6, tolerance) * np.abs(dense).max() + 1e-9
+    )
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("select", SELECTIONS, ids=lambda select: type(select).__name__)
+@pytest.mark.parametrize("margin", MARGINS, ids=str)
+def test_gradients_equal_those_of_the_plain_formula(
+    margin: Margin | None,
+    select: FullSoftmax | PartialFC,
+    holds: bool,
+    chunk_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (held_rows, streamed_rows, gradients):
+        monkeypatch.setattr(module, "chunk_rows_for", lambda *_: chunk_rows)
+    check(margin, select, 9, 131, 6, holds=holds, keep_bytes=9 * 40 * 8)
+    check(margin, select, 9, 131, 6, holds=holds, keep_bytes=0, dtype=torch.float32, tolerance=2e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    margin=st.sampled_from(MARGINS),
+    rate=st.floats(0.01, 1),
+    batch=st.integers(1, 40),
+    num_classes=st.integers(1, 60),
+    dim=st.integers(1, 20),
+    holds=st.booleans(),
+    keep=st.integers(0, 20_000),
+)
+def test_gradients_are_right_for_any_shape(
+    margin: Margin | None, rate: float, batch: int, num_classes: int, dim: int, holds: bool, keep: int
+) -> None:
+    check(margin, PartialFC(sample_rate=rate), batch, num_classes, dim, holds=holds, keep_bytes=keep, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("margin", MARGINS, ids=str)
+def test_the_feature_gradient_passes_gradcheck(margin: Margin | None, holds: bool) -> None:
+    head = ClassHead(
+        FakeCluster(),
+        "classes",
+        num_classes=20,
+        dim=4,
+        select=FullSoftmax(),
+        margin=margin,
+        rows_cache_bytes=(1 << 40) if holds else 0,
+    ).eval()
+    features = torch.randn(5, 4, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 19, 3, 3, 7])
+    assert torch.autograd.gradcheck(lambda x: head(x, labels), (features,), eps=1e-7, atol=1e-4, rtol=1e-4)
