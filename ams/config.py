@@ -180,7 +180,7 @@ class ClientConfig(Section):
     """How long to wait for a shard that does not answer; 0: do not wait."""
     part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
     """Larger payloads travel in parts of this many bytes."""
-    max_in_flight_writes: int = Field(default=64, ge=1, le=65_536)
+    max_in_flight_writes: int = Field(default=64, ge=1, le=1024)
     """Writes per stream that may be unacknowledged at once."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""

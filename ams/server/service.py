@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from typing import Any
@@ -23,6 +24,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.messages import Assign, CreateTable, Describe, Done, DropTable, Pull, Push
 from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
 from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.server.memory import keep_large_buffers
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import DTYPES
@@ -173,7 +175,7 @@ class _HeldShard:
         self.service = ShardService(config.max_message_bytes)
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(SHARD_SERVICE, self.service.methods)
-        self.address = config.advertise or self.server.address
+        self.address = config.advertise or _reachable(self.server.address)
         self.incarnation = time.time_ns()
         self.shard: Shard | None = None
 
@@ -216,6 +218,12 @@ class _HeldShard:
         return True
 
 
+def _reachable(bound: str) -> str:
+    """Return an address that others can use: a wildcard is replaced by this machine's name."""
+    host, port = split_address(bound)
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "::") else bound
+
+
 class ShardServer:
     """A process's shards: start, serve until stopped. Not thread-safe; use from one thread."""
 
@@ -233,6 +241,7 @@ class ShardServer:
 
         Raises ConfigError (port in use, shard held by another process) or SchedulerUnavailable.
         """
+        keep_large_buffers()
         host, _ = split_address(self._config.listen)
         host = f"[{host}]" if ":" in host else host
         try:
