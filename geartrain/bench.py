@@ -1,6 +1,6 @@
 """Runs the benches in ``benchmarks/`` of a checkout: ours against a rival in one run, as ratios.
 
-The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a name that begins with "_" is a helper's). Each has a
+The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper). Each has a
 function ``results(full=False)`` that yields :class:`Result` dictionaries; it alternates ours and the rival and quotes
 medians. Benches are not part of the installed package: figures mean something only beside the source they come from.
 """

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# docker-compose.yml for real: builds the image, starts the cluster, waits until it is ready, trains on it, ends it.
+#   COMPOSE="docker compose" scripts/compose_check.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+read -r -a compose <<<"${COMPOSE:-docker compose}"
+trap '"${compose[@]}" --profile worker down -v' EXIT
+
+"${compose[@]}" up -d
+for _ in $(seq 60); do
+  if "${compose[@]}" exec -T scheduler geartrain status --scheduler 127.0.0.1:7000; then ready=1 && break; fi
+  sleep 1
+done
+[ "${ready:-}" ] || { echo "the cluster is not ready after a minute" >&2; exit 1; }
+"${compose[@]}" --profile worker run --rm -T worker
+"${compose[@]}" exec -T scheduler geartrain status --scheduler 127.0.0.1:7000 --json

@@ -1,0 +1,32 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from geartrain.cli import COMMANDS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_trains() -> None:
+    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
+
+
+def test_every_command_is_in_the_table() -> None:
+    table = "".join(re.findall(r"^\| `geartrain .*$", README, flags=re.MULTILINE))
+    assert [name for name in COMMANDS if name not in table] == []
+
+
+def test_every_linked_file_exists() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert [target for target in targets if "://" not in target and not (REPOSITORY / target).exists()] == []
