@@ -1,7 +1,7 @@
 """The rows of one table on one shard, dense (ids below ``num_rows``, no index) or hashed.
 
-Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread owns a table (DESIGN.md section 4);
-a second thread's push or assign waits for the first rather than corrupt anything. Heavy calls release the GIL.
+Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread owns a table (DESIGN.md
+section 4); a second thread's push or assign waits for the first rather than corrupt anything. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any, NoReturn
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -23,6 +22,7 @@ _NEGATIVE_ID, _ID_TOO_LARGE, _FOREIGN_BUCKET, _NON_FINITE, _OVERFLOW, _BAD_POSIT
 _SGD, _MOMENTUM, _NESTEROV = range(3)
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
+_LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
 
 
 def table_hash(name: str) -> int:
@@ -52,7 +52,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
 def _store(spec: TableSpec, owned_buckets: Ids) -> ops.RowStore:
     rule, momentum = _rule(spec.optimizer)
     distribution, first, second, bound = _distribution(spec.initializer)
-    largest = float(ml_dtypes.finfo(spec.numpy_dtype).max)
+    largest = _LARGEST[spec.dtype]
     if bound > largest:
         raise InvalidArgument(
             f"initializer {spec.initializer} of table {spec.name!r} reaches {bound:g}; {spec.dtype} ends at {largest:g}"

@@ -39,11 +39,18 @@ struct Refusal {
   int64_t index;
 };
 
-inline void prefetch_read(const void* address) { __builtin_prefetch(address, 0, 3); }
-
-inline void prefetch_lines(const void* address, size_t bytes) {
+// Into the second-level cache: with 512-byte rows that was a third faster than into the first level, whose few miss buffers
+// stall the prefetches themselves; non-temporal stores of what follows were slower than plain ones (Zen 4).
+inline void prefetch_bytes(const void* address, size_t bytes) {
   const char* begin = static_cast<const char*>(address);
-  for (size_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(begin + offset, 0, 3);
+  for (size_t offset = 0; offset < bytes; offset += 64) {
+#if defined(__x86_64__)
+    // Not __builtin_prefetch: GCC takes a function that only prefetches for one without effect and drops its calls.
+    asm volatile("prefetcht1 %0" : : "m"(begin[offset]));
+#else
+    __builtin_prefetch(begin + offset, 0, 2);
+#endif
+  }
 }
 
 // Bits must not depend on what another library did to this thread's rounding or denormal modes.

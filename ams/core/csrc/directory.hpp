@@ -59,7 +59,7 @@ class DenseDirectory {
   }
   void prefetch(int64_t id) const {
     const int64_t position = position_of(id);
-    if (present_.has(position / 64)) prefetch_read(present_.at(position / 64));
+    if (present_.has(position / 64)) prefetch_bytes(present_.at(position / 64), 1);
   }
   int64_t find(int64_t id) const {
     const int64_t position = position_of(id);

@@ -21,7 +21,7 @@ class IdIndex {
   int64_t capacity() const { return current_.num_lines() * kEntries; }
   int64_t memory_bytes() const { return static_cast<int64_t>(current_.pages.bytes() + old_.pages.bytes()); }
 
-  void prefetch(int64_t id) const { prefetch_read(&home(id)); }
+  void prefetch(int64_t id) const { prefetch_bytes(&home(id), 1); }
 
   // The position of `id` (>= 0), or -1.
   int64_t find(int64_t id) const {

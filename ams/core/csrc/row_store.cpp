@@ -5,15 +5,13 @@
 #include <cmath>
 #include <cstring>
 
-#include "row_copy.hpp"
-
 namespace geartrain {
 namespace {
 
 // How many ids ahead the index line and the row are asked for. Tuned on Zen 4 with 512-byte rows; flat around these values.
-constexpr int64_t kIndexAhead = 24;
-constexpr int64_t kRowAhead = 8;
-constexpr int64_t kRing = 32;
+constexpr int64_t kIndexAhead = 40;
+constexpr int64_t kRowAhead = 16;
+constexpr int64_t kRing = 64;
 
 BucketRanks ranks_of(const std::vector<int64_t>& owned) {
   BucketRanks ranks;
@@ -112,16 +110,15 @@ void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) cons
     if (out.positions[i] < 0 || out.positions[i] >= out.size) throw Refusal{Reason::bad_position, i};
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
   const size_t bytes = row_bytes();
-  const RowCopy copy(out.rows, bytes, count);
   std::visit(
       [&](const auto& directory) {
         walk(
-            directory, ids, count, [&](int64_t position) { prefetch_lines(rows_.at(position), bytes); },
+            directory, ids, count, [&](int64_t position) { prefetch_bytes(rows_.at(position), bytes); },
             [&](int64_t i, int64_t position) {
               const int64_t target = out.positions != nullptr ? out.positions[i] : i;
               char* row = out.rows + static_cast<size_t>(target) * bytes;
               if (position >= 0)
-                copy(row, rows_.at(position));
+                std::memcpy(row, rows_.at(position), bytes);
               else
                 write_initial(row, ids[i], buffer.data());
               if (out.present != nullptr) out.present[target] = position >= 0;
@@ -165,8 +162,8 @@ Placed RowStore::place(int64_t id) {
 }
 
 void RowStore::prefetch_for_push(int64_t position) const {
-  prefetch_lines(rows_.at(position), row_bytes());
-  if (slots_) prefetch_lines(slots_->at(position), static_cast<size_t>(slots_->item_bytes()));
+  prefetch_bytes(rows_.at(position), row_bytes());
+  if (slots_) prefetch_bytes(slots_->at(position), static_cast<size_t>(slots_->item_bytes()));
 }
 
 int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) {

@@ -1,0 +1,165 @@
+"""Pull and push of random rows inside one process, against torch on a plain tensor of the same rows.
+
+One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals alternate (A B A B …) with fresh ids each
+time; the figures are medians. The rival is the fastest torch form found, with outputs allocated beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from geartrain.ams.core import ops
+from geartrain.ams.specs import Ids, SparseMomentum, TableSpec
+from geartrain.ams.tables.row_table import RowTable
+
+NUM_ROWS = 2_000_000
+DIM = 128
+LR, MOMENTUM = 0.1, 0.9
+FILL_BATCH = 100_000
+
+
+class Result(TypedDict):
+    """One line of a bench, as DESIGN.md section 7 lays it down."""
+
+    case: str
+    ours: float
+    rival: str
+    theirs: float
+    unit: str
+    ratio: float
+    target: float
+
+
+@functools.cache
+def row_ids() -> Ids:
+    """The ids of the table: any int64, as a hashed table sees them. The rival holds row i at place i."""
+    return np.unique((ops.splitmix64(np.arange(NUM_ROWS)) >> np.uint64(1)).astype(np.int64))
+
+
+@functools.cache
+def tables() -> tuple[RowTable, torch.Tensor, torch.Tensor]:
+    """A filled table, and the rival's rows and momentum."""
+    spec = TableSpec(name="bench", dim=DIM, optimizer=SparseMomentum(lr=LR, momentum=MOMENTUM))
+    table = RowTable(spec, np.arange(ops.NUM_BUCKETS))
+    rows = torch.empty(NUM_ROWS, DIM)
+    for begin in range(0, NUM_ROWS, FILL_BATCH):
+        part = rows[begin : begin + FILL_BATCH].normal_(0, 0.01)
+        table.assign(row_ids()[begin : begin + FILL_BATCH], part.numpy())
+    return table, rows, torch.zeros(NUM_ROWS, DIM)
+
+
+def alternate(
+    ours: Callable[[Any], object], theirs: list[Callable[[Any], object]], draw: Callable[[], Any]
+) -> list[float]:
+    """Median seconds of ours and of each rival, called in turn on the same fresh draw, for about eight seconds."""
+    sides = [ours, *theirs]
+    times: list[list[float]] = [[] for _ in sides]
+    deadline = time.perf_counter() + 8
+    while time.perf_counter() < deadline or len(times[0]) < 7:
+        for i, side in enumerate(sides):
+            sample = draw()
+            begin = time.perf_counter()
+            side(sample)
+            times[i].append(time.perf_counter() - begin)
+    return [statistics.median(side[2:]) for side in times]
+
+
+def one_thread(measure: Callable[[int], Result]) -> Callable[[int], Result]:
+    """Run a measurement with torch on one thread, as the tables are."""
+
+    @functools.wraps(measure)
+    def run(num_ids: int) -> Result:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return measure(num_ids)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+@one_thread
+def measure_pull(num_ids: int) -> Result:
+    """``RowTable.pull`` of random distinct rows against ``torch.index_select(..., out=)``."""
+    table, rows, _ = tables()
+    generator = np.random.default_rng(1)
+    out, out_torch = np.empty((num_ids, DIM), np.float32), torch.empty(num_ids, DIM)
+
+    def draw() -> tuple[Ids, torch.Tensor]:
+        places = generator.integers(0, NUM_ROWS, num_ids)
+        return row_ids()[places], torch.from_numpy(places)
+
+    ours, theirs = alternate(
+        lambda sample: table.pull(sample[0], out),
+        [lambda sample: torch.index_select(rows, 0, sample[1], out=out_torch)],
+        draw,
+    )
+    return _result(f"pull {num_ids} rows", ours, "torch.index_select", theirs, 1.5)
+
+
+@one_thread
+def measure_push(num_ids: int) -> Result:
+    """``RowTable.push`` with SparseMomentum against the best of three torch chains."""
+    table, rows, velocities = tables()
+    generator = np.random.default_rng(2)
+    gradients = torch.randn(num_ids, DIM, generator=torch.Generator().manual_seed(3)) * 1e-3
+    buffer = torch.empty(num_ids, DIM)
+
+    def draw() -> tuple[Ids, torch.Tensor]:
+        places = np.unique(generator.integers(0, NUM_ROWS, num_ids + num_ids // 8))
+        places = generator.permutation(places)[:num_ids]
+        return row_ids()[places], torch.from_numpy(places)
+
+    def select_copy_add(sample: tuple[Ids, torch.Tensor]) -> None:
+        torch.index_select(velocities, 0, sample[1], out=buffer)
+        buffer.mul_(MOMENTUM).add_(gradients)
+        velocities.index_copy_(0, sample[1], buffer)
+        rows.index_add_(0, sample[1], buffer, alpha=-LR)
+
+    def select_copy_copy(sample: tuple[Ids, torch.Tensor]) -> None:
+        torch.index_select(velocities, 0, sample[1], out=buffer)
+        buffer.mul_(MOMENTUM).add_(gradients)
+        velocities.index_copy_(0, sample[1], buffer)
+        rows.index_copy_(0, sample[1], torch.index_select(rows, 0, sample[1]).add_(buffer, alpha=-LR))
+
+    def index_put(sample: tuple[Ids, torch.Tensor]) -> None:
+        moved = velocities[sample[1]].mul_(MOMENTUM).add_(gradients)
+        velocities[sample[1]] = moved
+        rows[sample[1]] = rows[sample[1]].add_(moved, alpha=-LR)
+
+    gradient_rows = gradients.numpy()
+    chains = {
+        "index_select, index_copy_, index_add_": select_copy_add,
+        "index_select twice, index_copy_ twice": select_copy_copy,
+        "indexing and index_put_": index_put,
+    }
+    ours, *theirs = alternate(lambda sample: table.push(sample[0], gradient_rows), list(chains.values()), draw)
+    best, name = min(zip(theirs, chains, strict=True))
+    return _result(f"SparseMomentum push {num_ids} rows", ours, f"torch {name}", best, 4.0)
+
+
+def _result(case: str, ours: float, rival: str, theirs: float, target: float) -> Result:
+    return Result(
+        case=f"{case}, D={DIM} fp32, {NUM_ROWS} rows, hashed, 1 thread",
+        ours=ours * 1e3,
+        rival=rival,
+        theirs=theirs * 1e3,
+        unit="ms",
+        ratio=theirs / ours,
+        target=target,
+    )
+
+
+if __name__ == "__main__":
+    for measure in (measure_pull, measure_push):
+        for num_ids in (10_000, 100_000):
+            print(json.dumps(measure(num_ids)))
