@@ -32,6 +32,8 @@ class Up:
 
     def assert_no_child_is_left(self) -> None:
         _, alive = psutil.wait_procs(self.children, GONE_WITHIN_SECONDS)
+        for child in alive:
+            child.kill()
         assert alive == []
 
 
