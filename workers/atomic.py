@@ -1,0 +1,65 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write to; it takes the name ``path`` once the block has ended well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it takes the name ``path`` once the block has ended well.
+
+    The old folder is moved aside first and removed last, so that at every moment one of the two is complete:
+    :func:`complete_folder` finds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        previous = previous_folder(path)
+        if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            path.rename(previous)
+        temporary.rename(path)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def previous_folder(path: Path) -> Path:
+    """Where the old folder lies while it is being replaced."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def complete_folder(path: Path) -> Path:
+    """``path``, or what it replaced if a crash fell between the two renames."""
+    previous = previous_folder(path)
+    return previous if not path.exists() and previous.exists() else path
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

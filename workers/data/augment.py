@@ -1,0 +1,53 @@
+"""Random small distortions of a batch, drawn from (seed, step) so that every run and every resume sees the same.
+
+Legend: B batch, K channels, S side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from geartrain.ams.errors import InvalidArgument
+
+_GRID = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """Standard deviations of the distortions, as parts of half the image's side."""
+
+    affine: float = 0.04
+    """Of the four coefficients of the linear map: scale, shear and slant."""
+    shift: float = 0.03
+    """Of the two coordinates of the centre."""
+    elastic: float = 0.06
+    """Of a smooth displacement field: parts of a character move by themselves, as they do between type designs."""
+
+    def __post_init__(self) -> None:
+        for name in ("affine", "shift", "elastic"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise InvalidArgument(f"{name} is {value!r}; it must lie in [0, 1]")
+
+    def distort(self, images: Tensor, first: int, joint_batch: int, seed: int, step: int) -> Tensor:
+        """Distort images [B, K, S, S] float, which are those from ``first`` on of a joint batch of all ranks.
+
+        The random numbers are drawn for the joint batch, so that the number of ranks does not change the images.
+        """
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) ^ 0x5EED)
+        own = slice(first, first + len(images))
+        linear = torch.randn(joint_batch, 2, 2, generator=generator)[own] * self.affine + torch.eye(2)
+        shift = torch.randn(joint_batch, 2, 1, generator=generator)[own] * self.shift
+        bend = torch.randn(joint_batch, 2, _GRID, _GRID, generator=generator)[own] * self.elastic
+        maps = torch.cat([linear, shift], dim=2).to(images.device)
+        grid = functional.affine_grid(maps, list(images.shape), align_corners=False)
+        field = functional.interpolate(
+            bend.to(images.device), size=images.shape[2:], mode="bilinear", align_corners=True
+        )
+        return functional.grid_sample(
+            images, grid + field.permute(0, 2, 3, 1), align_corners=False, padding_mode="border"
+        )

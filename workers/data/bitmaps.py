@@ -1,0 +1,128 @@
+"""How a picture becomes the bitmap that a backbone sees. Training and prediction share these functions.
+
+Two kinds: ``ink`` for characters, signs and drawings (cut to the ink and scaled, so that position and size do not
+matter) and ``photo`` (the whole picture, scaled). Legend: H, W of a picture; S the side of a bitmap; K channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from geartrain.ams.errors import ConfigError, InvalidArgument
+
+Bitmap = npt.NDArray[np.uint8]
+INK_THRESHOLD = 40
+"""Ink is what is brighter than this, of 255, on a dark ground."""
+MARGIN = 1
+"""Pixels left free on each side of the ink."""
+LEAST_ASPECT = 0.5
+"""A flat or narrow shape is scaled as if its short side were at least this part of the long one."""
+MAX_PIXELS = 64 << 20
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """Everything that turns a picture into a bitmap."""
+
+    kind: Literal["ink", "photo"] = "ink"
+    """What part of the picture counts."""
+    size: int = 32
+    """Side of the bitmap in pixels; a multiple of 32."""
+    channels: Literal[1, 3] = 1
+    """1: grey, 3: RGB; ``ink`` is always grey."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ink", "photo"):
+            raise ConfigError(f"preprocessing is {self.kind!r}; it must be 'ink' or 'photo'")
+        if self.size % 32 or not 32 <= self.size <= 256:
+            raise ConfigError(f"image size is {self.size!r}; it must be a multiple of 32 from 32 to 256")
+        if self.channels not in (1, 3) or (self.kind == "ink" and self.channels != 1):
+            raise ConfigError(f"channels is {self.channels!r}; it must be 1 or 3, and 1 with 'ink'")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; the constructor takes them back."""
+        return asdict(self)
+
+    def bitmap(self, picture: Image.Image) -> Bitmap:
+        """[K, S, S] uint8 of a picture in any mode. Raises InvalidArgument if ``ink`` finds none."""
+        opaque = flatten(picture)
+        if self.kind == "photo":
+            mode = "L" if self.channels == 1 else "RGB"
+            scaled = opaque.convert(mode).resize((self.size, self.size), Image.Resampling.BILINEAR)
+            array = np.asarray(scaled, dtype=np.uint8)
+            return array[None] if self.channels == 1 else np.ascontiguousarray(array.transpose(2, 0, 1))
+        cropped = crop_ink(bright_ink(np.asarray(opaque.convert("L"), dtype=np.uint8)), self.size)
+        if cropped is None:
+            raise InvalidArgument("the picture is blank: no ink stands out from its ground")
+        return cropped[None]
+
+
+def flatten(picture: Image.Image) -> Image.Image:
+    """The picture without transparency, as it would look on white paper."""
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        colours = picture.convert("RGBA")
+        paper = Image.new("RGBA", colours.size, (255, 255, 255, 255))
+        return Image.alpha_composite(paper, colours).convert("RGB")
+    if picture.mode.startswith(("I", "F")):  # 16-bit greys and floats have no fixed range
+        values = np.asarray(picture, dtype=np.float32)
+        spread = max(float(values.max() - values.min()), 1e-6)
+        return Image.fromarray(((values - values.min()) * (255.0 / spread)).astype(np.uint8))
+    return picture
+
+
+def bright_ink(grey_HW: Bitmap) -> Bitmap:
+    """[H, W] with the ink bright on a ground of 0, whichever was dark, at full contrast.
+
+    The ground is the commoner shade of the picture's border.
+    """
+    border = np.concatenate([grey_HW[0], grey_HW[-1], grey_HW[:, 0], grey_HW[:, -1]])
+    ground = int(np.median(border))
+    distance = np.abs(grey_HW.astype(np.int16) - ground)
+    strongest = int(distance.max())
+    if strongest < INK_THRESHOLD:
+        return np.zeros_like(grey_HW)
+    return (distance * (255.0 / strongest)).astype(np.uint8)
+
+
+def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
+    """[S, S]: the ink's bounding box scaled to the square, each axis by itself, in the middle; None without ink."""
+    rows = np.flatnonzero(ink_HW.max(axis=1) > INK_THRESHOLD)
+    columns = np.flatnonzero(ink_HW.max(axis=0) > INK_THRESHOLD)
+    if not len(rows):
+        return None
+    top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    height, width = int(bottom - top), int(right - left)
+    least = max(1, int(LEAST_ASPECT * max(height, width)))
+    inner = size - 2 * MARGIN
+    new_height = max(1, round(inner * height / max(height, least)))
+    new_width = max(1, round(inner * width / max(width, least)))
+    box = Image.fromarray(ink_HW[top:bottom, left:right])
+    out = np.zeros((size, size), np.uint8)
+    y, x = (size - new_height) // 2, (size - new_width) // 2
+    out[y : y + new_height, x : x + new_width] = box.resize((new_width, new_height), Image.Resampling.BILINEAR)
+    return out
+
+
+def open_picture(path: Path) -> Image.Image:
+    """The decoded picture in ``path``. Raises InvalidArgument naming the file if it is none."""
+    try:
+        with Image.open(path) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise InvalidArgument(
+                    f"{path} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}; scale it down"
+                )
+            picture.load()
+            return picture.copy()
+    except FileNotFoundError as exc:
+        raise InvalidArgument(f"{path} does not exist") from exc
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
+        if isinstance(exc, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{path} is not a readable image ({exc}); replace or remove it") from exc
