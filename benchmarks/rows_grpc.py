@@ -1,7 +1,7 @@
 """Rows over gRPC: pull and push of 10,000 rows of 128 floats, from another process, against a bare grpcio handler.
 
-The rival takes and returns the same number of bytes and does nothing with them, so a ratio of 1 would mean that finding,
-copying and updating rows is free. Redis (MGET / MSET of the same rows) is printed beside it where it is installed.
+The rival takes and returns the same number of bytes and does nothing with them, so a ratio of 1 would mean that
+finding, copying and updating rows is free. Redis (MGET / MSET of the same rows) is shown too where it is installed.
 """
 
 from __future__ import annotations
@@ -167,3 +167,9 @@ def _await_socket(path: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"redis-server does not listen on {path}")
         time.sleep(0.02)
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:  # noqa: ARG001
+    """The gRPC cases of ``geartrain bench rows``."""
+    yield from measure_grpc_pull()
+    yield from measure_grpc_push()

@@ -1,17 +1,16 @@
 """Pull and push of random rows inside one process, against torch on a plain tensor of the same rows.
 
-One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals alternate (A B A B …) with fresh ids each
-time; the figures are medians. The rival is the fastest torch form found, with outputs allocated beforehand.
+One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals alternate (A B A B …) with fresh ids
+each time; the figures are medians. The rival is the fastest torch form found, with outputs allocated beforehand.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,23 +18,12 @@ import torch
 from geartrain.ams.core import ops
 from geartrain.ams.specs import Ids, SparseMomentum, TableSpec
 from geartrain.ams.tables.row_table import RowTable
+from geartrain.bench import Result
 
 NUM_ROWS = 2_000_000
 DIM = 128
 LR, MOMENTUM = 0.1, 0.9
 FILL_BATCH = 100_000
-
-
-class Result(TypedDict):
-    """One line of a bench, as DESIGN.md section 7 lays it down."""
-
-    case: str
-    ours: float
-    rival: str
-    theirs: float
-    unit: str
-    ratio: float
-    target: float
 
 
 @functools.cache
@@ -159,7 +147,8 @@ def _result(case: str, ours: float, rival: str, theirs: float, target: float) ->
     )
 
 
-if __name__ == "__main__":
+def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
+    """The in-process cases of ``geartrain bench rows``."""
     for measure in (measure_pull, measure_push):
         for num_ids in (10_000, 100_000):
-            print(json.dumps(measure(num_ids)))
+            yield measure(num_ids)

@@ -33,8 +33,8 @@ class Result(TypedDict):
     """Such as "ms" or "MB/s"."""
     ratio: float
     """Above 1: we win."""
-    target: float
-    """The ratio we promise."""
+    target: float | None
+    """The ratio we promise; None: shown for comparison only."""
 
 
 class BrokenBench(GeartrainError):

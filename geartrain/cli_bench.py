@@ -44,14 +44,19 @@ def _print_table(results: Sequence[Result]) -> None:
 
     table = Table("case", "ours", "theirs", "unit", "rival", "ratio", "target")
     for result in results:
-        ratio = f"{result['ratio']:.2f}"
         table.add_row(
             result["case"],
             f"{result['ours']:.4g}",
             f"{result['theirs']:.4g}",
             result["unit"],
             result["rival"],
-            f"[green]{ratio}[/]" if result["ratio"] >= result["target"] else f"[red]{ratio}[/]",
-            f"{result['target']:g}",
+            _coloured(result["ratio"], result["target"]),
+            "" if result["target"] is None else f"{result['target']:g}",
         )
     Console().print(table)
+
+
+def _coloured(ratio: float, target: float | None) -> str:
+    if target is None:
+        return f"{ratio:.2f}"
+    return f"[{'green' if ratio >= target else 'red'}]{ratio:.2f}[/]"
