@@ -1,7 +1,7 @@
 """Pull and push of random rows inside one process, against torch on a plain tensor of the same rows.
 
-One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals alternate (A B A B …) with fresh ids
-each time; the figures are medians. The rival is the fastest torch form found, with outputs allocated beforehand.
+One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals alternate (A B A B …), each time with
+fresh ids; the figures are medians. The rival is the fastest torch form found, its outputs allocated beforehand.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 // of them, an insertion moves the frontier on by a few lines, and fresh pages are touched in order. Nothing ever stalls for a rehash.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "common.hpp"
@@ -57,10 +58,11 @@ class IdIndex {
     int64_t find(uint64_t hash, uint64_t tag) const {
       for (uint64_t at = place(hash);; at = next(at)) {
         const Line& line = lines()[at];
-        for (int64_t entry = 0; entry < kEntries; ++entry) {
-          if (line.tags[entry] == tag) return line.positions[entry];
-          if (line.tags[entry] == 0) return -1;
-        }
+        // All four at once: which entry it is cannot be predicted, that it is in the first line mostly can.
+        unsigned match = 0;
+        for (int entry = 0; entry < kEntries; ++entry) match |= static_cast<unsigned>(line.tags[entry] == tag) << entry;
+        if (match != 0) return line.positions[std::countr_zero(match)];
+        if (line.tags[kEntries - 1] == 0) return -1;
       }
     }
     void insert(uint64_t hash, uint64_t tag, int64_t position);
