@@ -27,13 +27,13 @@ class GlyphData:
 
 
 def load_glyphs(cache: Path, size: int, num_classes: int | None, console: Console) -> GlyphData:
-    """Fetch the fonts, draw them, and gather the images of the first ``num_classes`` classes (all by default)."""
+    """Fetch the fonts, draw them, and gather the images of ``num_classes`` classes (all by default)."""
     fonts = find_fonts(cache, say=lambda line: console.print(line, highlight=False))
     return assemble(render_faces(fonts, cache, size, console), num_classes)
 
 
 def assemble(faces: list[RenderedFace], num_classes: int | None) -> GlyphData:
-    """Sort rendered faces into training and held-out sets.
+    """Sort rendered faces into training and held-out sets; ``num_classes`` picks so many, evenly spread.
 
     Raises ConfigError if a family is on both sides, if one side is empty, or if there are fewer classes than asked for.
     """
@@ -46,11 +46,12 @@ def assemble(faces: list[RenderedFace], num_classes: int | None) -> GlyphData:
     if num_classes is not None:
         if not 2 <= num_classes <= len(codes):
             raise ConfigError(f"the number of classes is {num_classes}; it must lie in [2, {len(codes)}]")
-        codes = codes[:num_classes]
+        codes = codes[np.arange(num_classes) * len(codes) // num_classes]
+    tests = {face.font.face.family: _image_set([face], codes) for face in held_out}
     return GlyphData(
         class_names=[chr(code) for code in codes.tolist()],
         train=_image_set(train, codes),
-        held_out={face.font.face.family: _image_set([face], codes) for face in held_out},
+        held_out={family: images for family, images in tests.items() if len(images)},
     )
 
 

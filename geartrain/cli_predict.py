@@ -1,0 +1,60 @@
+"""``geartrain predict``: name images with a saved model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from geartrain.cli_options import Json
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="Model folder of a run, such as runs/quickstart/model.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of images.")],
+    k: Annotated[int, typer.Option("--k", "-k", help="Answers for each image.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
+
+    Exits with 1 if an image could not be read; the others are named all the same.
+    """
+    from geartrain.workers.checkpoint import (
+        load_model,
+    )  # torch is loaded only after the arguments are known to be right
+    from geartrain.workers.predict import image_files
+    from geartrain.workers.predict import predict as predictions
+
+    files = image_files(images)
+    loaded = load_model(model)
+    results = list(predictions(loaded, files, min(k, len(loaded.class_names)) if k > 0 else k))
+    if as_json:
+        print(
+            json.dumps(
+                [
+                    {"image": str(result.path), "error": result.error}
+                    if result.error
+                    else {
+                        "image": str(result.path),
+                        "best": [{"class": name, "score": score} for name, score in result.best],
+                    }
+                    for result in results
+                ],
+                ensure_ascii=False,
+            )
+        )
+    for result in results:
+        if result.error:
+            print(f"error: {result.error}", file=sys.stderr)
+        elif not as_json:
+            print(f"{result.path}  " + "  ".join(f"{_shown(name)} {score:.3f}" for name, score in result.best))
+    if any(result.error for result in results):
+        raise typer.Exit(1)
+
+
+def _shown(name: str) -> str:
+    """A character together with its code point: not every terminal has a font for it."""
+    return f"{name} (U+{ord(name):04X})" if len(name) == 1 and not name.isascii() else name

@@ -1,0 +1,156 @@
+"""``geartrain worker``: processes that train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from geartrain.ams.errors import ConfigError
+from geartrain.cli_options import Json, SchedulerAddress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from geartrain.workers.job import JobOptions, JobResult
+    from geartrain.workers.recipe import Recipe
+
+INTERRUPTED = 130
+
+app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class centers are rows of the model server.")
+
+Out = Annotated[Path | None, typer.Option("--out", help="Run folder to write.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", help="Run folder to go on with: to its end, or past it (--steps says how far)."),
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="Updates to train for.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images of a step, over all ranks.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.")]
+Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.")]
+SampleRate = Annotated[
+    float | None, typer.Option("--sample-rate", help="Part of the classes active in a step; 1 is the full softmax.")
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
+Cache = Annotated[
+    Path, typer.Option("--cache", envvar="GEARTRAIN_CACHE", help="Folder for downloaded fonts and drawn characters.")
+]
+
+
+@app.command()
+def glyphs(
+    out: Out = None,
+    resume: Resume = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    lr: Lr = None,
+    sample_rate: SampleRate = None,
+    classes: Annotated[
+        int | None, typer.Option("--classes", help="Only so many characters, evenly spread (a small run).")
+    ] = None,
+    scheduler: SchedulerAddress = None,
+    device: Device = "auto",
+    cache: Cache = Path(".cache"),
+    as_json: Json = False,
+) -> None:
+    """Learn to read 40,992 CJK characters and Hangul syllables from fonts, and test on fonts never seen.
+
+    Without --scheduler the rows live in this process. Under torchrun the ranks train in step (--scheduler is needed).
+    """
+    console = _console(as_json)
+    options = _options(out or Path("runs/glyphs"), resume, steps, scheduler, device)
+    recipe = _recipe(options.recipe, steps, batch_size, seed, lr, sample_rate)
+    from geartrain.workers.jobs import train_glyphs
+
+    _end(train_glyphs(replace(options, recipe=recipe), cache=cache, num_classes=classes, console=console), as_json)
+
+
+@app.command()
+def classify(
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with one sub-folder of images for each class.")
+    ] = None,
+    out: Out = None,
+    resume: Resume = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    lr: Lr = None,
+    sample_rate: SampleRate = None,
+    held_out: Annotated[float, typer.Option("--held-out", help="Part of each class kept for the test.")] = 0.2,
+    look: Annotated[
+        str, typer.Option("--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.")
+    ] = "photo",
+    image_size: Annotated[int, typer.Option("--image-size", help="Side in pixels, a multiple of 32.")] = 64,
+    grey: Annotated[bool, typer.Option("--grey", help="Ignore colours.")] = False,
+    scheduler: SchedulerAddress = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train on your own images: one sub-folder a class, pictures of any size and colour."""
+    if look not in ("photo", "ink"):
+        raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
+    console = _console(as_json)
+    options = _options(out or Path("runs/classify"), resume, steps, scheduler, device)
+    from geartrain.workers.data.bitmaps import Preprocessing
+    from geartrain.workers.jobs import train_folder
+
+    # Few classes: all of them are active, and small batches see them often.
+    few = replace(options.recipe, sample_rate=1.0, batch_size=64, steps=300, warmup_steps=20)
+    recipe = _recipe(few, steps, batch_size, seed, lr, sample_rate)
+    preprocessing = Preprocessing(
+        kind="ink" if look == "ink" else "photo", size=image_size, channels=1 if grey or look == "ink" else 3
+    )
+    options = replace(options, recipe=recipe, preprocessing=preprocessing)
+    _end(train_folder(options, folder=data, held_out=held_out, console=console), as_json)
+
+
+def _options(out: Path, resume: Path | None, steps: int | None, scheduler: str | None, device: str) -> JobOptions:
+    from geartrain.workers.data.bitmaps import Preprocessing
+    from geartrain.workers.job import JobOptions
+    from geartrain.workers.recipe import Recipe
+
+    return JobOptions(
+        out=resume or out,
+        recipe=Recipe(),
+        preprocessing=Preprocessing(),
+        resume=resume is not None,
+        resume_steps=steps,
+        scheduler=scheduler,
+        device=device,
+    )
+
+
+def _recipe(
+    recipe: Recipe,
+    steps: int | None,
+    batch_size: int | None,
+    seed: int | None,
+    lr: float | None,
+    sample_rate: float | None,
+) -> Recipe:
+    given: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "seed": seed,
+        "lr": lr,
+        "sample_rate": sample_rate,
+    }
+    return replace(recipe, **{name: value for name, value in given.items() if value is not None})
+
+
+def _console(as_json: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=as_json)
+
+
+def _end(result: JobResult, as_json: bool) -> None:
+    if as_json and result.report is not None:
+        print(json.dumps(result.report))
+    if not result.finished:
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,106 @@
+"""A person's own images: one sub-folder per class.
+
+Legend: K channels, S side.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Bitmap, Preprocessing, open_picture
+from geartrain.workers.data.images import ImageSet
+
+_BAD_FILES_NAMED = 5
+
+
+@dataclass(frozen=True)
+class FolderData:
+    """Images of a folder, split."""
+
+    class_names: list[str]
+    """Names of the sub-folders, sorted."""
+    train: ImageSet
+    validation: ImageSet
+    """The part held out; may be empty."""
+
+
+def load_folder(
+    folder: Path, preprocessing: Preprocessing, *, held_out: float, seed: int, console: Console
+) -> FolderData:
+    """Read all images under ``folder`` into memory; of each class the part ``held_out`` is kept for validation.
+
+    Raises InvalidArgument naming the folder or the files that cannot be used.
+    """
+    if not 0 <= held_out < 1:
+        raise InvalidArgument(f"the held-out part is {held_out!r}; it must lie in [0, 1)")
+    classes = find_classes(folder)
+    train, validation = [], []
+    for label, files in enumerate(classes.values()):
+        kept = list(files)
+        random.Random(f"{seed}/{label}").shuffle(kept)
+        count = min(len(kept) - 1, round(held_out * len(kept)))
+        validation += [(path, label) for path in kept[:count]]
+        train += [(path, label) for path in kept[count:]]
+    bitmaps = _read_all([path for path, _ in train + validation], preprocessing, console)
+    split = len(train)
+    return FolderData(
+        class_names=list(classes),
+        train=_image_set(bitmaps[:split], [label for _, label in train]),
+        validation=_image_set(bitmaps[split:], [label for _, label in validation]),
+    )
+
+
+def find_classes(folder: Path) -> dict[str, list[Path]]:
+    """Class name -> its image files, both sorted. Raises InvalidArgument if that is no classification data."""
+    if not folder.is_dir():
+        raise InvalidArgument(f"{folder} is not a folder; give one with a sub-folder of images for each class")
+    classes = {
+        entry.name: sorted(path for path in entry.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        for entry in sorted(folder.iterdir())
+        if entry.is_dir() and not entry.name.startswith(".")
+    }
+    if len(classes) < 2:
+        raise InvalidArgument(
+            f"{folder} has {len(classes)} sub-folders; a classifier needs at least 2, each with the images of one class"
+        )
+    empty = [name for name, files in classes.items() if not files]
+    if empty:
+        raise InvalidArgument(
+            f"{folder} has no images for {len(empty)} classes: {', '.join(empty[:_BAD_FILES_NAMED])}; "
+            f"remove those folders or fill them ({', '.join(sorted(IMAGE_SUFFIXES))})"
+        )
+    return classes
+
+
+def _read_all(paths: list[Path], preprocessing: Preprocessing, console: Console) -> list[Bitmap]:
+    """Bitmaps [K, S, S] in order. All files are tried, so that all bad ones are named at once."""
+    bad: list[str] = []
+
+    def read(path: Path) -> Bitmap:
+        try:
+            return preprocessing.bitmap(open_picture(path))
+        except InvalidArgument as exc:
+            bad.append(str(exc) if str(path) in str(exc) else f"{path}: {exc}")
+            return np.zeros((preprocessing.channels, preprocessing.size, preprocessing.size), np.uint8)
+
+    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        bitmaps = list(progress.track(pool.map(read, paths), total=len(paths), description="reading images"))
+    if bad:
+        more = f"; and {len(bad) - _BAD_FILES_NAMED} more" if len(bad) > _BAD_FILES_NAMED else ""
+        raise InvalidArgument("; ".join(sorted(bad)[:_BAD_FILES_NAMED]) + more)
+    return bitmaps
+
+
+def _image_set(bitmaps: list[Bitmap], labels: list[int]) -> ImageSet:
+    stacked = torch.from_numpy(np.stack(bitmaps)) if bitmaps else torch.empty(0, 1, 32, 32, dtype=torch.uint8)
+    return ImageSet(stacked, torch.tensor(labels, dtype=torch.int64))

@@ -1,0 +1,28 @@
+"""Which device a worker computes on, and in which precision."""
+
+from __future__ import annotations
+
+import torch
+
+from geartrain.ams.errors import ConfigError
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """``auto`` is a CUDA device if there is one, else the CPU. Raises ConfigError for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        raise ConfigError(f"the device {name!r} cannot be used ({exc}); try --device auto") from exc
+    return device
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is computed by the device itself. Where it is emulated, it is slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return False

@@ -1,0 +1,61 @@
+"""The two jobs a worker knows, by the data they train on: ``glyphs`` and ``classify``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from geartrain.ams.errors import ConfigError
+from geartrain.workers.checkpoint import load_model, load_training
+from geartrain.workers.data.folder import load_folder
+from geartrain.workers.data.glyphs import load_glyphs
+from geartrain.workers.job import JobData, JobOptions, JobResult, run_job
+
+GLYPH_SIZE = 32
+
+
+def train_glyphs(options: JobOptions, *, cache: Path, num_classes: int | None, console: Console) -> JobResult:
+    """Train on characters of the pip-installed fonts; held-out families are the test."""
+    if options.resume:
+        options, source = resumed(options, "glyphs")
+        num_classes = source["num_classes"]
+
+    def load(console: Console) -> JobData:
+        data = load_glyphs(cache, options.preprocessing.size, num_classes, console)
+        source = {"job": "glyphs", "num_classes": num_classes}
+        return JobData(data.class_names, data.train, data.held_out, source)
+
+    return run_job(options, load, console)
+
+
+def train_folder(options: JobOptions, *, folder: Path | None, held_out: float, console: Console) -> JobResult:
+    """Train on a person's images, one sub-folder a class; the held-out part of each class is the test."""
+    seed = options.recipe.seed
+    if options.resume:
+        options, source = resumed(options, "classify")
+        folder, held_out, seed = folder or Path(source["folder"]), source["held_out"], source["split_seed"]
+    if folder is None:
+        raise ConfigError("which images? Give --data FOLDER, with one sub-folder of images for each class")
+    images = folder
+
+    def load(console: Console) -> JobData:
+        data = load_folder(images, options.preprocessing, held_out=held_out, seed=seed, console=console)
+        source = {"job": "classify", "folder": str(images.resolve()), "held_out": held_out, "split_seed": seed}
+        tests = {"validation": data.validation} if len(data.validation) else {}
+        return JobData(data.class_names, data.train, tests, source)
+
+    return run_job(options, load, console)
+
+
+def resumed(options: JobOptions, job: str) -> tuple[JobOptions, dict[str, Any]]:
+    """Options with the saved run's recipe and preprocessing, and where its data came from."""
+    folder = options.out / "model"
+    model, training = load_model(folder), load_training(folder)
+    if training.data.get("job") != job:
+        raise ConfigError(
+            f"{options.out} was trained by 'geartrain worker {training.data.get('job')}', not '{job}'; resume it so"
+        )
+    return replace(options, recipe=training.recipe, preprocessing=model.preprocessing), training.data

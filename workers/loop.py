@@ -1,0 +1,234 @@
+"""The training loop: a replicated backbone in this process, class centers in the AMS.
+
+One loop for glyphs, folders and synchronous ranks. Everything random is a function of (seed, step), so that a resumed
+run goes on as if it had never stopped.
+
+Legend: B images of this rank's batch, K channels, S side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain.ams.errors import ConfigError
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.workers.backbones import StrokeNet
+from geartrain.workers.checkpoint import Progress
+from geartrain.workers.data.images import BatchOrder, ImageSet
+from geartrain.workers.devices import has_native_bfloat16
+from geartrain.workers.discriminants import fit_projection
+from geartrain.workers.live import Events, LiveLine
+from geartrain.workers.ranks import Ranks
+from geartrain.workers.recipe import Recipe
+from geartrain.workers.row_timing import RowTimes
+
+IMAGES_AT_ONCE = 1024
+"""Batch of passes without gradients."""
+SHOW_EVERY = 10
+"""Steps between two readings of the loss, which on an accelerator wait for it."""
+
+
+@dataclass
+class Phases:
+    """Seconds of each part of a run, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def measured(self, name: str, work: Callable[[], None]) -> None:
+        """Do ``work`` and add its time to ``name``."""
+        started = time.perf_counter()
+        try:
+            work()
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class Trainer:
+    """Trains a backbone and the centers of a head on an :class:`ImageSet`."""
+
+    def __init__(
+        self,
+        *,
+        backbone: StrokeNet,
+        head: ClassHead,
+        recipe: Recipe,
+        images: ImageSet,
+        progress: Progress,
+        ranks: Ranks,
+        device: torch.device,
+        row_times: RowTimes,
+    ) -> None:
+        if recipe.batch_size % ranks.world_size:
+            raise ConfigError(
+                f"batch_size is {recipe.batch_size}; it must be a multiple of the {ranks.world_size} ranks"
+            )
+        self.backbone = backbone.to(device)
+        self.head = head
+        self.recipe = recipe
+        self.progress = progress
+        self.phases = Phases()
+        self.samples_per_second = 0.0
+        self._images = images
+        self._ranks = ranks
+        self._device = device
+        self._row_times = row_times
+        self._order = BatchOrder(len(images), recipe.batch_size, recipe.seed)
+        self._bfloat16 = has_native_bfloat16(device)
+        self._replica: nn.Module = self.backbone
+        self._optimizer = torch.optim.SGD(
+            self.backbone.parameters(),
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+            nesterov=recipe.momentum > 0,
+        )
+        self._rows = RowOptimizer(head)
+
+    @property
+    def train_seconds(self) -> float:
+        """Time of all parts so far: projection, imprinting and steps."""
+        return sum(self.phases.seconds.values())
+
+    def start(self) -> None:
+        """Before the first step: solve the projection, and put each class center at its images' mean feature."""
+        if self._ranks.is_first:
+            self.phases.measured("projection", self._fit_projection)
+        self._replicate()
+        self.imprint()
+
+    def restore(self, momentum: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint whose parameters and rows are in place already."""
+        parameters = dict(self.backbone.named_parameters())
+        for name, buffer in momentum.items():
+            if name not in parameters:
+                raise ConfigError(f"the checkpoint has the momentum of {name!r}, which the backbone does not have")
+            self._optimizer.state[parameters[name]]["momentum_buffer"] = buffer.to(self._device)
+        self.head.row_update.step = self.progress.step
+        self._replicate()
+
+    def momentum(self) -> dict[str, Tensor]:
+        """Momentum of the backbone's parameters by name."""
+        state = self._optimizer.state
+        named = self.backbone.named_parameters()
+        return {name: state[p]["momentum_buffer"] for name, p in named if "momentum_buffer" in state[p]}
+
+    def imprint(self) -> None:
+        """Put each class center at the mean feature of its images."""
+        part = self._images.part(self._ranks.rank, self._ranks.world_size)
+        batches = part.batches(IMAGES_AT_ONCE, self._device)
+        self.phases.measured("imprint", lambda: void(self.head.imprint(batches, self.backbone)))
+
+    def run(self, *, stop: Callable[[], bool], save: Callable[[], None], line: LiveLine | None, events: Events) -> bool:
+        """Train to the end of the stage; return False if ``stop`` ended it before. ``save`` runs every few steps."""
+        before = self.progress.step
+        seconds = self.phases.seconds.get("steps", 0.0)
+        finished = True
+
+        def steps() -> None:
+            nonlocal finished
+            finished = self._steps(stop, save, line, events)
+
+        self.phases.measured("steps", steps)
+        elapsed = self.phases.seconds["steps"] - seconds
+        self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
+        return finished
+
+    def _steps(self, stop: Callable[[], bool], save: Callable[[], None], line: LiveLine | None, events: Events) -> bool:
+        self._replica.train()
+        self.head.train()
+        window = _Window(self._row_times, self.progress.step)
+        while not self.progress.is_complete:
+            if self._ranks.any(stop()):
+                return False
+            loss = self._step(self.progress.step)
+            self.progress = self._next(self.progress)
+            step = self.progress.step
+            if step % SHOW_EVERY == 0 or self.progress.is_complete:
+                numbers = window.close(step, float(loss), self.recipe.batch_size)
+                events.scalars("train", {**numbers, "lr": self._optimizer.param_groups[0]["lr"]}, step)
+                if line is not None:
+                    line.show(step, numbers)
+            if step % self.recipe.save_every == 0 and not self.progress.is_complete:
+                save()
+        return True
+
+    def _step(self, step: int) -> Tensor:
+        """One update; return the loss."""
+        stage = self.progress
+        factor = self.recipe.rate_factor(step - stage.stage_start, stage.stage_steps)
+        self._optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
+        self._rows.param_groups[0]["lr"] = self.recipe.row_lr * factor
+        images, labels_B = self._batch(step)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
+            features_BD = self._replica(images)
+        loss: Tensor = self.head(features_BD.float(), labels_B)
+        self._optimizer.zero_grad()
+        self._rows.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._rows.step()
+        return loss.detach()
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's distorted images [B, K, S, S] in [0, 1] on the device, and labels [B]."""
+        joint = self.recipe.batch_size
+        own = joint // self._ranks.world_size
+        first = self._ranks.rank * own
+        indices = self._order.indices(step)[first : first + own]
+        images = self._images.bitmaps[indices].to(self._device).float().div_(255)
+        distorted = self.recipe.augmentation.distort(images, first, joint, self.recipe.seed, step)
+        return distorted, self._images.labels[indices]
+
+    def _fit_projection(self) -> None:
+        fit_projection(self.backbone, self._images.batches(IMAGES_AT_ONCE, self._device), self.head.num_classes)
+
+    def _replicate(self) -> None:
+        """From here on the ranks' backbones are equal (rank 0's) and stay so."""
+        if self._ranks.world_size > 1:
+            self._replica = DistributedDataParallel(self.backbone)
+
+    @staticmethod
+    def _next(progress: Progress) -> Progress:
+        return Progress(
+            step=progress.step + 1,
+            stage_start=progress.stage_start,
+            stage_steps=progress.stage_steps,
+            table=progress.table,
+        )
+
+
+class _Window:
+    """The numbers of the steps since the last reading."""
+
+    def __init__(self, row_times: RowTimes, step: int) -> None:
+        self._row_times = row_times
+        self._step = step
+        self._open()
+
+    def _open(self) -> None:
+        self._started = time.perf_counter()
+        self._pull, self._push = self._row_times.pull_seconds, self._row_times.push_seconds
+
+    def close(self, step: int, loss: float, batch_size: int) -> dict[str, float]:
+        """Numbers of the window that ends with ``step``; the next one begins."""
+        steps = max(1, step - self._step)
+        numbers = {
+            "loss": loss,
+            "samples_per_second": steps * batch_size / max(time.perf_counter() - self._started, 1e-9),
+            "pull_ms": 1e3 * (self._row_times.pull_seconds - self._pull) / steps,
+            "push_ms": 1e3 * (self._row_times.push_seconds - self._push) / steps,
+        }
+        self._step = step
+        self._open()
+        return numbers
+
+
+def void(_: object) -> None:
+    """Drop a result."""

@@ -1,0 +1,77 @@
+"""The processes of one job, as torchrun's environment variables describe them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from geartrain.ams.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of its job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files and speaks to the person."""
+        return self.rank == 0
+
+    def share(self, value: int) -> int:
+        """Rank 0's ``value`` (below 2^63), on every rank."""
+        if self.world_size == 1:
+            return value
+        shared = torch.tensor([value], device=self._device())
+        dist.broadcast(shared, src=0)
+        return int(shared.item())
+
+    def any(self, value: bool) -> bool:
+        """Whether ``value`` is true on some rank."""
+        if self.world_size == 1:
+            return value
+        shared = torch.tensor([int(value)], device=self._device())
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return bool(shared.item())
+
+    def new_job_id(self) -> str:
+        """Eight hexadecimal digits, the same on all ranks, that no other job has."""
+        return f"{self.share(secrets.randbits(32)):08x}"
+
+    @staticmethod
+    def _device() -> torch.device:
+        nccl = "nccl" in str(dist.get_backend())
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+@contextmanager
+def joined_ranks(device: str) -> Iterator[Ranks]:
+    """Join the process group that torchrun set up, and leave it at the end; alone without torchrun.
+
+    Raises ConfigError if torchrun's variables are incomplete.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Ranks()
+        return
+    try:
+        ranks = Ranks(int(os.environ["RANK"]), world_size, int(os.environ.get("LOCAL_RANK", "0")))
+    except KeyError as exc:
+        raise ConfigError(f"WORLD_SIZE is {world_size}, but {exc} is not set; start the worker with torchrun") from exc
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_cuda:
+        torch.cuda.set_device(ranks.local_rank)
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
