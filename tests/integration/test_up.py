@@ -98,6 +98,16 @@ def test_a_signal_ends_everything_in_good_order(number: signal.Signals) -> None:
         running.assert_no_child_is_left()
 
 
+def test_a_child_that_cannot_end_is_killed_after_a_while() -> None:
+    with up("--shards=1") as running:
+        psutil.Process(running.facts["pids"]["server 0"]).suspend()
+        running.process.terminate()
+        _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
+        assert running.process.returncode == 0
+        assert "server 0 | did not end within 5 s: killed" in log
+        running.assert_no_child_is_left()
+
+
 def test_no_child_outlives_a_parent_that_was_killed() -> None:
     with up("--shards=2") as running:
         running.process.kill()
