@@ -31,7 +31,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): $(BUILD_FILES) | $(BIN)/python
-	@echo "Installing Geartrain and what it needs into $(VENV). With CPU wheels of torch that is about 400 MB to"
+	@echo "Installing Geartrain and what it needs into $(VENV). With CPU wheels of torch that is about 300 MB to"
 	@echo "download; the default wheels of the public index are CUDA builds of several GB (README, 'CPU only')."
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e .
 	@touch $@

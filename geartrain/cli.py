@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -63,8 +62,6 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     wanted = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     for name in wanted:
         module, attribute = COMMANDS[name]
-        if importlib.util.find_spec(module) is None:
-            continue
         command = getattr(importlib.import_module(module), attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
