@@ -10,10 +10,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 BUILD_FILES := $(wildcard ams/core/csrc/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
 SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
-# pip's build environments follow the constraints too, in old and new pips alike.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
-export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
-export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# By environment, so that pip's build environments follow the constraints too, in old and new pips alike.
+PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q $(PIP_ARGS)
 
 .PHONY: help quickstart install dev test lint format proto bench gpu-check compose-check links clean
 help:  ## this list
@@ -33,12 +32,12 @@ $(BIN)/python:
 $(STAMP): $(BUILD_FILES) | $(BIN)/python
 	@echo "Installing Geartrain and what it needs into $(VENV). With CPU wheels of torch that is about 300 MB to"
 	@echo "download; the default wheels of the public index are CUDA builds of several GB (README, 'CPU only')."
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -e .
+	$(PIP_INSTALL) -e .
 	@touch $@
 
 $(DEV_STAMP): $(BUILD_FILES) | $(BIN)/python
 	@echo "Installing Geartrain, what it needs and the development tools into $(VENV)."
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(STAMP)
 
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
