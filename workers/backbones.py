@@ -97,12 +97,14 @@ class StrokeNet(nn.Module):
     def forward(self, bitmaps: Tensor) -> Tensor:
         """Bitmaps [B, K, S, S] (uint8, or float in [0, 1]) -> features [B, D]."""
         maps = self._maps(bitmaps)
-        return self.projection(maps.flatten(1)) + self.addition(self.trunk(maps))
+        features: Tensor = self.projection(maps.flatten(1)) + self.addition(self.trunk(maps))
+        return features
 
     def _maps(self, bitmaps: Tensor) -> Tensor:
         images = bitmaps.float().div(255) if bitmaps.dtype == torch.uint8 else bitmaps
         with torch.no_grad():
-            return self.stem(images)
+            maps: Tensor = self.stem(images)
+        return maps
 
 
 def _block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:

@@ -44,7 +44,7 @@ class Answers:
         return {
             "top1": self.top1,
             "top5": self.top5,
-            "classes": len(self.images.labels.unique()),
+            "classes": len(set(self.images.labels.tolist())),
             "images": len(self.images),
         }
 

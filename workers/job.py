@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import time
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import PIL
 import torch
 from rich.console import Console
 
-from geartrain import __version__
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.specs import SGD
 from geartrain.bridge.heads.class_head import ClassHead
@@ -226,7 +226,8 @@ class _Run:
             "phases": seconds,
             "versions": versions(self._device),
         }
-        draw_mistakes(self._options.out / "mistakes.png", answers, self._data.train, self._data.class_names)
+        ink = self._options.preprocessing.kind == "ink"
+        draw_mistakes(self._options.out / "mistakes.png", answers, self._data.train, self._data.class_names, ink=ink)
         write_json(self._options.out / "report.json", report)
         self._say(f"Trained in {trainer.train_seconds:.0f} s. Model, report and mistakes are in {self._options.out}")
         return report
@@ -242,7 +243,7 @@ class _Run:
 def versions(device: torch.device) -> dict[str, str]:
     """What a figure depends on."""
     return {
-        "geartrain": __version__,
+        "geartrain": importlib.metadata.version("geartrain"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

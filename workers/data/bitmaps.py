@@ -106,7 +106,8 @@ def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
     box = Image.fromarray(ink_HW[top:bottom, left:right])
     out = np.zeros((size, size), np.uint8)
     y, x = (size - new_height) // 2, (size - new_width) // 2
-    out[y : y + new_height, x : x + new_width] = box.resize((new_width, new_height), Image.Resampling.BILINEAR)
+    scaled = box.resize((new_width, new_height), Image.Resampling.BILINEAR)
+    out[y : y + new_height, x : x + new_width] = np.asarray(scaled)
     return out
 
 

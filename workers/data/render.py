@@ -76,6 +76,8 @@ def characters_of(font: FontFile) -> list[int]:
     try:
         with TTFont(font.path, fontNumber=font.index, lazy=True) as opened:
             mapping = opened.getBestCmap()
+            if mapping is None:
+                raise ValueError("it maps no characters")
     except Exception as exc:  # fontTools raises errors of many unrelated kinds on a damaged file
         raise ConfigError(f"{font.path} is not a readable font ({exc}); remove it and run again") from exc
     return sorted(

@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from geartrain.ams.errors import ConfigError, InvalidArgument
+from geartrain.workers.data.augment import Augmentation
+from geartrain.workers.data.images import BatchOrder, ImageSet
+from geartrain.workers.recipe import Recipe
+
+
+def test_every_epoch_shows_every_image_once_in_a_new_order() -> None:
+    order = BatchOrder(num_images=30, batch_size=7, seed=3)
+    shown = torch.cat([order.indices(step) for step in range(90)])[:60]
+    assert sorted(shown[:30].tolist()) == list(range(30))
+    assert sorted(shown[30:60].tolist()) == list(range(30))
+    assert shown[:30].tolist() != shown[30:60].tolist()
+
+
+def test_the_batch_of_a_step_does_not_depend_on_the_steps_before() -> None:
+    straight = BatchOrder(num_images=30, batch_size=7, seed=3)
+    batches = [straight.indices(step) for step in range(10)]
+    resumed = BatchOrder(num_images=30, batch_size=7, seed=3)
+    assert torch.equal(resumed.indices(8), batches[8])
+    assert torch.equal(resumed.indices(4), batches[4])
+    assert not torch.equal(BatchOrder(num_images=30, batch_size=7, seed=4).indices(8), batches[8])
+
+
+def test_a_batch_may_be_larger_than_the_set() -> None:
+    assert BatchOrder(num_images=3, batch_size=8, seed=0).indices(0).bincount().tolist() in (
+        [3, 3, 2],
+        [3, 2, 3],
+        [2, 3, 3],
+    )
+
+
+def test_distortion_is_a_function_of_seed_and_step_and_not_of_the_ranks() -> None:
+    images = torch.rand(6, 1, 32, 32)
+    distort = Augmentation().distort
+    joint = distort(images, 0, 6, 1, 9)
+    assert torch.equal(joint, distort(images, 0, 6, 1, 9))
+    assert not torch.equal(joint, distort(images, 0, 6, 1, 10))
+    halves = [distort(images[first : first + 3], first, 6, 1, 9) for first in (0, 3)]
+    assert torch.equal(joint, torch.cat(halves))
+
+
+def test_no_distortion_leaves_the_image_as_it_is() -> None:
+    images = torch.rand(2, 3, 32, 32)
+    still = Augmentation(affine=0, shift=0, elastic=0).distort(images, 0, 2, 0, 0)
+    assert torch.allclose(still, images, atol=1e-4)
+
+
+def test_ranks_share_out_the_images() -> None:
+    images = ImageSet(torch.zeros(7, 1, 32, 32, dtype=torch.uint8), torch.arange(7))
+    parts = [images.part(rank, 2).labels.tolist() for rank in (0, 1)]
+    assert sorted(parts[0] + parts[1]) == list(range(7))
+
+
+def test_a_recipe_survives_json_and_refuses_nonsense() -> None:
+    recipe = Recipe(steps=7, augmentation=Augmentation(elastic=0.2))
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    with pytest.raises(ConfigError, match="newer"):
+        Recipe.from_json({**recipe.to_json(), "dropout": 0.1})
+    with pytest.raises(ConfigError, match="sample_rate is 0"):
+        Recipe(sample_rate=0)
+    with pytest.raises(ConfigError, match="steps is 0"):
+        Recipe(steps=0)
+    with pytest.raises(InvalidArgument, match="elastic"):
+        Augmentation(elastic=-1)
+
+
+def test_the_rate_rises_then_falls_to_nothing() -> None:
+    factors = [Recipe(warmup_steps=10).rate_factor(step, 100) for step in range(100)]
+    assert factors[0] < 0.11
+    assert max(factors) > 0.95
+    assert factors[-1] < 0.001
+    assert factors[20:] == sorted(factors[20:], reverse=True)
