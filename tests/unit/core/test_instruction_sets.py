@@ -1,0 +1,78 @@
+"""The same bits on every instruction set: one script, run in a process for each that this CPU has."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from geartrain.ams.core import ops
+from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+from geartrain.ams.tables.row_table import RowTable
+
+INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
+
+
+def digest() -> str:
+    """Hash what every kernel computes from fixed input."""
+    seen, generator = hashlib.sha256(), np.random.default_rng(0)
+    floats = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+    ids = np.arange(300)
+    optimizers = (SGD(0.1, 0.01), Momentum(0.1, 0.9, 1e-3, nesterov=True), SparseMomentum(0.1, 0.9, 1e-3))
+    for optimizer, initializer in zip(optimizers, (Normal(0, 1), Uniform(-1, 1), Constant(0.1)), strict=True):
+        for dtype in floats:
+            spec = TableSpec(
+                name="t", dim=77, optimizer=optimizer, initializer=initializer, dtype=dtype.name, slot_dtype=dtype.name
+            )
+            table = RowTable(spec, np.arange(4096))
+            out = np.empty((300, 77), dtype)
+            for gradient_dtype in floats:
+                gradients = (generator.standard_normal((300, 77)) * 10.0 ** generator.integers(-9, 4, (300, 1))).astype(
+                    gradient_dtype
+                )
+                table.push(ids[::2], gradients[::2], scale=0.37)
+                table.pull(ids, out)
+                seen.update(out.tobytes())
+                seen.update(ops.merge_duplicates(ids % 50, gradients)[2].tobytes())
+    seen.update(ops.sample_permutation(10**7 + 3, 5000, 1, 2).tobytes())
+    return seen.hexdigest()
+
+
+def run_on(instruction_set: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "GEARTRAIN_ISA": instruction_set},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    here, compared = digest(), 0
+    for name in INSTRUCTION_SETS:
+        ran = run_on(name)
+        if "has no more than" in ran.stderr:
+            continue
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.split() == [name, here]
+        compared += 1
+    assert compared >= 1
+
+
+def test_an_unknown_instruction_set_is_refused_by_name() -> None:
+    ran = run_on("sse9")
+    assert ran.returncode != 0
+    assert "GEARTRAIN_ISA=sse9 is unknown; it must be baseline, avx2 or avx512" in ran.stderr
+
+
+@pytest.mark.skipif(ops.isa() == "baseline", reason="only one instruction set here")
+def test_the_best_instruction_set_is_the_default() -> None:
+    assert ops.isa() in {"avx2", "avx512"}
+
+
+if __name__ == "__main__":
+    print(ops.isa(), digest())
