@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.errors import InvalidArgument, InvalidRows, SpecMismatch
 from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
+from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
 from geartrain.bridge.heads.head_loss import HeadCall, head_loss
 from geartrain.bridge.heads.held_rows import HeldRows
@@ -23,9 +24,8 @@ from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.margins import ArcFace, Margin
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.row_update import RowUpdate
-from geartrain.bridge.heads.scratch import BufferPool, Scratch
+from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.heads.softmax import Arithmetic, Batch
 from geartrain.bridge.heads.streamed_rows import StreamedRows
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, HeadTable, as_numpy
 
@@ -65,7 +65,7 @@ class ClassHead(nn.Module):
         sync: bool = False,
         process_group: dist.ProcessGroup | None = None,
         rows_cache_bytes: int = 64 << 20,
-        logits_cache_bytes: int = 32 << 20,
+        logits_cache_bytes: int = 16 << 20,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
@@ -106,7 +106,6 @@ class ClassHead(nn.Module):
         self.row_update = RowUpdate(self.table, ranks)
         self._holds_rows = select.budget(num_classes) * self.table.spec.row_bytes <= rows_cache_bytes
         self._logits_cache_bytes = logits_cache_bytes
-        self._scratch = Scratch()
         self._pool = BufferPool()
 
     @property
@@ -132,7 +131,7 @@ class ClassHead(nn.Module):
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         all_labels = ranks.gather_labels(labels_B) if ranks is not None and self.training else labels_B
         active = self.select.select(all_labels, self.num_classes, self.step)
-        arithmetic = Arithmetic.of(features, self._scratch)
+        arithmetic = Arithmetic.of(features)
         positions_B = active.positions(labels_B)
         batch = Batch.of(features, positions_B, self._margin, active.num, arithmetic)
         required = ranks.sync_group(len(labels_B)) if ranks is not None and self.training else None
@@ -155,8 +154,9 @@ class ClassHead(nn.Module):
         if not 1 <= k <= self.num_classes:
             raise InvalidArgument(f"k is {k!r}; it must lie in [1, {self.num_classes}], the number of classes")
         with torch.autocast(features.device.type, enabled=False):
-            arithmetic = Arithmetic.of(features, self._scratch)
-            return top_classes(self.table, features, k, self._margin is not None, arithmetic, self._pool)
+            arithmetic = Arithmetic.of(features)
+            normalised = self._margin is not None
+            return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)
 
     def imprint(
         self,

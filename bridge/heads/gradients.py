@@ -17,18 +17,12 @@ from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.scratch import Buffer, BufferPool
+from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.row_pass import RowPass, fold_normalisation_
+from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
-from geartrain.bridge.heads.softmax import (
-    Batch,
-    RowGradientPass,
-    Targets,
-    chunk_bounds,
-    chunk_rows_for,
-    fold_normalisation_,
-    normalise_,
-)
-from geartrain.bridge.heads.stream import RowStream
+from geartrain.bridge.heads.stream import Block, RowStream
 from geartrain.bridge.heads.tables import HeadTable, as_numpy, gradient_view
 
 _ROWS_PER_SUM = 4096
@@ -184,26 +178,33 @@ class FactoredGradient:
         largest = max(factors.batch.size for factors in self._factors)
         chunk_rows = chunk_rows_for(largest, self._table.spec.dim, arithmetic.device)
         stream = RowStream(self._table, self._active, self._pool, arithmetic.device)
-        factor = parts[0].factors.factor if len(parts) == 1 else torch.ones_like(parts[0].factors.factor)
-        with torch.no_grad():
-            for block in stream.blocks(first):
-                out_ND = gradient_view(block.rows_ND)
-                for low, high in chunk_bounds(len(block.rows_ND), chunk_rows):
-                    unit_ND = arithmetic.load_rows(block.rows_ND[low:high], blocking=True)
-                    inverse_N = None if parts[0].factors.batch.margin is None else normalise_(unit_ND)
-                    gradient_ND = self._sum(parts, unit_ND, block.start + low, block.ids[low:high])
-                    fold_normalisation_(unit_ND, inverse_N, gradient_ND, factor, arithmetic)
-                    if unit_ND.data_ptr() != out_ND[low:high].data_ptr():
-                        out_ND[low:high].copy_(unit_ND)
-                yield block.stop, block.ids, out_ND
+        for block in stream.blocks(first):
+            out_ND = gradient_view(block.rows_ND)
 
-    def _sum(self, parts: list[_Part], unit_ND: Tensor, start: int, ids: Ids) -> Tensor:
-        if len(parts) == 1:
-            return parts[0].chunk(unit_ND, start, ids)
-        total_ND = self._factors[0].batch.arithmetic.empty("sum", *unit_ND.shape).zero_()
-        for part in parts:
-            total_ND.addcmul_(part.chunk(unit_ND, start, ids), part.factors.factor)
-        return total_ND
+            def overwrite(
+                scratch: Scratch, bounds: tuple[int, int], block: Block = block, out_ND: Tensor = out_ND
+            ) -> None:
+                low, high = bounds
+                work = Workspace(arithmetic, scratch)
+                unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+                inverse_N = None if parts[0].factors.batch.margin is None else normalise_(unit_ND)
+                gradient_ND, factor = _sum_of_parts(work, parts, unit_ND, block.start + low, block.ids[low:high])
+                fold_normalisation_(work, unit_ND, inverse_N, gradient_ND, factor)
+                if unit_ND.data_ptr() != out_ND[low:high].data_ptr():
+                    out_ND[low:high].copy_(unit_ND)
+
+            CHUNKS.map(overwrite, chunk_bounds(len(block.rows_ND), chunk_rows), arithmetic.device)
+            yield block.stop, block.ids, out_ND
+
+
+def _sum_of_parts(work: Workspace, parts: list[_Part], unit_ND: Tensor, start: int, ids: Ids) -> tuple[Tensor, Tensor]:
+    """Gradient [N, D] of the unit rows over all micro-batches, and the factor that is still to be multiplied in."""
+    if len(parts) == 1:
+        return parts[0].chunk(work, unit_ND, start, ids), parts[0].factors.factor
+    total_ND = work.empty("sum", *unit_ND.shape).zero_()
+    for part in parts:
+        total_ND.addcmul_(part.chunk(work, unit_ND, start, ids), part.factors.factor)
+    return total_ND, torch.ones_like(parts[0].factors.factor)
 
 
 class _Part:
@@ -214,10 +215,10 @@ class _Part:
         self._is_whole = _are_same(factors.active, union)
         if not self._is_whole:
             factors.batch.targets = Targets(union.positions(factors.labels_B), factors.batch.arithmetic.device)
-        self._pass = RowGradientPass(factors.batch)
+        self._pass = RowPass(factors.batch)
 
-    def chunk(self, unit_ND: Tensor, start: int, ids: Ids) -> Tensor:
-        gradient_ND = self._pass.chunk(unit_ND, start)
+    def chunk(self, work: Workspace, unit_ND: Tensor, start: int, ids: Ids) -> Tensor:
+        gradient_ND = self._pass.chunk(work, unit_ND, start)
         if not self._is_whole:
             absent = np.isin(ids, self.factors.active.ids, invert=True)
             gradient_ND[torch.from_numpy(absent).to(gradient_ND.device)] = 0

@@ -29,7 +29,7 @@ class HeadCall:
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Loss and, if wanted, feature gradient; autocast is off inside, the passes choose their own types."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             keep_bytes = self.keep_bytes if self.want_rows else 0
             loss, gradient_BD = self.rows.forward(want_gradient=want_gradient, keep_bytes=keep_bytes)
         if not self.want_rows:

@@ -9,21 +9,17 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
+from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.gradients import HeldGradient
-from geartrain.bridge.heads.scratch import Buffer, BufferPool
+from geartrain.bridge.heads.row_pass import KeptExponentials, RowPass, fold_normalisation_
+from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
-from geartrain.bridge.heads.softmax import (
-    Arithmetic,
-    Batch,
-    KeptExponentials,
-    OnlineSoftmax,
-    RowGradientPass,
-    chunk_bounds,
-    chunk_rows_for,
-    fold_normalisation_,
-    normalise_,
-)
+from geartrain.bridge.heads.softmax import OnlineSoftmax
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy, gradient_view
+
+PARTS = 8
+"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
 
 
 class HeldRows:
@@ -43,7 +39,7 @@ class HeldRows:
         self._inverse_A: Tensor | None = None
         if batch.margin is not None:
             self._inverse_A = torch.empty(active.num, dtype=batch.arithmetic.compute, device=device)
-        self._chunk_rows = chunk_rows_for(batch.size, spec.dim, device)
+        self._chunks = chunk_bounds(active.num, chunk_rows_for(batch.size, spec.dim, device))
         self._kept: dict[int, KeptExponentials] = {}
         self._kept_buffer: Buffer | None = None
 
@@ -55,47 +51,63 @@ class HeldRows:
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Loss (0-dim) and feature gradient [B, D]; exponentials of up to ``keep_bytes`` are kept for the row pass."""
-        batch, arithmetic = self._batch, self._batch.arithmetic
-        softmax = OnlineSoftmax(batch, want_gradient=want_gradient)
-        room = self._open_kept(keep_bytes)
-        for start, stop in chunk_bounds(self._active.num, self._chunk_rows):
-            unit_ND = arithmetic.load_rows(self._rows_AD[start:stop], blocking=False)
-            if self._inverse_A is not None:
-                self._inverse_A[start:stop] = normalise_(unit_ND)
-            kept_BN = room.next(batch.size, stop - start) if room is not None else None
-            logits_BN = kept_BN if kept_BN is not None else arithmetic.empty("logits", batch.size, stop - start)
-            softmax.add(unit_ND, start, logits_BN)
-            if kept_BN is not None:
-                self._kept[start] = KeptExponentials(kept_BN, softmax.shift_B)
+        batch = self._batch
+        softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
+        kept_BN = self._reserve(keep_bytes)
+
+        def add_part(scratch: Scratch, part: int) -> None:
+            work = Workspace(batch.arithmetic, scratch)
+            sums = softmax.parts[part]
+            for start, stop in self._chunks[part :: len(softmax.parts)]:
+                unit_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
+                if self._inverse_A is not None:
+                    self._inverse_A[start:stop] = normalise_(unit_ND)
+                kept = kept_BN.get(start)
+                logits_BN = kept if kept is not None else work.empty("logits", batch.size, stop - start)
+                sums.add(work, unit_ND, start, logits_BN)
+                if kept is not None:
+                    self._kept[start] = KeptExponentials(kept, sums.shift_B)
+
+        CHUNKS.map(add_part, range(len(softmax.parts)), batch.arithmetic.device)
         return softmax.finish()
 
-    def _open_kept(self, keep_bytes: int) -> _KeptRoom | None:
-        arithmetic = self._batch.arithmetic
-        num_bytes = min(keep_bytes, self._batch.size * self._active.num * arithmetic.compute.itemsize)
-        if num_bytes == 0:
-            return None
-        self._kept_buffer = self._pool.take(num_bytes, arithmetic.device)
-        return _KeptRoom(self._kept_buffer, num_bytes, arithmetic)
+    def _reserve(self, keep_bytes: int) -> dict[int, Tensor]:
+        """Room for the exponentials [B, N] of as many chunks as fit, by the start of the chunk."""
+        arithmetic, size = self._batch.arithmetic, self._batch.size
+        if arithmetic.matmul != arithmetic.compute or size == 0:
+            return {}  # with products this cheap nothing is gained
+        row_bytes = size * arithmetic.compute.itemsize
+        chunks = [(start, stop) for start, stop in self._chunks if stop * row_bytes <= keep_bytes]
+        if not chunks:
+            return {}
+        self._kept_buffer = self._pool.take(chunks[-1][1] * row_bytes, arithmetic.device)
+        tensor = self._kept_buffer.tensor
+        return {a: tensor((size, b - a), arithmetic.compute, a * row_bytes) for a, b in chunks}
 
     def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
         batch, arithmetic = self._batch, self._batch.arithmetic
         out_AD = gradient_view(self._rows_AD)
-        row_pass = RowGradientPass(batch)
+        row_pass = RowPass(batch)
         factor = (upstream * (batch.scale / batch.divisor)).to(arithmetic.compute)
-        checksum = torch.zeros((), dtype=arithmetic.compute, device=arithmetic.device)
-        for start, stop in chunk_bounds(self._active.num, self._chunk_rows):
-            unit_ND = arithmetic.load_rows(self._rows_AD[start:stop], blocking=False)
+
+        def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> Tensor:
+            work = Workspace(arithmetic, scratch)
+            start, stop = chunk
+            unit_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
             inverse_N = None if self._inverse_A is None else self._inverse_A[start:stop]
             if inverse_N is not None and not self._in_place:
                 unit_ND.mul_(inverse_N.unsqueeze(1))
-            gradient_ND = row_pass.chunk(unit_ND, start, self._kept.get(start))
-            fold_normalisation_(unit_ND, inverse_N, gradient_ND, factor, arithmetic)
-            checksum += unit_ND.sum()
+            gradient_ND = row_pass.chunk(work, unit_ND, start, self._kept.get(start))
+            fold_normalisation_(work, unit_ND, inverse_N, gradient_ND, factor)
             if not self._in_place:
                 out_AD[start:stop].copy_(unit_ND, non_blocking=True)
+            return unit_ND.sum()
+
+        checksums = CHUNKS.map(overwrite, self._chunks, arithmetic.device)
         self._give_back_kept()
-        return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device), checksum
+        gradient = HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device)
+        return gradient, torch.stack(checksums).sum()
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""
@@ -107,22 +119,3 @@ class HeldRows:
         if self._kept_buffer is not None:
             self._pool.give_back(self._kept_buffer)
             self._kept_buffer = None
-
-
-class _KeptRoom:
-    """Hands out consecutive pieces of a buffer until it is full."""
-
-    def __init__(self, buffer: Buffer, num_bytes: int, arithmetic: Arithmetic) -> None:
-        self._buffer = buffer
-        self._left = num_bytes
-        self._used = 0
-        self._dtype = arithmetic.compute
-
-    def next(self, batch: int, rows: int) -> Tensor | None:
-        num_bytes = batch * rows * self._dtype.itemsize
-        if num_bytes > self._left:
-            return None
-        piece = self._buffer.tensor((batch, rows), self._dtype, self._used)
-        self._used += num_bytes
-        self._left -= num_bytes
-        return piece

@@ -15,9 +15,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor, nn
 
 from geartrain.ams.errors import NonFinite
+from geartrain.bridge.heads.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.checks import check_features, check_labels
 from geartrain.bridge.heads.ranks import Ranks
-from geartrain.bridge.heads.softmax import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
 
 _BAR_AFTER_SECONDS = 2.0

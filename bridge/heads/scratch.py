@@ -10,8 +10,14 @@ from torch import Tensor
 _FREE_BUFFERS_KEPT = 4
 
 
+def _allocate(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+    # A tensor born in inference mode could not be written to outside it.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
 class Scratch:
-    """Named scratch tensors; asking for a name again invalidates the tensor given before. Not thread-safe."""
+    """Named scratch tensors; asking for a name again invalidates the tensor given before. Belongs to one thread."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.device], Tensor] = {}
@@ -20,8 +26,8 @@ class Scratch:
         """Uninitialised contiguous tensor of this shape, in memory that is kept under ``name``."""
         num_bytes = math.prod(shape) * dtype.itemsize
         flat = self._flat.get((name, device))
-        if flat is None or len(flat) < num_bytes:
-            flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if flat is None or not num_bytes <= len(flat) <= 4 * num_bytes:
+            flat = _allocate(num_bytes, device)
             self._flat[name, device] = flat
         return flat[:num_bytes].view(dtype).view(shape)
 
@@ -51,7 +57,7 @@ class BufferPool:
             if num_bytes <= len(flat) <= 2 * num_bytes and flat.device == device and flat.is_pinned() == pinned:
                 self._free.remove(buffer)
                 return buffer
-        return Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned))
+        return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
     def give_back(self, buffer: Buffer) -> None:
         """Keep the buffer for the next :meth:`take`."""

@@ -1,6 +1,6 @@
 """Active rows that do not fit in memory: streamed past the batch in blocks.
 
-Legend: B samples, D width.
+Legend: B samples, D width, N rows of a chunk.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.gradients import FactoredGradient, Factors
-from geartrain.bridge.heads.scratch import BufferPool
+from geartrain.bridge.heads.scratch import BufferPool, Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
-from geartrain.bridge.heads.softmax import Batch, OnlineSoftmax, chunk_bounds, chunk_rows_for, normalise_
-from geartrain.bridge.heads.stream import RowStream
+from geartrain.bridge.heads.softmax import OnlineSoftmax
+from geartrain.bridge.heads.stream import Block, RowStream
 from geartrain.bridge.heads.tables import HeadTable
+
+PARTS = 4
+"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
 
 
 class StreamedRows:
@@ -38,16 +43,23 @@ class StreamedRows:
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Loss (0-dim) and feature gradient [B, D]; nothing is kept."""
-        batch, arithmetic = self._batch, self._batch.arithmetic
-        softmax = OnlineSoftmax(batch, want_gradient=want_gradient)
-        stream = RowStream(self._table, self._active, self._pool, arithmetic.device, self._required_sync)
-        chunk_rows = chunk_rows_for(batch.size, self._table.spec.dim, arithmetic.device)
-        for block in stream.blocks():
-            for low, high in chunk_bounds(len(block.rows_ND), chunk_rows):
-                unit_ND = arithmetic.load_rows(block.rows_ND[low:high], blocking=True)
+        batch, device = self._batch, self._batch.arithmetic.device
+        softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
+        stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
+        chunk_rows = chunk_rows_for(batch.size, self._table.spec.dim, device)
+
+        def add_part(scratch: Scratch, item: tuple[Block, int]) -> None:
+            block, part = item
+            work = Workspace(batch.arithmetic, scratch)
+            for low, high in chunk_bounds(len(block.rows_ND), chunk_rows)[part::PARTS]:
+                unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
                 if batch.margin is not None:
                     normalise_(unit_ND)
-                softmax.add(unit_ND, block.start + low, arithmetic.empty("logits", batch.size, high - low))
+                logits_BN = work.empty("logits", batch.size, high - low)
+                softmax.parts[part].add(work, unit_ND, block.start + low, logits_BN)
+
+        for block in stream.blocks():
+            CHUNKS.map(add_part, [(block, part) for part in range(PARTS)], device)
         return softmax.finish()
 
     def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:

@@ -1,0 +1,159 @@
+"""The class head over 1M classes (D = 128, batch 128, fp32, 2 threads, embedded) against partial FC as published.
+
+A step is: pull or sample, loss, feature gradient, row gradients, update with momentum. Ours and the rival alternate
+(A B A B …) and figures are medians. Memory is what one step adds to the peak resident size of a fresh process, row
+copies included; its rival is the budget of 96 MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _published_partial_fc import PublishedPartialFC
+
+from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.specs import SparseMomentum
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.optimizer import RowOptimizer
+
+NUM_CLASSES = 1_000_000
+DIM = 128
+BATCH = 128
+THREADS = 2
+MEMORY_BUDGET_MIB = 96.0
+_FILL_ROWS = 50_000
+
+Select = FullSoftmax | PartialFC
+Step = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench head``; ``full`` takes five times as many rounds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        for select, rate, rounds, target in ((PartialFC(0.1), 0.1, 11, 5.0), (FullSoftmax(), 1.0, 3, 4.0)):
+            ours, theirs = _medians(select, rate, rounds * (5 if full else 1))
+            yield _time_result(_case(select), ours, theirs, target)
+        for select in (PartialFC(0.1), FullSoftmax()):
+            yield _memory_result(select)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _case(select: Select) -> str:
+    name = "full softmax" if isinstance(select, FullSoftmax) else f"partial FC {select.sample_rate}"
+    return f"{name}, {NUM_CLASSES:,} classes, D={DIM}, batch {BATCH}"
+
+
+def _time_result(case: str, ours: float, theirs: float, target: float) -> dict[str, Any]:
+    return {
+        "case": f"step of {case}",
+        "ours": round(ours * 1e3, 1),
+        "rival": "partial FC as published",
+        "theirs": round(theirs * 1e3, 1),
+        "unit": "ms",
+        "ratio": round(theirs / ours, 2),
+        "target": target,
+    }
+
+
+def _memory_result(select: Select) -> dict[str, Any]:
+    kind = "full" if isinstance(select, FullSoftmax) else "partial"
+    child = subprocess.run([sys.executable, __file__, kind], check=True, stdout=subprocess.PIPE, text=True)
+    ours = float(child.stdout)
+    return {
+        "case": f"extra resident memory of a step of {_case(select)}",
+        "ours": round(ours, 1),
+        "rival": "budget",
+        "theirs": MEMORY_BUDGET_MIB,
+        "unit": "MiB",
+        "ratio": round(MEMORY_BUDGET_MIB / ours, 2),
+        "target": 1.0,
+    }
+
+
+def _medians(select: Select, rate: float, rounds: int) -> tuple[float, float]:
+    rival = PublishedPartialFC(NUM_CLASSES, DIM, rate)
+    with local() as cluster:
+        steps: tuple[Step, Step] = (_our_step(cluster, select), rival.step)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for round_number in range(rounds + 1):
+            for step, taken in zip(steps, seconds, strict=True):
+                features, labels = _batch(round_number)
+                start = time.perf_counter()
+                step(features, labels)
+                if round_number:  # the first warms up
+                    taken.append(time.perf_counter() - start)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def _batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    features = torch.randn(BATCH, DIM, generator=generator, requires_grad=True)
+    return features, torch.randint(NUM_CLASSES, (BATCH,), generator=generator)
+
+
+def _our_step(cluster: Cluster, select: Select) -> Step:
+    """A head with every row written, as after some training, and its whole step."""
+    optimizer = SparseMomentum(lr=0.1, momentum=0.9)
+    head = ClassHead(cluster, "bench", num_classes=NUM_CLASSES, dim=DIM, select=select, optimizer=optimizer)
+    rows = RowOptimizer(head)
+    random = np.random.default_rng(0)
+    for start in range(0, NUM_CLASSES, _FILL_ROWS):
+        ids = np.arange(start, min(start + _FILL_ROWS, NUM_CLASSES))
+        head.table.assign(ids, random.standard_normal((len(ids), DIM), np.float32) * np.float32(0.01))
+
+    def step(features: torch.Tensor, labels: torch.Tensor) -> object:
+        loss = head(features, labels)
+        loss.backward()
+        rows.step()
+        rows.zero_grad()
+        return loss
+
+    return step
+
+
+def _measure_memory(select: Select) -> float:
+    """MiB that three steps add to the resident size of this process at its highest."""
+    torch.set_num_threads(THREADS)
+    with local() as cluster:
+        step = _our_step(cluster, select)
+        # Threads, their stacks and the BLAS library's own buffers belong to any program, not to a step.
+        (torch.randn(512, 512) @ torch.randn(512, 512)).exp().sum()
+        _return_freed_memory()
+        before = _status_kib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        for number in range(3):
+            step(*_batch(number))
+        return (_status_kib("VmHWM") - before) / 1024
+
+
+def _return_freed_memory() -> None:
+    """Give what filling the table left in the allocator back to the system, lest a step reuse it unseen."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _status_kib(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+if __name__ == "__main__":
+    print(_measure_memory(FullSoftmax() if sys.argv[1] == "full" else PartialFC(0.1)))

@@ -1,0 +1,178 @@
+"""One batch as the passes over the rows see it, and the types in which they compute.
+
+Legend: B samples, D width, N rows of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.margins import CombinedMargin
+from geartrain.bridge.heads.scratch import Scratch
+
+NORM_FLOOR = 1e-12
+"""Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
+
+_UNSHIFTED_LIMIT = 84.0
+"""exp(logit), their sum and their products stay normal float32 numbers while scale + log(rows) is below this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """Where and in which types a pass computes."""
+
+    device: torch.device
+    compute: torch.dtype
+    """Of statistics, sums and gradients."""
+    matmul: torch.dtype
+    """Of the operands of the large products."""
+
+    @staticmethod
+    def of(features: Tensor) -> Arithmetic:
+        """The types that ``features`` and the current autocast state ask for."""
+        kind = features.device.type
+        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
+        matmul = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else compute
+        return Arithmetic(device=features.device, compute=compute, matmul=matmul)
+
+
+class Workspace:
+    """Scratch tensors of one thread, in the types of one pass."""
+
+    def __init__(self, arithmetic: Arithmetic, scratch: Scratch) -> None:
+        self.arithmetic = arithmetic
+        self._scratch = scratch
+
+    def empty(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised tensor in the compute dtype (or ``dtype``); it lasts until ``name`` is asked for again."""
+        return self._scratch.view(name, shape, dtype or self.arithmetic.compute, self.arithmetic.device)
+
+    def narrow(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` as an operand of a product."""
+        if tensor.dtype == self.arithmetic.matmul:
+            return tensor
+        narrowed = self.empty(name, *tensor.shape, dtype=self.arithmetic.matmul)
+        narrowed.copy_(tensor)
+        return narrowed
+
+    def load_rows(self, rows_ND: Tensor, *, blocking: bool) -> Tensor:
+        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy."""
+        if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
+            return rows_ND
+        loaded_ND = self.empty("rows", *rows_ND.shape)
+        loaded_ND.copy_(rows_ND, non_blocking=not blocking)
+        return loaded_ND
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """``left`` @ ``right``, both in the matmul dtype, as a scratch tensor in the compute dtype."""
+        return self.product_into(self.empty(name, left.shape[0], right.shape[1]), left, right)
+
+    def product_into(self, out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype."""
+        if left.dtype == out.dtype:
+            return torch.mm(left, right, out=out)
+        narrow = self.empty("narrow product", *out.shape, dtype=left.dtype)
+        return out.copy_(torch.mm(left, right, out=narrow))
+
+
+def normalise_(rows_ND: Tensor) -> Tensor:
+    """Scale each row to unit length in place; return the inverse lengths [N]."""
+    inverse_N: Tensor = torch.linalg.vector_norm(rows_ND, dim=1).clamp_(min=NORM_FLOOR).reciprocal_()
+    rows_ND.mul_(inverse_N.unsqueeze(1))
+    return inverse_N
+
+
+class Targets:
+    """Finds the samples whose target row lies in a chunk."""
+
+    def __init__(self, positions_B: Ids, device: torch.device) -> None:
+        self._order = np.argsort(positions_B, kind="stable")
+        self._sorted = positions_B[self._order]
+        self._device = device
+
+    def within(self, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
+        """(samples, rows counted from ``start``), int64, of the targets at positions ``start`` … ``stop`` − 1."""
+        low, high = np.searchsorted(self._sorted, (start, stop))
+        if low == high:
+            return None
+        samples = torch.from_numpy(self._order[low:high]).to(self._device)
+        return samples, torch.from_numpy(self._sorted[low:high] - start).to(self._device)
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """O(B·D) numbers, enough to make the gradient of any row once the log-sum-exp is known."""
+
+    arithmetic: Arithmetic
+    margin: CombinedMargin | None
+    targets: Targets
+    features_BD: Tensor
+    """x̂ (x without a margin), compute dtype."""
+    inverse_lengths_B: Tensor | None
+    """1 / |x|; None without a margin."""
+    shifted: bool
+    """Whether exponents are shifted by the running maximum; if not, exp(logit) itself stays in range."""
+    lse_B: Tensor = field(init=False)
+    """Log-sum-exp of the logits."""
+    target_weight_B: Tensor = field(init=False)
+    """dloss_b/dcos of the target, divided by the scale."""
+
+    @staticmethod
+    def of(
+        features_BD: Tensor, positions_B: Ids, margin: CombinedMargin | None, num_rows: int, arithmetic: Arithmetic
+    ) -> Batch:
+        """Prepare a batch whose targets are at ``positions_B`` of ``num_rows`` active rows."""
+        with torch.inference_mode(False), torch.no_grad():
+            own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
+            inverse_B = None if margin is None else normalise_(own_BD)
+        fits = margin is not None and margin.scale + math.log(num_rows) < _UNSHIFTED_LIMIT
+        return Batch(
+            arithmetic=arithmetic,
+            margin=margin,
+            targets=Targets(positions_B, arithmetic.device),
+            features_BD=own_BD,
+            inverse_lengths_B=inverse_B,
+            shifted=not fits or arithmetic.matmul == torch.float16,
+        )
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(self.features_BD)
+
+    @property
+    def divisor(self) -> int:
+        """What sums over the batch are divided by: B, or 1 for the empty batch of a rank without samples."""
+        return max(1, self.size)
+
+    @property
+    def scale(self) -> float:
+        """Factor between cosines and logits."""
+        return 1.0 if self.margin is None else self.margin.scale
+
+    def query(self) -> Tensor:
+        """scale · x̂ [B, D] in the matmul dtype: its product with unit rows is the logits."""
+        return (self.features_BD * self.scale).to(self.arithmetic.matmul)
+
+    def key(self) -> Tensor:
+        """x̂ [B, D] in the matmul dtype, weighted such that exponentials · key is Σ_b p_bj x̂_b."""
+        if self.shifted:
+            return self.features_BD.to(self.arithmetic.matmul)
+        return (self.features_BD * torch.exp(-self.lse_B).unsqueeze(1)).to(self.arithmetic.matmul)
+
+
+def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:
+    """Rows of a chunk such that its logits and its rows stay in a core's cache (1 MiB each), or fill a GPU (64 MiB)."""
+    budget_bytes = (1 if device.type == "cpu" else 64) << 20
+    return max(256, min(1 << 20, budget_bytes // (4 * max(batch, dim, 1))))
+
+
+def chunk_bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive chunks that cover ``num_rows``."""
+    return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
