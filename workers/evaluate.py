@@ -15,6 +15,7 @@ from torch import Tensor
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.workers.backbones import StrokeNet
 from geartrain.workers.data.images import ImageSet
+from geartrain.workers.devices import images_at_once
 
 ANSWERS = 5
 
@@ -57,13 +58,12 @@ class Answers:
 
 @torch.no_grad()
 def answer(backbone: StrokeNet, head: ClassHead, images: ImageSet, device: torch.device) -> Answers:
-    """The five best classes of each image (fewer if there are fewer classes). Streams the rows once per batch."""
+    """The five best classes of each image (fewer if there are fewer classes); see ``ClassHead.predict``."""
     backbone.eval()
-    k = min(ANSWERS, head.num_classes)
-    batches = images.batches(1024, device)
-    parts = [head.predict(backbone(bitmaps).float(), k) for bitmaps, _ in batches]
-    scores, classes = (torch.cat([part[which].cpu() for part in parts]) for which in (0, 1))
-    return Answers(images, scores, classes)
+    batches = images.batches(images_at_once(device), device)
+    features_ND = torch.cat([backbone(bitmaps).float() for bitmaps, _ in batches])
+    scores, classes = head.predict(features_ND, min(ANSWERS, head.num_classes))
+    return Answers(images, scores.cpu(), classes.cpu())
 
 
 @torch.no_grad()

@@ -1,0 +1,239 @@
+"""A person's own images: train, stop, go on, predict."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from rich.console import Console
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from geartrain.ams.errors import ConfigError, InvalidArgument
+from geartrain.cli import build_app
+from geartrain.workers import job, jobs
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.data.folder import find_classes, load_folder
+from geartrain.workers.job import JobOptions
+from geartrain.workers.recipe import Recipe
+
+QUIET = Console(file=io.StringIO())
+SHAPES = ("circle", "cross", "square", "triangle")
+RECIPE = Recipe(steps=40, batch_size=16, width=8, dim=16, sample_rate=1.0, save_every=100, warmup_steps=5)
+LOOK = Preprocessing(kind="photo", size=32, channels=3)
+
+
+def draw(shape: str, seed: int, *, dark: bool = False) -> Image.Image:
+    dice = random.Random(f"{shape}/{seed}")
+    paper, pen = ((20, 30, 40), (240, 230, 90)) if dark else ((235, 235, 225), (30, 40, 120))
+    picture = Image.new("RGB", (dice.randint(60, 120), dice.randint(60, 120)), paper)
+    x, y, r = picture.width // 2 + dice.randint(-6, 6), picture.height // 2 + dice.randint(-6, 6), dice.randint(16, 24)
+    pencil = ImageDraw.Draw(picture)
+    if shape == "circle":
+        pencil.ellipse((x - r, y - r, x + r, y + r), outline=pen, width=4)
+    elif shape == "cross":
+        pencil.line((x - r, y - r, x + r, y + r), pen, 4)
+        pencil.line((x - r, y + r, x + r, y - r), pen, 4)
+    elif shape == "square":
+        pencil.rectangle((x - r, y - r, x + r, y + r), outline=pen, width=4)
+    else:
+        pencil.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], outline=pen, width=4)
+    return picture
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    for shape in SHAPES:
+        (folder / shape).mkdir(parents=True)
+        for seed in range(12):
+            draw(shape, seed).save(folder / shape / f"{seed}.{'jpg' if seed % 2 else 'png'}")
+    return folder
+
+
+def options(out: Path, **changes: object) -> JobOptions:
+    made = JobOptions(out=out, recipe=RECIPE, preprocessing=LOOK, device="cpu")
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def train(out: Path, images: Path | None, **changes: object) -> job.JobResult:
+    return jobs.train_folder(options(out, **changes), folder=images, held_out=0.25, console=QUIET)
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(build_app([*arguments]), [*arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def stop_after(steps: int) -> Callable[[], object]:
+    @contextmanager
+    def interruption() -> Iterator[Callable[[], bool]]:
+        asked = 0
+
+        def stop() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > steps
+
+        yield stop
+
+    return interruption
+
+
+def test_a_folder_of_images_becomes_a_model_that_names_new_ones(images: Path, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", images)
+    assert result.report is not None
+    assert result.report["held_out"]["validation"]["images"] == 12
+    assert result.report["held_out"]["validation"]["top1"] > 0.7
+    new = tmp_path / "new"
+    new.mkdir()
+    for shape in SHAPES:
+        draw(shape, 99).save(new / f"{shape}.png")
+    code, out, _ = invoke("predict", str(tmp_path / "run" / "model"), str(new), "--json", "--k", "2")
+    answers = json.loads(out)
+    assert code == 0
+    assert [Path(answer["image"]).stem for answer in answers] == list(SHAPES)
+    assert all(len(answer["best"]) == 2 for answer in answers)
+    assert sum(answer["best"][0]["class"] == Path(answer["image"]).stem for answer in answers) >= 3
+
+
+def test_ink_is_named_whether_dark_or_light(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, preprocessing=Preprocessing())
+    model = str(tmp_path / "run" / "model")
+    scores = []
+    for dark in (False, True):
+        draw("circle", 50, dark=dark).save(tmp_path / "one.png")
+        _, out, _ = invoke("predict", model, str(tmp_path / "one.png"), "--json")
+        best = json.loads(out)[0]["best"]
+        assert len(best) == len(SHAPES)
+        assert best[0]["class"] == "circle"
+        scores.append(best[0]["score"])
+    assert abs(scores[0] - scores[1]) < 0.1
+
+
+def test_an_interrupted_run_resumes_to_the_very_same_state(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train(straight, images)
+    monkeypatch.setattr(job, "interruption", stop_after(17))
+    stopped = train(broken, images)
+    assert not stopped.finished and stopped.step == 17
+    assert not (broken / "report.json").exists()
+    monkeypatch.undo()
+    resumed = train(broken, None, resume=True)
+    assert resumed.finished and resumed.step == RECIPE.steps
+    for name in ("backbone", "centers", "training"):
+        expected = load_file(straight / "model" / f"{name}.safetensors")
+        actual = load_file(broken / "model" / f"{name}.safetensors")
+        assert expected.keys() == actual.keys() and expected
+        for key, value in expected.items():
+            assert torch.equal(value, actual[key]), f"{name}: {key}"
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "geartrain", "worker", "classify", "--data", str(images), "--out", str(out)]
+    command += ["--steps", "100000", "--image-size", "32", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            lines: list[str] = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("step ") and process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+                    break
+            lines += process.stdout.readlines()
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
+    assert f"geartrain worker classify --resume {out}" in "".join(lines)
+    state = json.loads((out / "model" / "training.json").read_text())
+    assert 10 <= state["progress"]["step"] < 100000
+
+
+def test_a_run_is_resumed_by_its_own_command(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    with pytest.raises(ConfigError, match="worker classify"):
+        jobs.train_glyphs(options(tmp_path / "run", resume=True), cache=tmp_path, num_classes=None, console=QUIET)
+    with pytest.raises(ConfigError, match="does not exist"):
+        train(tmp_path / "nowhere", images, resume=True)
+    with pytest.raises(ConfigError, match="--data"):
+        train(tmp_path / "new", None)
+
+
+def test_folders_that_are_no_classification_data_are_refused(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidArgument, match="0 sub-folders"):
+        find_classes(tmp_path / "empty")
+    (tmp_path / "one" / "only").mkdir(parents=True)
+    with pytest.raises(InvalidArgument, match="1 sub-folders"):
+        find_classes(tmp_path / "one")
+    (images / "hollow").mkdir()
+    with pytest.raises(InvalidArgument, match="hollow"):
+        find_classes(images)
+    with pytest.raises(InvalidArgument, match="not a folder"):
+        find_classes(images / "circle" / "0.png")
+
+
+def test_every_bad_image_is_named_at_once(images: Path) -> None:
+    (images / "cross" / "torn.png").write_bytes((images / "cross" / "0.png").read_bytes()[:60])
+    (images / "square" / "text.jpg").write_text("hello")
+    with pytest.raises(InvalidArgument) as caught:
+        load_folder(images, LOOK, held_out=0.2, seed=0, console=QUIET)
+    assert "torn.png" in str(caught.value) and "text.jpg" in str(caught.value)
+
+
+def test_the_split_keeps_every_class_in_training_and_depends_on_the_seed_alone(images: Path) -> None:
+    first = load_folder(images, LOOK, held_out=0.25, seed=1, console=QUIET)
+    again = load_folder(images, LOOK, held_out=0.25, seed=1, console=QUIET)
+    other = load_folder(images, LOOK, held_out=0.25, seed=2, console=QUIET)
+    assert torch.equal(first.validation.bitmaps, again.validation.bitmaps)
+    assert not torch.equal(first.validation.bitmaps, other.validation.bitmaps)
+    assert first.train.labels.bincount().tolist() == [9] * 4
+    everything = load_folder(images, LOOK, held_out=0.999, seed=1, console=QUIET)
+    assert everything.train.labels.bincount().tolist() == [1] * 4
+
+
+def test_predict_names_what_it_cannot_read_and_goes_on(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    bad = tmp_path / "bad.png"
+    bad.write_text("not an image")
+    good = images / "circle" / "0.png"
+    code, out, err = invoke("predict", str(tmp_path / "run" / "model"), str(bad), str(good))
+    assert code == 1
+    assert "bad.png" in err
+    assert str(good) in out and "circle" in out
+    with pytest.raises(ConfigError, match="does not exist"):
+        invoke("predict", str(tmp_path / "nowhere"), str(good))
+    with pytest.raises(InvalidArgument, match="k is 0"):
+        invoke("predict", str(tmp_path / "run" / "model"), str(good), "--k", "0")
+
+
+def test_a_model_that_is_not_whole_is_refused(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    model, picture = tmp_path / "run" / "model", str(images / "circle" / "0.png")
+    names = (model / "classes.json").read_text()
+    (model / "classes.json").write_text(json.dumps(json.loads(names)[:-1]))
+    with pytest.raises(ConfigError, match="disagrees"):
+        invoke("predict", str(model), picture)
+    (model / "classes.json").write_text(names)
+    (model / "centers.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"centers\.safetensors"):
+        invoke("predict", str(model), picture)
