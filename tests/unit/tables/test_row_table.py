@@ -21,6 +21,7 @@ OPTIMIZERS: list[RowOptimizerSpec] = [
     Momentum(0.1, 0.8, weight_decay=5e-4, nesterov=True),
     SparseMomentum(0.1, 0.9, weight_decay=1e-3),
 ]
+PLAIN = SGD(0.1)
 PRECISIONS: list[tuple[DTypeName, DTypeName]] = [
     ("float32", "float32"),
     ("float16", "float32"),
@@ -30,7 +31,7 @@ PRECISIONS: list[tuple[DTypeName, DTypeName]] = [
 
 
 def make(
-    optimizer: RowOptimizerSpec = SGD(0.1),
+    optimizer: RowOptimizerSpec = PLAIN,
     *,
     dim: int = 5,
     num_rows: int | None = None,

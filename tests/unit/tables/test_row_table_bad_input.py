@@ -12,11 +12,12 @@ from geartrain.ams.tables.row_table import RowTable
 
 ALL_BUCKETS = np.arange(4096)
 IDS = np.arange(6)
+SPARSE = SparseMomentum(0.1)
 ONES = np.ones((6, 4), np.float32)
 
 
 def make(
-    optimizer: RowOptimizerSpec = SparseMomentum(0.1),
+    optimizer: RowOptimizerSpec = SPARSE,
     *,
     num_rows: int | None = None,
     dtype: DTypeName = "float32",
