@@ -25,7 +25,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init__(self, *heads: ClassHead | Iterable[ClassHead], lr: float | None = None) -> None:
         """Train the rows of one or several heads; ``lr`` replaces that of their tables."""
-        flat = [head for item in heads for head in ([item] if isinstance(item, ClassHead) else item)]
+        flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
         if not flat or not all(isinstance(head, ClassHead) for head in flat):
             raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads; it was given {heads!r}")
         self._updates: dict[int, RowUpdate] = {id(head.row_update.carrier): head.row_update for head in flat}

@@ -123,28 +123,32 @@ class ClassHead(nn.Module):
 
         Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds.
         """
+        training = self.training and torch.is_grad_enabled()
+        # What is pulled outlives this call: it must not become an inference tensor.
+        with torch.inference_mode(False), torch.no_grad():
+            call = self._begin(features, labels, training=training)
+        carrier = self.row_update.carrier_on(features.device)
+        return head_loss(features, carrier if training else carrier.detach(), call)
+
+    def _begin(self, features: Tensor, labels: Tensor, *, training: bool) -> HeadCall:
+        """Check the input, choose the active classes and pull their rows."""
         check_features(features, self.dim)
         labels_B = check_labels(labels, len(features), self.num_classes)
-        ranks = self.row_update.ranks
-        training = self.training and torch.is_grad_enabled()
+        ranks = self.row_update.ranks if self.training else None
         if len(labels_B) == 0 and ranks is None:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
-        all_labels = ranks.gather_labels(labels_B) if ranks is not None and self.training else labels_B
+        all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)
         active = self.select.select(all_labels, self.num_classes, self.step)
+        required = None if ranks is None else ranks.sync_group(len(labels_B))
         arithmetic = Arithmetic.of(features)
-        positions_B = active.positions(labels_B)
-        batch = Batch.of(features, positions_B, self._margin, active.num, arithmetic)
-        required = ranks.sync_group(len(labels_B)) if ranks is not None and self.training else None
+        batch = Batch.of(features, active.positions(labels_B), self._margin, active.num, arithmetic)
         rows = (
             HeldRows(self.table, active, self._pool, batch, required)
             if self._holds_rows
             else StreamedRows(self.table, active, self._pool, batch, labels_B, required)
         )
-        call = HeadCall(rows, self.row_update, len(labels_B), self._logits_cache_bytes, want_rows=training)
-        carrier = self.row_update.carrier_on(features.device)
-        return head_loss(features, carrier if training else carrier.detach(), call)
+        return HeadCall(rows, self.row_update, len(labels_B), self._logits_cache_bytes, want_rows=training)
 
-    @torch.no_grad()
     def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
         """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
 
@@ -153,9 +157,9 @@ class ClassHead(nn.Module):
         check_features(features, self.dim)
         if not 1 <= k <= self.num_classes:
             raise InvalidArgument(f"k is {k!r}; it must lie in [1, {self.num_classes}], the number of classes")
-        with torch.autocast(features.device.type, enabled=False):
+        normalised = self._margin is not None
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             arithmetic = Arithmetic.of(features)
-            normalised = self._margin is not None
             return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)
 
     def imprint(
