@@ -1,0 +1,94 @@
+"""Ranks that train one head: what two processes push is what one worker with the joint batch pushes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.margins import CosFace
+from geartrain.bridge.heads.selection import PartialFC
+from geartrain.bridge.optimizer import RowOptimizer
+from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
+
+STEPS = 2
+SHARES = {0: slice(0, 9), 1: slice(9, 14)}
+
+
+def make_head(*, sync: bool) -> tuple[ClassHead, FakeTable]:
+    cluster = FakeCluster()
+    head = ClassHead(
+        cluster,
+        "classes",
+        num_classes=80,
+        dim=6,
+        select=PartialFC(0.3),
+        margin=CosFace(8, 0.2),
+        optimizer=UNIT_SGD,
+        sync=sync,
+    )
+    return head, cluster.tables["classes"]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(14, 6, generator=generator), torch.randint(80, (14,), generator=generator)
+
+
+def train_one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    head, table = make_head(sync=True)
+    rows, scaler = RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=4.0)
+    start = table.rows.copy()
+    for step in range(STEPS):
+        features, labels = batch(step)
+        share = SHARES[rank] if step == 0 else [slice(0, 14), slice(0, 0)][rank]
+        scaler.scale(head(features[share], labels[share])).backward()
+        scaler.step(rows)
+        scaler.update()
+        rows.zero_grad()
+        table.rows[:] = start  # the fake knows no groups, so every step starts from the same rows
+    # One rank's gradient overflows: neither may push, or the other would wait for it.
+    features, labels = batch(9)
+    loss = head(features, labels)
+    (loss * (float("inf") if rank == 1 else 1.0)).backward()
+    assert not torch.isfinite(head.row_update.carrier.grad).all()
+    groups = [push.group for push in table.pushes]
+    np.savez(
+        f"{folder}/rank{rank}.npz",
+        ids=np.stack([push.ids for push in table.pushes]),
+        gradients=np.stack([push.scale * push.gradients for push in table.pushes]),
+        samples=[group.sample_count for group in groups if group is not None],
+        sequences=[group.sequence for group in groups if group is not None],
+        ranks=[group.rank for group in groups if group is not None],
+        jobs=[group.job for group in groups if group is not None],
+    )
+    dist.destroy_process_group()
+
+
+def test_two_ranks_push_what_one_worker_would(tmp_path: Path) -> None:
+    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=2)
+    pushed = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
+    assert [part["samples"].tolist() for part in pushed] == [[9, 14], [5, 0]]
+    assert [part["sequences"].tolist() for part in pushed] == [[1, 2], [1, 2]]
+    assert [set(part["ranks"].tolist()) for part in pushed] == [{0}, {1}]
+    assert len({job for part in pushed for job in part["jobs"].tolist()}) == 1
+    np.testing.assert_array_equal(pushed[0]["ids"], pushed[1]["ids"])
+
+    head, table = make_head(sync=False)
+    rows, start = RowOptimizer(head), table.rows.copy()
+    for step in range(STEPS):
+        table.pushes.clear()
+        head(*batch(step)).backward()
+        rows.step()
+        rows.zero_grad()
+        table.rows[:] = start
+        joint = np.zeros(table.rows.shape)
+        for part in pushed:
+            joint[part["ids"][step]] += part["samples"][step] / 14 * part["gradients"][step]
+        np.testing.assert_allclose(joint, merged_gradient(table), rtol=0, atol=1e-6 * np.abs(joint).max())
