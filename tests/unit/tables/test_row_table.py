@@ -1,6 +1,7 @@
 """Pull, push and assign against the dict of :mod:`geartrain.ams.core.reference`, bit by bit."""
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -192,27 +193,28 @@ def test_read_only_and_strided_arrays_are_accepted() -> None:
     assert_same_bits(pulled(table, np.arange(6)), theirs.pull(np.arange(6)))
 
 
-def test_two_threads_pull_while_a_third_computes() -> None:
-    """A pull that held the GIL would keep the counting thread from running until it ended."""
+def test_another_thread_runs_while_a_pull_works() -> None:
+    """With switches on request only, the second thread runs before the pull ends only if the pull lets go of the GIL."""
     table, _ = make(dim=1024)
     ids, out = np.arange(20_000), np.empty((20_000, 1024), np.float32)
-    started, ticks = threading.Event(), [0]
-    finished = threading.Event()
+    pull_ended, seen, gate = [False], list[bool](), threading.Semaphore(0)
 
-    def count() -> None:
-        started.set()
-        while not finished.is_set():
-            ticks[0] += 1
+    def look() -> None:
+        gate.acquire()
+        seen.append(pull_ended[0])
 
-    counter = threading.Thread(target=count)
-    counter.start()
-    started.wait()
-    before = ticks[0]
-    table.pull(ids, out)
-    during = ticks[0] - before
-    finished.set()
-    counter.join()
-    assert during > 1000
+    second = threading.Thread(target=look)
+    second.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        gate.release()
+        table.pull(ids, out)
+        pull_ended[0] = True
+    finally:
+        sys.setswitchinterval(interval)
+    second.join()
+    assert seen == [False]
 
 
 def test_threads_that_break_the_single_writer_rule_corrupt_no_memory() -> None:
