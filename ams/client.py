@@ -114,11 +114,12 @@ class ShardCalls:
         return self._carriers[shard].submit(fenced, request, self.config.attempt_timeout_seconds)
 
     def _settle(self, shard: int, request: Request, context: CallContext, future: Future[Reply]) -> Reply:
-        patience = _Patience(self.config.recovery_timeout_seconds)
+        patience: _Patience | None = None
         while True:
             try:
                 return future.result()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
+                patience = patience or _Patience(self.config.recovery_timeout_seconds)
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(

@@ -74,13 +74,6 @@ class WriteMarks:
         for future in self._streams[context.stream].waiting.pop(context.sequence, ()):
             future.set_exception(error)
 
-    def is_open(self, context: CallContext) -> bool:
-        """Whether the write is neither applied nor acknowledged: whether its parts are worth keeping."""
-        stream = self._streams.get(context.stream)
-        if stream is None:
-            return True
-        return context.sequence >= stream.oldest_unacknowledged and context.sequence not in stream.done
-
     def _fence(self, context: CallContext) -> _Stream:
         stream = self._streams.setdefault(context.stream, _Stream())
         if context.incarnation < stream.incarnation:
