@@ -67,29 +67,23 @@ class RegisterReply(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     num_shards: _builtins.int
     cluster_version: _builtins.int
     lease_seconds: _builtins.float
-    """Send a heartbeat at least this often."""
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
-        """Tables that the shard has to make, empty, before it serves."""
-
+    """A shard that sends no heartbeat for this long counts as lost."""
     def __init__(
         self,
         *,
         shard: _builtins.int = ...,
         num_shards: _builtins.int = ...,
         cluster_version: _builtins.int = ...,
-        tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
         lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,7 +265,9 @@ class DescribeClusterReply(_message.Message):
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardEntry]: ...
     @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]: ...
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
+        """Tables that every shard holds."""
+
     def __init__(
         self,
         *,
