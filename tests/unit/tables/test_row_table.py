@@ -194,7 +194,7 @@ def test_read_only_and_strided_arrays_are_accepted() -> None:
 
 
 def test_another_thread_runs_while_a_pull_works() -> None:
-    """With switches on request only, the second thread runs before the pull ends only if the pull lets go of the GIL."""
+    """Where switches happen on request only, a second thread runs before the pull ends if the pull lets go."""
     table, _ = make(dim=1024)
     ids, out = np.arange(20_000), np.empty((20_000, 1024), np.float32)
     pull_ended, seen, gate = [False], list[bool](), threading.Semaphore(0)
