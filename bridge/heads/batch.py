@@ -16,6 +16,8 @@ from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.scratch import Scratch
 
+LOG2_E = math.log2(math.e)
+
 NORM_FLOOR = 1e-12
 """Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
 
@@ -118,8 +120,8 @@ class Batch:
     """1 / |x|; None without a margin."""
     shifted: bool
     """Whether exponents are shifted by the running maximum; if not, exp(logit) itself stays in range."""
-    lse_B: Tensor = field(init=False)
-    """Log-sum-exp of the logits."""
+    lse2_B: Tensor = field(init=False)
+    """Log-sum-exp of the logits, to base 2."""
     target_weight_B: Tensor = field(init=False)
     """dloss_b/dcos of the target, divided by the scale."""
 
@@ -157,14 +159,17 @@ class Batch:
         return 1.0 if self.margin is None else self.margin.scale
 
     def query(self) -> Tensor:
-        """scale · x̂ [B, D] in the matmul dtype: its product with unit rows is the logits."""
-        return (self.features_BD * self.scale).to(self.arithmetic.matmul)
+        """x̂ [B, D] in the matmul dtype, scaled such that its product with unit rows is the logits to base 2.
+
+        exp2 is twice as fast as exp on a CPU.
+        """
+        return (self.features_BD * (self.scale * LOG2_E)).to(self.arithmetic.matmul)
 
     def key(self) -> Tensor:
         """x̂ [B, D] in the matmul dtype, weighted such that exponentials · key is Σ_b p_bj x̂_b."""
         if self.shifted:
             return self.features_BD.to(self.arithmetic.matmul)
-        return (self.features_BD * torch.exp(-self.lse_B).unsqueeze(1)).to(self.arithmetic.matmul)
+        return (self.features_BD * torch.exp2(-self.lse2_B).unsqueeze(1)).to(self.arithmetic.matmul)
 
 
 def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:

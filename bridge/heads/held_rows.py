@@ -53,7 +53,7 @@ class HeldRows:
         """Loss (0-dim) and feature gradient [B, D]; exponentials of up to ``keep_bytes`` are kept for the row pass."""
         batch = self._batch
         softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
-        kept_BN = self._reserve(keep_bytes)
+        kept_NB = self._reserve(keep_bytes)
 
         def add_part(scratch: Scratch, part: int) -> None:
             work = Workspace(batch.arithmetic, scratch)
@@ -62,9 +62,9 @@ class HeldRows:
                 unit_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
                 if self._inverse_A is not None:
                     self._inverse_A[start:stop] = normalise_(unit_ND)
-                kept = kept_BN.get(start)
-                logits_BN = kept if kept is not None else work.empty("logits", batch.size, stop - start)
-                sums.add(work, unit_ND, start, logits_BN)
+                kept = kept_NB.get(start)
+                logits_NB = kept if kept is not None else work.empty("logits", stop - start, batch.size)
+                sums.add(work, unit_ND, start, logits_NB)
                 if kept is not None:
                     self._kept[start] = KeptExponentials(kept, sums.shift_B)
 
@@ -72,7 +72,7 @@ class HeldRows:
         return softmax.finish()
 
     def _reserve(self, keep_bytes: int) -> dict[int, Tensor]:
-        """Room for the exponentials [B, N] of as many chunks as fit, by the start of the chunk."""
+        """Room for the exponentials [N, B] of as many chunks as fit, by the start of the chunk."""
         arithmetic, size = self._batch.arithmetic, self._batch.size
         if arithmetic.matmul != arithmetic.compute or size == 0:
             return {}  # with products this cheap nothing is gained
@@ -82,7 +82,7 @@ class HeldRows:
             return {}
         self._kept_buffer = self._pool.take(chunks[-1][1] * row_bytes, arithmetic.device)
         tensor = self._kept_buffer.tensor
-        return {a: tensor((size, b - a), arithmetic.compute, a * row_bytes) for a, b in chunks}
+        return {a: tensor((b - a, size), arithmetic.compute, a * row_bytes) for a, b in chunks}
 
     def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""

@@ -18,9 +18,9 @@ from geartrain.bridge.heads.batch import Batch, Workspace
 
 @dataclass(frozen=True)
 class KeptExponentials:
-    """Exponentials [B, N] of one chunk from the forward pass, and the shift [B] they were taken with."""
+    """Exponentials [N, B] of one chunk from the forward pass, and the shift [B] they were taken with."""
 
-    values_BN: Tensor
+    values_NB: Tensor
     shift_B: Tensor | None
 
 
@@ -39,15 +39,16 @@ class RowPass:
         found = batch.targets.within(start, start + len(unit_ND))
         key_BD = self._key_BD
         if kept is None:
-            exponentials_BN = self._exponentials(work, unit_ND)
+            exponentials_NB = self._exponentials(work, unit_ND)
             if found is not None:
-                exponentials_BN[found] = 0
+                samples, rows = found
+                exponentials_NB[rows, samples] = 0
         else:
-            exponentials_BN = kept.values_BN
+            exponentials_NB = kept.values_NB
             if kept.shift_B is not None:
-                key_BD = batch.features_BD * torch.exp(kept.shift_B - batch.lse_B).unsqueeze(1)
-        operand_BN = work.narrow("narrow exponentials", exponentials_BN)
-        gradient_ND = work.product("unit gradient", operand_BN.t(), key_BD)
+                key_BD = batch.features_BD * torch.exp2(kept.shift_B - batch.lse2_B).unsqueeze(1)
+        operand_NB = work.narrow("narrow exponentials", exponentials_NB)
+        gradient_ND = work.product("unit gradient", operand_NB, key_BD)
         if found is not None:
             samples, rows = found
             gradient_ND.index_put_((rows,), self._targets_BD[samples], accumulate=True)
@@ -55,10 +56,10 @@ class RowPass:
 
     def _exponentials(self, work: Workspace, unit_ND: Tensor) -> Tensor:
         operand_ND = work.narrow("narrow rows", unit_ND)
-        out_BN = work.product("logits", self._query_BD, operand_ND.t())
+        out_NB = work.product("logits", operand_ND, self._query_BD.t())
         if self.batch.shifted:
-            out_BN.sub_(self.batch.lse_B.unsqueeze(1))
-        return out_BN.exp_()
+            out_NB.sub_(self.batch.lse2_B)
+        return out_NB.exp2_()
 
 
 def fold_normalisation_(

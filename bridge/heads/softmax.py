@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geartrain.bridge.heads.batch import Batch, Workspace
+from geartrain.bridge.heads.batch import LOG2_E, Batch, Workspace
 
 
 class PartialSums:
-    """Running sums over some of the chunks. Chunks of one instance are added one after the other."""
+    """Running sums over some chunks, added one after the other; logits and shifts are to base 2."""
 
     def __init__(self, batch: Batch, target_rows_BD: Tensor, *, want_gradient: bool) -> None:
         rows, width = batch.features_BD.shape
@@ -28,39 +28,39 @@ class PartialSums:
         self.sum_B = torch.zeros(rows, dtype=torch.float64, device=device)
         self.weighted_BD = torch.zeros(rows, width, dtype=compute, device=device) if want_gradient else None
 
-    def add(self, work: Workspace, unit_ND: Tensor, start: int, logits_BN: Tensor) -> None:
-        """Take in the chunk whose first row is at position ``start``; ``logits_BN`` is overwritten by exponentials."""
+    def add(self, work: Workspace, unit_ND: Tensor, start: int, logits_NB: Tensor) -> None:
+        """Take in the chunk whose first row is at position ``start``; ``logits_NB`` is overwritten by exponentials."""
         operand_ND = work.narrow("narrow rows", unit_ND)
-        work.product_into(logits_BN, self._query_BD, operand_ND.t())
+        work.product_into(logits_NB, operand_ND, self._query_BD.t())
         if self._batch.shifted:
-            self._raise_shift(logits_BN)
-        logits_BN.exp_()
+            self._raise_shift(logits_NB)
+        logits_NB.exp2_()
         found = self._batch.targets.within(start, start + len(unit_ND))
         if found is not None:
-            samples, columns = found
-            self._target_rows_BD[samples] = unit_ND[columns]
-            logits_BN[samples, columns] = 0
-        self.sum_B += logits_BN.sum(1)
+            samples, rows = found
+            self._target_rows_BD[samples] = unit_ND[rows]
+            logits_NB[rows, samples] = 0
+        self.sum_B += logits_NB.sum(0)
         if self.weighted_BD is not None:
-            operand_BN = work.narrow("narrow exponentials", logits_BN)
-            if operand_BN.dtype == self.weighted_BD.dtype:
-                self.weighted_BD.addmm_(operand_BN, operand_ND)
+            operand_NB = work.narrow("narrow exponentials", logits_NB)
+            if operand_NB.dtype == self.weighted_BD.dtype:
+                self.weighted_BD.addmm_(operand_NB.t(), operand_ND)
             else:
-                self.weighted_BD += work.product("part", operand_BN, operand_ND)
+                self.weighted_BD += work.product("part", operand_NB.t(), operand_ND)
 
-    def _raise_shift(self, logits_BN: Tensor) -> None:
-        highest_B = logits_BN.amax(1)
+    def _raise_shift(self, logits_NB: Tensor) -> None:
+        highest_B = logits_NB.amax(0)
         if self.shift_B is not None:
             highest_B = torch.maximum(highest_B, self.shift_B)
             self.lift(highest_B)
         self.shift_B = highest_B
-        logits_BN.sub_(highest_B.unsqueeze(1))
+        logits_NB.sub_(highest_B)
 
     def lift(self, shift_B: Tensor) -> None:
         """Express the sums with a shift that is nowhere below the present one."""
         if self.shift_B is None:
             return
-        shrink_B = torch.exp(self.shift_B - shift_B)
+        shrink_B = torch.exp2(self.shift_B - shift_B)
         self.sum_B *= shrink_B
         if self.weighted_BD is not None:
             self.weighted_BD *= shrink_B.unsqueeze(1)
@@ -84,14 +84,16 @@ class OnlineSoftmax:
         else:
             target_B, slope_B = batch.margin.target(cos_B)
         shift_B, sum_B, weighted_BD = self._joint()
-        highest_B = torch.maximum(shift_B, target_B)
-        total_B = sum_B * torch.exp(shift_B - highest_B) + torch.exp(target_B - highest_B)
-        batch.lse_B = (highest_B + torch.log(total_B)).to(cos_B.dtype)
-        batch.target_weight_B = torch.expm1(target_B - batch.lse_B) * slope_B / batch.scale
-        loss = (batch.lse_B - target_B).sum() / batch.divisor
+        target2_B = target_B * LOG2_E
+        highest_B = torch.maximum(shift_B, target2_B)
+        total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
+        batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
+        losses_B = (batch.lse2_B - target2_B) / LOG2_E
+        batch.target_weight_B = torch.expm1(-losses_B) * slope_B / batch.scale
+        loss = losses_B.sum() / batch.divisor
         if weighted_BD is None:
             return loss, None
-        gradient_BD = weighted_BD.mul_(torch.exp(shift_B - batch.lse_B).unsqueeze(1))
+        gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
         gradient_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
         return loss, _through_normalisation(gradient_BD.mul_(batch.scale / batch.divisor), batch)
 

@@ -55,8 +55,8 @@ class StreamedRows:
                 unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
                 if batch.margin is not None:
                     normalise_(unit_ND)
-                logits_BN = work.empty("logits", batch.size, high - low)
-                softmax.parts[part].add(work, unit_ND, block.start + low, logits_BN)
+                logits_NB = work.empty("logits", high - low, batch.size)
+                softmax.parts[part].add(work, unit_ND, block.start + low, logits_NB)
 
         for block in stream.blocks():
             CHUNKS.map(add_part, [(block, part) for part in range(PARTS)], device)
@@ -66,7 +66,7 @@ class StreamedRows:
         """The row gradients in factored form; also a sum that is finite only if all of it is."""
         batch = self._batch
         factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
-        checksum = factor + batch.lse_B.sum() + batch.target_weight_B.sum()
+        checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         factors = Factors(batch=batch, active=self._active, labels_B=self._labels_B, factor=factor)
         return FactoredGradient(self._table, self._pool, factors), checksum
 
