@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from geartrain.ams.cluster import Cluster, connect, local
+from geartrain.ams.errors import ConfigError
 from geartrain.ams.specs import SGD
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
@@ -85,12 +86,27 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
     with ExitStack() as stack:
         ranks = stack.enter_context(joined_ranks(options.device))
         console = console if ranks.is_first else Console(quiet=True)
-        data = load(console)
+        if ranks.world_size > 1 and options.scheduler is None:
+            raise ConfigError(
+                f"{ranks.world_size} ranks train the same rows, so these must be in a cluster: "
+                f"give --scheduler HOST:PORT ('geartrain up' starts one)"
+            )
+        data = _load_in_turn(load, ranks, console)
         cluster = stack.enter_context(connect(options.scheduler) if options.scheduler else local(num_shards=1))
         stop = stack.enter_context(interruption())
         run = _Run(options, data, cluster, ranks, console)
         seconds = {"data": time.perf_counter() - started}
         return run.execute(stop, seconds)
+
+
+def _load_in_turn(load: Callable[[Console], JobData], ranks: Ranks, console: Console) -> JobData:
+    """The data; the first rank fills the caches, the others find them filled."""
+    if not ranks.is_first:
+        ranks.any(False)
+    data = load(console)
+    if ranks.is_first:
+        ranks.any(False)
+    return data
 
 
 class _Run:
