@@ -71,7 +71,7 @@ class RowStore {
   bool cannot_overflow(float largest_gradient, StepFactors factors) const;
   void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors) const;
   void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer);
-  void prefetch_for_push(int64_t position) const;
+  void prefetch_for_write(int64_t position) const;
 
   RowStoreSpec spec_;
   Directory directory_;
