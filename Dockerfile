@@ -1,13 +1,13 @@
-# One image for every role. Roles never import torch; it is here because workers of the same image do, and it is the CPU
-# build, a fraction of the default one. For workers on GPUs: --build-arg TORCH_INDEX=https://pypi.org/simple
+# One image for every role. Roles never import torch; it is here because workers of the same image do. It is the CPU
+# build, a fraction of the default one, if TORCH_INDEX names the index of PyTorch's CPU builds (README, "CPU only").
 FROM python:3.11-slim AS build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/geartrain
 WORKDIR /source
 COPY constraints.txt pyproject.toml ./
 # Dependencies first, the largest by itself: these layers are rebuilt only when they change.
-RUN /opt/geartrain/bin/pip install --no-cache-dir --no-deps -c constraints.txt --extra-index-url "$TORCH_INDEX" torch
+RUN /opt/geartrain/bin/pip install --no-cache-dir --no-deps -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
 RUN sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$/\1/p' pyproject.toml > requirements.txt \
     && /opt/geartrain/bin/pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY CMakeLists.txt README.md LICENSE ./
