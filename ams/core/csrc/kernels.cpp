@@ -3,6 +3,10 @@
 #include <bit>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "half.hpp"
 #include "isa.hpp"
 
@@ -90,6 +94,27 @@ GEARTRAIN_INLINE Largest update_body(float* __restrict row, float* __restrict sl
   return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
 }
 
+void copy_plain(char* out, const char* in, size_t bytes) { std::memcpy(out, in, bytes); }
+
+#if defined(__x86_64__)
+// 16-byte stores alone were slower than memcpy: they only bring `out` to the next boundary of 32 and end the row.
+GEARTRAIN_TARGET_AVX2 void copy_streaming_avx2(char* out, const char* in, size_t bytes) {
+  if ((reinterpret_cast<uintptr_t>(out) | bytes) % 16 != 0) return copy_plain(out, in, bytes);
+  size_t at = 0;
+  const auto copy_16 = [&]() GEARTRAIN_TARGET_AVX2 {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + at)));
+    at += 16;
+  };
+  if (reinterpret_cast<uintptr_t>(out) % 32 != 0 && bytes != 0) copy_16();
+  for (; at + 32 <= bytes; at += 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at)));
+  if (at < bytes) copy_16();
+}
+#else
+constexpr auto* copy_streaming_avx2 = &copy_plain;
+#endif
+
 constexpr DType kF32 = DType::float32, kF16 = DType::float16, kBF16 = DType::bfloat16;
 
 constexpr Kernels kernels_for(Isa isa) {
@@ -100,6 +125,7 @@ constexpr Kernels kernels_for(Isa isa) {
                 Versions<&store_body<kBF16>>::pick(isa)},
       .max_abs_bits = {Versions<&max_abs_bits_body<kF32>>::pick(isa), Versions<&max_abs_bits_body<kF16>>::pick(isa),
                        Versions<&max_abs_bits_body<kBF16>>::pick(isa)},
+      .copy_streaming = isa == Isa::baseline ? &copy_plain : copy_streaming_avx2,
       .add = Versions<&add_body>::pick(isa),
       .update = {Versions<&update_body<Rule::sgd>>::pick(isa), Versions<&update_body<Rule::momentum>>::pick(isa),
                  Versions<&update_body<Rule::nesterov>>::pick(isa)},
@@ -109,6 +135,12 @@ constexpr Kernels kernels_for(Isa isa) {
 constexpr Kernels kTables[] = {kernels_for(Isa::baseline), kernels_for(Isa::avx2), kernels_for(Isa::avx512)};
 
 }  // namespace
+
+void finish_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 
 const Kernels& kernels() { return kTables[static_cast<int>(active_isa())]; }
 

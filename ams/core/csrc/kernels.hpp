@@ -33,6 +33,8 @@ struct Kernels {
   void (*store[kNumDTypes])(void* out, const float* in, size_t count);
   // Bits of the largest |value| as float32 (widened for half types); >= kInfinityBits means NaN or infinity. Index: DType.
   uint32_t (*max_abs_bits[kNumDTypes])(const void* in, size_t count);
+  // Copies past the caches; `finish_streaming` must follow before another thread may look.
+  void (*copy_streaming)(char* out, const char* in, size_t bytes);
   // out += in.
   void (*add)(float* out, const float* in, size_t count);
   // Row update; `slot` is unused by sgd. Index: Rule.
@@ -42,5 +44,6 @@ struct Kernels {
 inline constexpr uint32_t kInfinityBits = 0x7F800000u;
 
 const Kernels& kernels();
+void finish_streaming();
 
 }  // namespace geartrain

@@ -13,6 +13,9 @@ namespace {
 constexpr int64_t kBurst = 24;
 constexpr int64_t kFoundTogether = 4096;
 
+// A pull of more bytes than the caches hold writes past them; a smaller one stays in them for its reader.
+constexpr size_t kStreamedBytes = size_t{24} << 20;
+
 BucketRanks ranks_of(const std::vector<int64_t>& owned) {
   BucketRanks ranks;
   ranks.fill(-1);
@@ -122,6 +125,8 @@ void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) cons
     if (out.positions[i] < 0 || out.positions[i] >= out.size) throw Refusal{Reason::bad_position, i};
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
   const size_t bytes = row_bytes();
+  const auto copy_streaming = kernels().copy_streaming;
+  const bool streamed = static_cast<size_t>(count) * bytes >= kStreamedBytes;
   int64_t found[kFoundTogether];
   for (int64_t begin = 0; begin < count; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, count - begin);
@@ -134,13 +139,16 @@ void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) cons
         [&](int64_t i) {
           const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
           char* row = out.rows + static_cast<size_t>(target) * bytes;
-          if (found[i] >= 0)
-            std::memcpy(row, rows_.at(found[i]), bytes);
-          else
+          if (found[i] < 0)
             write_initial(row, ids[begin + i], buffer.data());
+          else if (streamed)
+            copy_streaming(row, rows_.at(found[i]), bytes);
+          else
+            std::memcpy(row, rows_.at(found[i]), bytes);
           if (out.present != nullptr) out.present[target] = found[i] >= 0;
         });
   }
+  finish_streaming();
 }
 
 // Finds every id and, while the index lines travel, looks at the values beside the ids.

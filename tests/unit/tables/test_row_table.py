@@ -231,3 +231,19 @@ def test_threads_that_break_the_single_writer_rule_corrupt_no_memory() -> None:
     everything = np.arange(4000)
     assert_same_bits(pulled(table, everything), theirs.pull(everything))
     assert ops.all_finite(pulled(table, everything))
+
+
+@pytest.mark.parametrize("offset", [0, 4, 16, 32])
+def test_a_pull_larger_than_the_caches_writes_every_row(offset: int) -> None:
+    """Such a pull writes past the caches where the output is aligned; the first and last bytes of a row are apart."""
+    table, theirs = make(dim=116)
+    count = 24 * 2**20 // (116 * 4) + 100
+    ids = np.arange(count)
+    rows = np.random.default_rng(0).standard_normal((count - 1, 116)).astype(np.float32)
+    table.assign(ids[1:], rows)
+    memory = np.zeros(count * 116 + 32, np.float32)
+    first = (-memory.ctypes.data % 64 + offset) // 4
+    out = memory[first : first + count * 116].reshape(count, 116)
+    table.pull(ids, out)
+    assert_same_bits(out[1:], rows)
+    assert_same_bits(out[:1], theirs.pull(ids[:1]))
