@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from geartrain.workers.recipe import Recipe
 
 INTERRUPTED = 130
+
+# Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
+# three to six times (measured: 357 against 2,160 images/s beside two other jobs).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class centers are rows of the model server.")
 
