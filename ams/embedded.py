@@ -6,6 +6,7 @@ import time
 
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.server.machine import threads_per_shard
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import ClusterView
@@ -43,8 +44,9 @@ class EmbeddedCluster:
         scheduler = Scheduler(num_shards, self.open_carrier, lease_seconds=_NEVER_LOST)
         placement = even_placement(num_shards)
         self._shards: dict[str, Shard] = {}
+        threads = threads_per_shard(num_shards)
         for number in range(num_shards):
-            shard = Shard(number, buckets_of_shard(placement, number), incarnation=time.time_ns())
+            shard = Shard(number, buckets_of_shard(placement, number), incarnation=time.time_ns(), threads=threads)
             address = f"local:{number}"
             self._shards[address] = shard
             scheduler.register(address, number, shard.incarnation)

@@ -27,6 +27,7 @@ class RowStore:
         table_hash: int,
         owned_buckets: npt.NDArray[np.int64],
         num_rows: int,
+        threads: int,
     ) -> None: ...
     def pull(
         self,

@@ -24,7 +24,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.messages import Assign, CreateTable, Describe, Done, DropTable, Pull, Push
 from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
 from geartrain.ams.placement import buckets_of_shard, even_placement
-from geartrain.ams.server.memory import keep_large_buffers
+from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import DTYPES
@@ -199,6 +199,7 @@ class _HeldShard:
             incarnation=self.incarnation,
             cluster_version=reply.cluster_version,
             sync_timeout_seconds=self.config.sync_timeout_seconds,
+            threads=threads_per_shard(self.config.shards),
         )
         self.service.serve(self.shard)
         self.server.ready()

@@ -63,6 +63,7 @@ class _Call:
 class Shard:
     """The rows of some buckets of every table.
 
+    A very large request may use ``threads`` threads on disjoint rows; requests still run one after the other.
     Thread-safe: any thread may :meth:`submit`; the shard's own thread does the work.
     """
 
@@ -74,12 +75,14 @@ class Shard:
         incarnation: int,
         cluster_version: int = 1,
         sync_timeout_seconds: float = 60.0,
+        threads: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
         self.shard = shard
         self.incarnation = incarnation
         self.cluster_version = cluster_version
         self._owned_buckets = owned_buckets
+        self._threads = threads
         self._clock = clock
         self._started = clock()
         self._tables: dict[str, _Table] = {}
@@ -238,7 +241,7 @@ class Shard:
             if existing.spec != spec:
                 raise SpecMismatch(f"table {spec.name!r} exists as {existing.spec}, not as {spec}")
             return Done(duplicate=True)
-        self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets), spec)
+        self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets, threads=self._threads), spec)
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done()
 

@@ -49,7 +49,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
     return _NORMAL, initializer.mean, initializer.std, bound
 
 
-def _store(spec: TableSpec, owned_buckets: Ids) -> ops.RowStore:
+def _store(spec: TableSpec, owned_buckets: Ids, threads: int) -> ops.RowStore:
     rule, momentum = _rule(spec.optimizer)
     distribution, first, second, bound = _distribution(spec.initializer)
     largest = _LARGEST[spec.dtype]
@@ -71,6 +71,7 @@ def _store(spec: TableSpec, owned_buckets: Ids) -> ops.RowStore:
         table_hash=table_hash(spec.name),
         owned_buckets=owned_buckets,
         num_rows=-1 if spec.num_rows is None else spec.num_rows,
+        threads=threads,
     )
 
 
@@ -82,17 +83,18 @@ class RowTable:
     Args:
         spec: What the table is.
         owned_buckets: int64 [K], ascending, within [0, 4096): the buckets whose ids live here.
+        threads: Most threads that work on one request; a second one joins at 2 MiB of rows.
 
     Raises:
         InvalidArgument: the buckets are not ascending, or an initial value does not fit the storage type.
     """
 
-    def __init__(self, spec: TableSpec, owned_buckets: Ids) -> None:
+    def __init__(self, spec: TableSpec, owned_buckets: Ids, *, threads: int = 1) -> None:
         owned = ops.checked_ids(np.asarray(owned_buckets), "owned_buckets")
         if len(owned) and (owned[0] < 0 or owned[-1] >= ops.NUM_BUCKETS or np.any(np.diff(owned) <= 0)):
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
-        self._store = _store(spec, owned)
+        self._store = _store(spec, owned, threads)
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 
     @property

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "fan_out.hpp"
+
 namespace geartrain {
 namespace {
 
@@ -118,18 +120,24 @@ void RowStore::write_initial(char* row, int64_t id, float* buffer) const {
 }
 
 void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) const {
-  DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   require_legal(ids, count);
   for (int64_t i = 0; out.positions != nullptr && i < count; ++i)
     if (out.positions[i] < 0 || out.positions[i] >= out.size) throw Refusal{Reason::bad_position, i};
+  const size_t total_bytes = static_cast<size_t>(count) * row_bytes();
+  fan_out(count, total_bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t) {
+    pull_slice(ids, begin, end, out, total_bytes >= kStreamedBytes);
+  });
+}
+
+void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const PullInto& out, bool streamed) const {
+  DefaultFloatMode float_mode;
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
   const size_t bytes = row_bytes();
   const auto copy_streaming = kernels().copy_streaming;
-  const bool streamed = static_cast<size_t>(count) * bytes >= kStreamedBytes;
   int64_t found[kFoundTogether];
-  for (int64_t begin = 0; begin < count; begin += kFoundTogether) {
-    const int64_t size = std::min(kFoundTogether, count - begin);
+  for (int64_t begin = first; begin < last; begin += kFoundTogether) {
+    const int64_t size = std::min(kFoundTogether, last - begin);
     find_positions(directory_, ids + begin, size, found, [](int64_t) {});
     in_bursts(
         size,
@@ -192,7 +200,6 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   const char* values = static_cast<const char*>(gradients);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   const StepFactors factors{lr, scale, spec_.momentum, spec_.weight_decay};
-  std::vector<float> buffer(static_cast<size_t>(spec_.dim) * 3);
   Resolved found = resolve(ids, count, values, dtype);
 
   // float32 products are monotone: the largest one is finite only if all are.
@@ -207,21 +214,38 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   if (count > 0 && !cannot_overflow(largest, factors)) rehearse(ids, found, values, dtype, factors);
   reserve(found.missing);
 
-  int64_t created = 0;
-  int64_t* positions = found.positions.data();
-  in_bursts(
-      count, [&](int64_t i) { prefetch_for_write(positions[i]); },
-      [&](int64_t i) {
-        if (positions[i] < 0) {
-          const Placed placed = place(ids[i]);
-          positions[i] = placed.position;
-          if (placed.created) write_initial(rows_.at(placed.position), ids[i], buffer.data());
-          created += placed.created;
-        }
-        char* slot = slots_ ? slots_->at(positions[i]) : nullptr;
-        update_one(rows_.at(positions[i]), slot, row_of(values, i, gradient_bytes), dtype, factors, buffer.data());
-      });
+  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
+  const int64_t* positions = found.positions.data();
+  std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
+  std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
+  fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
+    DefaultFloatMode slice_float_mode;
+    float* buffer = buffers.data() + slice * spec_.dim * 3;
+    in_bursts(
+        end - begin, [&](int64_t i) { prefetch_for_write(positions[begin + i]); },
+        [&](int64_t i) {
+          const int64_t position = positions[begin + i];
+          char* slot = slots_ ? slots_->at(position) : nullptr;
+          update_one(rows_.at(position), slot, row_of(values, begin + i, gradient_bytes), dtype, factors, buffer,
+                     bounds[static_cast<size_t>(slice)]);
+        });
+  });
+  for (const Bounds& seen : bounds) bounds_ = {std::max(bounds_.row, seen.row), std::max(bounds_.slot, seen.slot)};
   bounds_ = {rounded(bounds_.row, spec_.dtype), rounded(bounds_.slot, spec_.slot_dtype)};
+  return created;
+}
+
+// Gives every id whose position is -1 a row with its initial value; room is reserved. Returns how many were created.
+int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& positions) {
+  std::vector<float> buffer(static_cast<size_t>(spec_.dim));
+  int64_t created = 0;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    if (positions[i] >= 0) continue;
+    const Placed placed = place(ids[i]);
+    positions[i] = placed.position;
+    if (placed.created) write_initial(rows_.at(placed.position), ids[i], buffer.data());
+    created += placed.created;
+  }
   return created;
 }
 
@@ -265,7 +289,8 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
 }
 
 // Half types pass through float32 buffers: [0, D) row, [D, 2D) slot, [2D, 3D) gradient.
-void RowStore::update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer) {
+void RowStore::update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
+                          Bounds& bounds) const {
   const size_t dim = static_cast<size_t>(spec_.dim);
   const Kernels& k = kernels();
   const int row_type = static_cast<int>(spec_.dtype), slot_type = static_cast<int>(spec_.slot_dtype);
@@ -281,8 +306,8 @@ void RowStore::update_one(char* row, char* slot, const char* gradient, DType dty
     direction = buffer + 2 * dim;
   }
   const Largest largest = k.update[static_cast<int>(spec_.rule)](weights, velocity, direction, dim, factors);
-  bounds_.row = std::max(bounds_.row, std::bit_cast<float>(largest.row));
-  bounds_.slot = std::max(bounds_.slot, std::bit_cast<float>(largest.slot));
+  bounds.row = std::max(bounds.row, std::bit_cast<float>(largest.row));
+  bounds.slot = std::max(bounds.slot, std::bit_cast<float>(largest.slot));
   if (!wide_row) k.store[row_type](row, weights, dim);
   if (!wide_slot) k.store[slot_type](slot, velocity, dim);
 }

@@ -25,6 +25,7 @@ struct RowStoreSpec {
   InitialValues initial;
   std::vector<int64_t> owned_buckets;  // ascending
   int64_t num_rows;                    // -1: hashed
+  int64_t threads;                     // most threads on one request
 };
 
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
@@ -70,7 +71,10 @@ class RowStore {
   void write_initial(char* row, int64_t id, float* buffer) const;
   bool cannot_overflow(float largest_gradient, StepFactors factors) const;
   void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors) const;
-  void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer);
+  void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
+  int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions);
+  void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
+                  Bounds& bounds) const;
   void prefetch_for_write(int64_t position) const;
 
   RowStoreSpec spec_;

@@ -1,12 +1,19 @@
-"""How a server process keeps its memory."""
+"""How a server process uses its machine: memory and cores."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 256 << 20
+_MOST_THREADS = 4
+
+
+def threads_per_shard(num_shards: int) -> int:
+    """Return how many threads a very large request to one of ``num_shards`` shards of this process may use."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_shards))
 
 
 def keep_large_buffers() -> bool:
