@@ -129,9 +129,10 @@ def test_an_interrupted_run_resumes_to_the_very_same_state(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    train(straight, images)
+    recipe = replace(RECIPE, batch_size=2, sample_rate=0.75)  # so few that the sampled classes matter
+    train(straight, images, recipe=recipe)
     monkeypatch.setattr(job, "interruption", stop_after(17))
-    stopped = train(broken, images)
+    stopped = train(broken, images, recipe=recipe)
     assert not stopped.finished and stopped.step == 17
     assert not (broken / "report.json").exists()
     monkeypatch.undo()
