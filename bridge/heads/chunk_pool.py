@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,52 +21,73 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Running(Generic[R]):
+    """Chunks that are being worked on."""
+
+    def __init__(self, futures: list[Future[R]]) -> None:
+        self._futures = futures
+
+    def wait(self) -> list[R]:
+        """Results in order once all chunks are done; raises the first error."""
+        wait(self._futures)
+        return [future.result() for future in self._futures]
+
+
+class Session:
+    """A time in which chunks may run; see :meth:`ChunkPool.session`."""
+
+    def __init__(self, executor: ThreadPoolExecutor | None) -> None:
+        self._executor = executor
+
+    def start(self, function: Callable[[Scratch, T], R], items: Sequence[T]) -> Running[R]:
+        """Begin ``function(scratch, item)`` for all items, without gradients or autocast.
+
+        Items begin in order, those of an earlier call before those of a later one.
+        """
+        if self._executor is None:
+            return Running([_done(_alone, function, item) for item in items])
+        return Running([self._executor.submit(_alone, function, item) for item in items])
+
+
 class ChunkPool:
     """``torch.get_num_threads()`` threads, each of which computes alone and has scratch of its own. Thread-safe."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._executor_threads = 0
-        self._running = 0
+        self._open_sessions = 0
         self._num_threads = 0
 
     def map(self, function: Callable[[Scratch, T], R], items: Sequence[T], device: torch.device) -> list[R]:
-        """Results of ``function(scratch, item)`` in order, without gradients or autocast; the first error is raised.
-
-        On a GPU, with one thread or for one item it simply runs here.
-        """
-        if device.type != "cpu" or len(items) == 1:
-            return [self._alone(function, item) for item in items]
-        with self._one_thread_per_operation() as executor:
-            futures = [executor.submit(self._alone, function, item) for item in items]
-            wait(futures)
-        return [future.result() for future in futures]
-
-    def _alone(self, function: Callable[[Scratch, T], R], item: T) -> R:
-        if not hasattr(self._own, "scratch"):
-            self._own.scratch = Scratch()
-        with torch.inference_mode(False), torch.no_grad():
-            return function(self._own.scratch, item)
+        """Results of ``function(scratch, item)`` in order; see :meth:`Session.start`. One item simply runs here."""
+        if len(items) == 1:
+            return [_alone(function, items[0])]
+        with self.session(device) as session:
+            return session.start(function, items).wait()
 
     @contextmanager
-    def _one_thread_per_operation(self) -> Iterator[ThreadPoolExecutor]:
-        """PyTorch's own number of threads is one for the whole process, so it is lowered only while chunks run."""
+    def session(self, device: torch.device) -> Iterator[Session]:
+        """Let chunks run side by side until the end of the ``with`` block; on a GPU they run one after the other, here.
+
+        PyTorch's number of threads per operation is one for the whole process, so it is lowered only for that time.
+        """
+        if device.type != "cpu":
+            yield Session(None)
+            return
         with self._lock:
-            if self._running == 0:
+            if self._open_sessions == 0:
                 self._num_threads = torch.get_num_threads()
                 self._executor = self._executor_of(self._num_threads)
                 torch.set_num_threads(1)
             executor = self._executor
-            assert executor is not None
-            self._running += 1
+            self._open_sessions += 1
         try:
-            yield executor
+            yield Session(executor)
         finally:
             with self._lock:
-                self._running -= 1
-                if self._running == 0:
+                self._open_sessions -= 1
+                if self._open_sessions == 0:
                     torch.set_num_threads(self._num_threads)
 
     def _executor_of(self, threads: int) -> ThreadPoolExecutor:
@@ -79,6 +100,22 @@ class ChunkPool:
             )
             self._executor_threads = threads
         return self._executor
+
+
+_own = threading.local()
+
+
+def _alone(function: Callable[[Scratch, T], R], item: T) -> R:
+    if not hasattr(_own, "scratch"):
+        _own.scratch = Scratch()
+    with torch.inference_mode(False), torch.no_grad():
+        return function(_own.scratch, item)
+
+
+def _done(function: Callable[..., R], *arguments: object) -> Future[R]:
+    future: Future[R] = Future()
+    future.set_result(function(*arguments))
+    return future
 
 
 CHUNKS = ChunkPool()

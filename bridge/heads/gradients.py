@@ -6,7 +6,8 @@ Legend: A active rows, B samples, D width, N rows of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds, chunk_rows_for, normalise_
-from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.row_pass import RowPass, fold_normalisation_
 from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
@@ -32,11 +33,15 @@ class Writer(Protocol):
     """Makes pushes one after the other, each applied once."""
 
     def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
-        """Check and number the push of the gradients [N, D] of distinct ids [N]."""
+        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N]."""
         ...
 
-    def send(self) -> None:
-        """Send the prepared push. After an error it is still prepared: the writer's owner sends it again."""
+    def send_behind(self) -> None:
+        """Begin to send the prepared push in the background."""
+        ...
+
+    def settle(self) -> None:
+        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
         ...
 
 
@@ -110,7 +115,7 @@ class HeldGradient:
         self._wait_for_device()
         writer.prepare(self._active.ids, as_numpy(self._gradients_AD))
         self._prepared = True
-        writer.send()
+        writer.settle()
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64."""
@@ -137,8 +142,9 @@ class Factors:
 class FactoredGradient:
     """Gradients of more rows than fit: each block is pulled again at the step, its gradient made and pushed by itself.
 
-    Costs one pull and one push per block; memory O(B·D) until the step, two blocks during it. With asynchronous workers
-    the rows may have moved since the forward pass; the gradient is then that of the new rows under the old log-sum-exp.
+    Costs one pull and one push per block; memory O(B·D) until the step, four blocks during it. With asynchronous
+    workers the rows may have moved since the forward pass; the gradient is then that of the new rows under the old
+    log-sum-exp.
     """
 
     def __init__(self, table: HeadTable, pool: BufferPool, factors: Factors) -> None:
@@ -159,42 +165,63 @@ class FactoredGradient:
 
     def push(self, writer: Writer) -> None:
         """Send block after block; a second call goes on behind the last block that was prepared."""
-        for stop, ids, gradients_ND in self._blocks(self._prepared):
-            writer.prepare(ids, as_numpy(gradients_ND))
-            self._prepared = stop
-            writer.send()
+        stream = self._stream()
+        with closing(self._blocks(stream, self._prepared)) as blocks:
+            for stop, ids, gradients_ND in blocks:
+                writer.prepare(ids, as_numpy(gradients_ND))
+                self._prepared = stop
+                writer.send_behind()
+        writer.settle()
+        stream.close()
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64; costs one more pull of all active rows."""
-        blocks = (gradients_ND for _, _, gradients_ND in self._blocks(0))
-        return math.fsum(float(block.float().square().sum(dtype=torch.float64)) for block in blocks)
+        stream = self._stream()
+        with closing(self._blocks(stream, 0)) as blocks:
+            parts = (gradients_ND.float().square().sum(dtype=torch.float64) for _, _, gradients_ND in blocks)
+            total = math.fsum(float(part) for part in parts)
+        stream.close()
+        return total
 
     def discard(self) -> None:
         """Nothing is held but the factors."""
 
-    def _blocks(self, first: int) -> Iterator[tuple[int, Ids, Tensor]]:
+    def _stream(self) -> RowStream:
+        return RowStream(self._table, self._active, self._pool, self._factors[0].batch.arithmetic.device)
+
+    def _blocks(self, stream: RowStream, first: int) -> Generator[tuple[int, Ids, Tensor]]:
+        """(stop, ids [N], gradients [N, D]) of block after block; the next is worked on meanwhile."""
         arithmetic = self._factors[0].batch.arithmetic
         parts = [_Part(factors, self._active) for factors in self._factors]
         largest = max(factors.batch.size for factors in self._factors)
         chunk_rows = chunk_rows_for(largest, self._table.spec.dim, arithmetic.device)
-        stream = RowStream(self._table, self._active, self._pool, arithmetic.device)
-        for block in stream.blocks(first):
-            out_ND = gradient_view(block.rows_ND)
 
-            def overwrite(
-                scratch: Scratch, bounds: tuple[int, int], block: Block = block, out_ND: Tensor = out_ND
-            ) -> None:
-                low, high = bounds
-                work = Workspace(arithmetic, scratch)
-                unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
-                inverse_N = None if parts[0].factors.batch.margin is None else normalise_(unit_ND)
-                gradient_ND, factor = _sum_of_parts(work, parts, unit_ND, block.start + low, block.ids[low:high])
-                fold_normalisation_(work, unit_ND, inverse_N, gradient_ND, factor)
-                if unit_ND.data_ptr() != out_ND[low:high].data_ptr():
-                    out_ND[low:high].copy_(unit_ND)
+        def overwrite(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> None:
+            block, (low, high) = item
+            work = Workspace(arithmetic, scratch)
+            unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+            inverse_N = None if parts[0].factors.batch.margin is None else normalise_(unit_ND)
+            gradient_ND, factor = _sum_of_parts(work, parts, unit_ND, block.start + low, block.ids[low:high])
+            fold_normalisation_(work, unit_ND, inverse_N, gradient_ND, factor)
+            out_ND = gradient_view(block.rows_ND[low:high])
+            if unit_ND.data_ptr() != out_ND.data_ptr():
+                out_ND.copy_(unit_ND)
 
-            CHUNKS.map(overwrite, chunk_bounds(len(block.rows_ND), chunk_rows), arithmetic.device)
-            yield block.stop, block.ids, out_ND
+        before: tuple[Block, Running[None]] | None = None
+        with CHUNKS.session(arithmetic.device) as session:
+            for block in stream.blocks(first):
+                chunks = chunk_bounds(len(block.rows_ND), chunk_rows)
+                running = session.start(overwrite, [(block, bounds) for bounds in chunks])
+                if before is not None:
+                    yield _finished(*before)
+                before = block, running
+            if before is not None:
+                yield _finished(*before)
+
+
+def _finished(block: Block, running: Running[None]) -> tuple[int, Ids, Tensor]:
+    running.wait()
+    return block.stop, block.ids, gradient_view(block.rows_ND)
 
 
 def _sum_of_parts(work: Workspace, parts: list[_Part], unit_ND: Tensor, start: int, ids: Ids) -> tuple[Tensor, Tensor]:

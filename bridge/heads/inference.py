@@ -60,4 +60,5 @@ def _top_of_part(
         ids = torch.cat([best_ids, *(ids for _, ids in found)], dim=1)
         best_scores, order = scores.topk(min(k, scores.shape[1]), dim=1)
         best_ids = ids.gather(1, order)
+    stream.close()
     return best_scores, best_ids

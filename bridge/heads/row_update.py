@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy.typing as npt
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.errors import NonFinite
+from geartrain.ams.messages import Done
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.gradients import RowGradient
 from geartrain.bridge.heads.ranks import Ranks
@@ -73,7 +75,7 @@ class RowUpdate:
             return
         if self._writer is None:
             self._writer = _PushWriter(self.table, self.ranks, lr, float(self.carrier.grad), self._samples)
-        self._writer.send()
+        self._writer.settle()
         self._pending.push(self._writer)
         self.step += 1
         self.discard()
@@ -105,19 +107,32 @@ class _PushWriter:
         self._scale = scale
         self._samples = samples
         self._write: HeadWrite | None = None
+        self._sending: Future[Done] | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
 
     def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
+        self.settle()
         group = None if self._ranks is None else self._ranks.sync_group(self._samples)
         self._write = self._table.prepare_push(ids, gradients, lr=self._lr, scale=self._scale, group=group)
 
-    def send(self) -> None:
+    def send_behind(self) -> None:
+        if self._write is not None:
+            self._sending = self._background.submit(self._write.send)
+
+    def settle(self) -> None:
         if self._write is None:
             return
-        self._write.send()
+        sending, self._sending = self._sending, None
+        if sending is None:
+            self._write.send()
+        else:
+            sending.result()
         self._write = None
         if self._ranks is not None:
             self._ranks.sequence += 1
 
     def abandon(self) -> None:
+        if self._sending is not None:
+            wait([self._sending])
         if self._write is not None:
             self._write.abandon()

@@ -16,7 +16,10 @@ from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
 
 BLOCK_BYTES = 8 << 20
-"""Bytes of one pulled block; two of them are held at a time."""
+"""Bytes of one pulled block."""
+
+NUM_BUFFERS = 4
+"""Blocks held at a time: one being pulled, one waiting its turn, one being worked on, one being pushed."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Block:
     stop: int
     ids: Ids
     rows_ND: Tensor
-    """A private host copy in the table's dtype; valid until the next block is asked for."""
+    """A private host copy in the table's dtype; valid until the next two blocks have been asked for."""
 
 
 def block_rows_for(row_bytes: int) -> int:
@@ -51,23 +54,28 @@ class RowStream:
         self._pool = pool
         self._pinned = device.type == "cuda"
         self._required_sync = required_sync
+        self._buffers: list[Buffer] = []
         self._block_rows = min(block_rows_for(table.spec.row_bytes), active.num)
 
     def blocks(self, first: int = 0) -> Iterator[Block]:
-        """The blocks from position ``first`` on; every block is worked on before the next is asked for."""
+        """The blocks from position ``first`` on. When one is asked for, the last but two must be done with."""
         num_bytes = self._block_rows * self._table.spec.row_bytes
-        buffers = [self._pool.take(num_bytes, torch.device("cpu"), pinned=self._pinned) for _ in range(2)]
-        ahead = self._begin(buffers[0], first)
+        host = torch.device("cpu")
+        self._buffers = [self._pool.take(num_bytes, host, pinned=self._pinned) for _ in range(NUM_BUFFERS)]
+        ahead = self._begin(self._buffers[0], first)
         turn = 0
         while ahead is not None:
             block, pull = ahead
             pull.result()
-            turn = 1 - turn
-            ahead = self._begin(buffers[turn], block.stop)
+            turn = (turn + 1) % NUM_BUFFERS
+            ahead = self._begin(self._buffers[turn], block.stop)
             yield block
-        # Only now: whoever stops early may leave a pull or a push behind that still uses the memory.
-        for buffer in buffers:
+
+    def close(self) -> None:
+        """Give the memory back. Not after an error: a pull or a push that still uses it may have been left behind."""
+        for buffer in self._buffers:
             self._pool.give_back(buffer)
+        self._buffers = []
 
     def _begin(self, buffer: Buffer, start: int) -> tuple[Block, Future[None]] | None:
         if start >= self._active.num:

@@ -5,12 +5,14 @@ Legend: B samples, D width, N rows of a chunk.
 
 from __future__ import annotations
 
+from threading import Lock
+
 from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds, chunk_rows_for, normalise_
-from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.gradients import FactoredGradient, Factors
 from geartrain.bridge.heads.scratch import BufferPool, Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
@@ -23,7 +25,7 @@ PARTS = 4
 
 
 class StreamedRows:
-    """The rows of one forward pass. Costs one pull per block and shard; memory of two blocks."""
+    """The rows of one forward pass. Costs one pull per block and shard; memory of four blocks."""
 
     def __init__(
         self,
@@ -48,18 +50,29 @@ class StreamedRows:
         stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
         chunk_rows = chunk_rows_for(batch.size, self._table.spec.dim, device)
 
+        turns = [Lock() for _ in range(PARTS)]
+
         def add_part(scratch: Scratch, item: tuple[Block, int]) -> None:
             block, part = item
             work = Workspace(batch.arithmetic, scratch)
-            for low, high in chunk_bounds(len(block.rows_ND), chunk_rows)[part::PARTS]:
-                unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
-                if batch.margin is not None:
-                    normalise_(unit_ND)
-                logits_NB = work.empty("logits", high - low, batch.size)
-                softmax.parts[part].add(work, unit_ND, block.start + low, logits_NB)
+            with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
+                for low, high in chunk_bounds(len(block.rows_ND), chunk_rows)[part::PARTS]:
+                    unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+                    if batch.margin is not None:
+                        normalise_(unit_ND)
+                    logits_NB = work.empty("logits", high - low, batch.size)
+                    softmax.parts[part].add(work, unit_ND, block.start + low, logits_NB)
 
-        for block in stream.blocks():
-            CHUNKS.map(add_part, [(block, part) for part in range(PARTS)], device)
+        with CHUNKS.session(device) as session:
+            before: Running[None] | None = None
+            for block in stream.blocks():
+                running = session.start(add_part, [(block, part) for part in range(PARTS)])
+                if before is not None:
+                    before.wait()
+                before = running
+            if before is not None:
+                before.wait()
+        stream.close()
         return softmax.finish()
 
     def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:
