@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -19,9 +20,17 @@ int64_t fan_out(int64_t count, size_t bytes, int64_t threads, Work&& work) {
   const int64_t slices = std::clamp<int64_t>(static_cast<int64_t>(bytes / kFanOutBytes), 1, threads);
   std::vector<std::jthread> helpers;
   helpers.reserve(static_cast<size_t>(slices));
-  for (int64_t slice = 1; slice < slices; ++slice)
-    helpers.emplace_back([&work, slice, slices, count] { work(count * slice / slices, count * (slice + 1) / slices, slice); });
-  work(0, count / slices, 0);
+  const auto run = [&work, slices, count](int64_t slice) {
+    work(count * slice / slices, count * (slice + 1) / slices, slice);
+  };
+  int64_t started = 1;
+  try {
+    for (; started < slices; ++started) helpers.emplace_back(run, started);
+  } catch (const std::system_error&) {
+    // No thread to be had: a request that has begun is finished here, slice by slice, rather than left half done.
+  }
+  run(0);
+  for (int64_t slice = started; slice < slices; ++slice) run(slice);
   return slices;
 }
 
