@@ -206,3 +206,11 @@ def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def bytes_with_room(head: bytes, room: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
+    """Make a message in place: bytes that begin with ``head``, and a view [room] of the rest for the caller to fill.
+
+    Fill the view before anybody else gets the bytes; from then on they are immutable like all bytes.
+    """
+    return _core.bytes_with_room(head, room)

@@ -92,13 +92,14 @@ class ShardService:
         spec = self.shard.spec(header.table)
         ids = framing.ids_from(raw.get(14))
         self._check_reply(len(ids), spec.row_bytes + 1)
-        out = np.empty((len(ids), spec.dim), spec.numpy_dtype)
+        reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
         present = np.zeros(len(ids), np.bool_) if header.with_present else None
         required_sync = codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None
         pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
         await_reply(self.shard.submit(codec.context_from_pb(header.context), pull), servicer_context)
-        fields: list[tuple[int, Any]] = [(15, out)] if present is None else [(14, present), (15, out)]
-        return framing.encode_framed(shard_pb2.PullReply(), fields)
+        if present is None:
+            return reply
+        return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
 
     def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Apply gradients."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
+from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidRows, ProtocolError
 from geartrain.ams.specs import Ids
 
@@ -30,14 +31,22 @@ def encode_framed(header: Message, raw: Iterable[tuple[int, npt.NDArray[Any]]]) 
     size = len(head)
     for number, array in raw:
         prefix = _tag(number) + _varint(array.nbytes)
-        padding = -(size + len(prefix)) % _ALIGNMENT
-        if padding:
-            # A padding field is at least tag + length; one shorter than that grows by a whole alignment.
-            padding += _ALIGNMENT if padding < 2 else 0
-            prefix = _tag(PADDING_FIELD) + _varint(padding - 2) + bytes(padding - 2) + prefix
+        prefix = _padding(size + len(prefix)) + prefix
         parts += (prefix, array.reshape(-1).view(np.uint8).data)
         size += len(prefix) + array.nbytes
     return b"".join(parts)
+
+
+def room_for_rows(header: Message, num_rows: int, dim: int, dtype: np.dtype[Any]) -> tuple[bytes, npt.NDArray[Any]]:
+    """Make the message ``header`` + rows [num_rows, dim] (the last raw field), and the array in it for them to go to.
+
+    Saves a reply of megabytes one copy: the shard writes its rows where they leave from.
+    """
+    num_bytes = num_rows * dim * dtype.itemsize
+    head = header.SerializeToString()
+    prefix = _tag(LAST_RAW_FIELD) + _varint(num_bytes)
+    data, room = ops.bytes_with_room(head + _padding(len(head) + len(prefix)) + prefix, num_bytes)
+    return data, room.view(dtype).reshape(num_rows, dim)
 
 
 def decode_framed(data: bytes, kind: type[M]) -> tuple[M, dict[int, memoryview]]:
@@ -96,6 +105,16 @@ def rows_from(raw: memoryview | None, num_ids: int, dim: int, dtype: np.dtype[An
     if raw is None:
         return np.empty((num_ids, dim), dtype)
     return np.require(np.frombuffer(raw, dtype).reshape(num_ids, dim), requirements="A")
+
+
+def _padding(size: int) -> bytes:
+    """Return a padding field after which ``size`` bytes end aligned."""
+    missing = -size % _ALIGNMENT
+    if not missing:
+        return b""
+    # A field is at least tag + length; one shorter than that grows by a whole alignment.
+    missing += _ALIGNMENT if missing < 2 else 0
+    return _tag(PADDING_FIELD) + _varint(missing - 2) + bytes(missing - 2)
 
 
 def _tag(number: int) -> bytes:

@@ -79,6 +79,18 @@ void sample_checked(int64_t num_ids, int64_t first, uint64_t seed, uint64_t step
   sample_permutation(num_ids, first, count, seed, step, out.data());
 }
 
+// PyBytes_FromStringAndSize(nullptr, n) is CPython's way to make bytes that their creator fills before anybody else has them.
+nb::tuple bytes_with_room(const nb::bytes& head, int64_t room) {
+  require(room >= 0, "room must be >= 0");
+  const size_t head_bytes = head.size();
+  nb::object data = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head_bytes + static_cast<size_t>(room))));
+  if (!data.is_valid()) throw nb::python_error();
+  char* begin = PyBytes_AS_STRING(data.ptr());
+  std::copy_n(head.c_str(), head_bytes, begin);
+  const size_t shape[1] = {static_cast<size_t>(room)};
+  return nb::make_tuple(data, nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(begin + head_bytes, 1, shape, data));
+}
+
 }  // namespace
 }  // namespace geartrain
 
@@ -97,6 +109,7 @@ NB_MODULE(_core, m) {
   m.def("scatter_rows", &scatter_rows_checked, nb::arg("out").noconvert(), nb::arg("positions").noconvert(),
         nb::arg("rows").noconvert());
   m.def("first_non_finite", &first_non_finite_checked, nb::arg("values").noconvert(), nb::arg("dtype_code"));
+  m.def("bytes_with_room", &bytes_with_room, nb::arg("head"), nb::arg("room"));
   m.def("sample_permutation", &sample_checked, nb::arg("num_ids"), nb::arg("first"), nb::arg("seed"), nb::arg("step"),
         nb::arg("out").noconvert());
 }
