@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,10 @@ class ShardCalls:
         """
         futures = [self._attempt(shard, request, context) for shard, request in calls]
         outcomes: list[Outcome] = []
+        patience = _Patience(self.config.recovery_timeout_seconds)  # one for all, or dead shards would add up
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
-                outcomes.append(self._settle(shard, request, context, future))
+                outcomes.append(self._settle(shard, request, context, future, patience))
             except GeartrainError as exc:
                 outcomes.append(exc)
         return outcomes
@@ -113,13 +115,13 @@ class ShardCalls:
         )
         return self._carriers[shard].submit(fenced, request, self.config.attempt_timeout_seconds)
 
-    def _settle(self, shard: int, request: Request, context: CallContext, future: Future[Reply]) -> Reply:
-        patience: _Patience | None = None
+    def _settle(
+        self, shard: int, request: Request, context: CallContext, future: Future[Reply], patience: _Patience
+    ) -> Reply:
         while True:
             try:
                 return future.result()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
-                patience = patience or _Patience(self.config.recovery_timeout_seconds)
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(
@@ -140,17 +142,21 @@ class ShardCalls:
             raise ShardRestarted(
                 f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; start the job again"
             )
-        self._view = view
+        # Not the incarnations: they are those of the shards that hold our rows.
+        self._view = replace(self._view, cluster_version=view.cluster_version)
 
 
 class _Patience:
     """Waits between attempts, longer each time, until the time is used up."""
 
     def __init__(self, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._deadline: float | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
 
     def pause(self) -> bool:
+        if self._deadline is None:  # counted from the first failure
+            self._deadline = time.monotonic() + self._seconds
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False
@@ -256,7 +262,10 @@ class Table:
         _require_finite(rows, checked)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
-        checked, _, rows = ops.merge_duplicates(checked, rows)
+        merged, _, rows = ops.merge_duplicates(checked, rows)
+        if merged is not checked:
+            _require_finite(rows, checked := merged)  # a sum may be infinite where its terms are not
+        _require_finite_product(rows, scale)
         requests = [
             (shard, Push(table=self.spec.name, ids=part, gradients=part_rows, lr=lr, scale=scale, group=group))
             for shard, part, part_rows in self._split(checked, rows, every_shard=group is not None)
@@ -332,6 +341,15 @@ def _send_once(write: Write) -> Done:
     except BaseException:
         write.abandon()
         raise
+
+
+def _require_finite_product(rows: npt.NDArray[Any], scale: float) -> None:
+    if abs(scale) <= 1 or not rows.size:
+        return
+    largest = float(np.abs(rows).max())
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(largest) * np.float32(scale)):
+            raise NonFinite(f"scale {scale!r} times the largest gradient {largest!r} is infinite; nothing was sent")
 
 
 def _require_finite(rows: npt.NDArray[Any], ids: Ids) -> None:

@@ -144,7 +144,10 @@ class Cluster:
 
     def status(self) -> ClusterStatus:
         """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
-        return describe_cluster(self._scheduler, self._open_carrier)
+        try:
+            return describe_cluster(self._scheduler, self._open_carrier)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(str(exc)) from exc
 
     def close(self) -> None:
         """Close connections; an embedded cluster ends with its rows. Idempotent."""

@@ -35,6 +35,8 @@ class _Member:
     incarnation: int
     last_heartbeat: float
     left: bool = False
+    newcomer: bool = True
+    """Joined without a past: it holds no rows that an earlier scheduler knew of."""
 
 
 @dataclass
@@ -102,14 +104,15 @@ class Scheduler:
         Raises ConfigError if the shard asked for, or every shard, is held by a living process.
         """
         with self._lock:
-            chosen = (
-                self._free_shard(address, incarnation) if shard is None else self._claim(shard, address, incarnation)
-            )
+            if shard is None:
+                chosen = self._free_shard(address, incarnation)
+            else:
+                chosen = self._claim(shard, address, incarnation, has_past=cluster_version > 0)
             previous = self._members.get(chosen)
             self._cluster_version = max(self._cluster_version, cluster_version)
             if previous is not None and previous.incarnation != incarnation:
                 self._cluster_version += 1
-            self._members[chosen] = _Member(address, incarnation, self._clock())
+            self._members[chosen] = _Member(address, incarnation, self._clock(), newcomer=cluster_version == 0)
             for spec in tables:
                 schema = self._schemas.setdefault(spec.name, _Schema(spec))
                 if schema.spec == spec:
@@ -169,12 +172,21 @@ class Scheduler:
             with self._lock:
                 self._schemas.pop(name, None)
 
-    def _claim(self, shard: int, address: str, incarnation: int) -> int:
+    def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
         if not 0 <= shard < self._num_shards:
             raise InvalidArgument(f"shard {shard} does not exist; this cluster has shards 0 … {self._num_shards - 1}")
+        # After a restart of the scheduler a newcomer may be given the number of a shard that still holds its rows.
+        if has_past and self._is_empty_newcomer(shard):
+            return shard
         if not self._is_free(shard, address, incarnation):
             raise ConfigError(f"shard {shard} is held by a living process at {self._members[shard].address}")
         return shard
+
+    def _is_empty_newcomer(self, shard: int) -> bool:
+        member = self._members.get(shard)
+        if member is None or not member.newcomer:
+            return False
+        return all(schema.holders.get(shard) != member.incarnation for schema in self._schemas.values())
 
     def _free_shard(self, address: str, incarnation: int) -> int:
         shards = range(self._num_shards)

@@ -50,6 +50,7 @@ class PartBuffer:
         key = (context.stream, context.incarnation, context.sequence)
         with self._lock:
             self._forget_silent()
+            self._forget_acknowledged(context)
             pending = self._pending.setdefault(key, _Pending(count, self._clock()))
             if pending.count != count:
                 raise InvalidArgument(
@@ -78,6 +79,12 @@ class PartBuffer:
     def _forget_silent(self) -> None:
         oldest = self._clock() - self._patience_seconds
         for key in [key for key, pending in self._pending.items() if pending.touched < oldest]:
+            self._drop(key)
+
+    def _forget_acknowledged(self, context: CallContext) -> None:
+        # A write that completed in the middle of its own retry leaves late parts behind.
+        stale = [key for key in self._pending if key[0] == context.stream and key[2] < context.oldest_unacknowledged]
+        for key in stale:
             self._drop(key)
 
     def _drop(self, key: tuple[str, int, int]) -> None:

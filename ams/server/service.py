@@ -27,7 +27,7 @@ from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.specs import DTYPES
+from geartrain.ams.specs import DTYPES, TableSpec
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.carrier import AttemptFailed
@@ -89,7 +89,7 @@ class ShardService:
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""
         header, raw = framing.decode_framed(data, shard_pb2.PullRequest)
-        spec = self.shard.spec(header.table)
+        spec = self._spec(header)
         ids = framing.ids_from(raw.get(14))
         self._check_reply(len(ids), spec.row_bytes + 1)
         reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
@@ -104,7 +104,7 @@ class ShardService:
     def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Apply gradients."""
         header, raw = framing.decode_framed(data, shard_pb2.PushRequest)
-        spec = self.shard.spec(header.table)
+        spec = self._spec(header)
         ids = framing.ids_from(raw.get(14))
         gradients = framing.rows_from(
             raw.get(15), len(ids), spec.dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
@@ -128,7 +128,7 @@ class ShardService:
     def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Overwrite rows."""
         header, raw = framing.decode_framed(data, shard_pb2.AssignRequest)
-        spec = self.shard.spec(header.table)
+        spec = self._spec(header)
         ids = framing.ids_from(raw.get(14))
         rows = framing.rows_from(raw.get(15), len(ids), spec.dim, spec.numpy_dtype)
         whole = self._whole(header, (ids, rows))
@@ -147,6 +147,11 @@ class ShardService:
         request = framing.parse(data, shard_pb2.DescribeRequest)
         state = await_reply(self.shard.submit(codec.context_from_pb(request.context), Describe()), servicer_context)
         return codec.state_to_pb(state).SerializeToString()
+
+    def _spec(self, header: shard_pb2.PullRequest | shard_pb2.PushRequest | shard_pb2.AssignRequest) -> TableSpec:
+        # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.
+        self.shard.check_fence(codec.context_from_pb(header.context))
+        return self.shard.spec(header.table)
 
     def _whole(self, header: shard_pb2.PushRequest | shard_pb2.AssignRequest, payload: Payload) -> Payload | None:
         if not header.HasField("part"):

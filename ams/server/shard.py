@@ -5,6 +5,7 @@ So no row is ever torn, no row is locked, and writes are applied in one order.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -112,6 +113,19 @@ class Shard:
         except KeyError:
             raise self._no_table(table) from None
 
+    def check_fence(self, context: CallContext) -> None:
+        """Raise ShardRestarted or StaleCluster if the caller means another past than this shard's. Any thread."""
+        if context.shard_incarnation not in (0, self.incarnation):
+            raise ShardRestarted(
+                f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
+                f"{context.shard_incarnation}): rows in its memory are gone; start the job again"
+            )
+        if context.cluster_version not in (0, self.cluster_version):
+            raise StaleCluster(
+                f"the call means cluster version {context.cluster_version}, shard {self.shard} is at "
+                f"{self.cluster_version}; ask the scheduler again"
+            )
+
     @property
     def specs(self) -> tuple[TableSpec, ...]:
         """The specs of all tables."""
@@ -142,16 +156,18 @@ class Shard:
             deadline = self._groups.next_deadline()
             if deadline is None:
                 return self._calls.get()
-            try:
-                return self._calls.get(timeout=max(0.0, deadline - self._clock()))
-            except queue.Empty:
-                for pushes, error in self._groups.expire():
-                    for context, _ in pushes:
-                        self._marks.failed(context, error)
+            left = deadline - self._clock()
+            if left > 0:
+                with contextlib.suppress(queue.Empty):
+                    return self._calls.get(timeout=left)
+            # Before the next call, or a busy shard would never tell the ranks that wait.
+            for pushes, error in self._groups.expire():
+                for context, _ in pushes:
+                    self._marks.failed(context, error)
 
     def _run(self, call: _Call) -> None:
         try:
-            self._check_fence(call.context)
+            self.check_fence(call.context)
             if isinstance(call.request, Push | Assign):
                 self._write(call, call.request)
             else:
@@ -165,18 +181,6 @@ class Shard:
         except Exception as error:
             # A defect must reach the caller and must not end the shard that others rely on.
             _fail(call.future, InternalError(f"shard {self.shard}: {error!r}\n{traceback.format_exc()}"))
-
-    def _check_fence(self, context: CallContext) -> None:
-        if context.shard_incarnation not in (0, self.incarnation):
-            raise ShardRestarted(
-                f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
-                f"{context.shard_incarnation}): rows in its memory are gone; start the job again"
-            )
-        if context.cluster_version not in (0, self.cluster_version):
-            raise StaleCluster(
-                f"the call means cluster version {context.cluster_version}, shard {self.shard} is at "
-                f"{self.cluster_version}; ask the scheduler again"
-            )
 
     def _answer(self, request: Request) -> Reply:
         match request:

@@ -236,5 +236,5 @@ class RowTable:
             ) from None
         raise NonFinite(
             f"the push would carry id {value} (index {index}) of table {name!r} beyond the range of {self.spec.dtype}"
-            f" rows or {self.spec.slot_dtype} slots; lower lr or scale. Nothing was changed"
+            f" rows or {self.spec.slot_dtype} slots; lower lr or scale. This shard changed nothing"
         ) from None

@@ -107,3 +107,27 @@ def test_a_port_in_use_is_named(served: Callable[..., object]) -> None:
     cluster = served(1)
     with pytest.raises(errors.ConfigError, match="another process"):
         SchedulerServer(SchedulerConfig(listen=cluster.address)).start()  # type: ignore[attr-defined]
+
+
+def test_a_restart_is_noticed_though_another_shard_was_asked_first(served: Callable[..., object]) -> None:
+    cluster = served(2)
+    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
+        table = ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
+        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
+        cluster.servers[1] = cluster.start_server(1)  # type: ignore[attr-defined]
+        assert table.pull(np.array([0])).shape == (1, 4)  # shard 0, at the new cluster version
+        with pytest.raises(errors.ShardRestarted, match="shard 1 was restarted"):
+            table.pull(np.array([4095]))
+
+
+def test_a_shard_restarted_at_its_old_address_says_so(served: Callable[..., object]) -> None:
+    cluster = served(1)
+    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
+        table = ours.create_table("t", dim=4, optimizer=SGD(1.0))
+        address = ours.status().shards[0].address
+        cluster.servers[0].stop(0)  # type: ignore[attr-defined]
+        again = ShardServer(ServerConfig(scheduler=cluster.address, listen=address, heartbeat_seconds=0.05))  # type: ignore[attr-defined]
+        again.start()
+        cluster.servers[0] = again  # type: ignore[attr-defined]
+        with pytest.raises(errors.ShardRestarted, match="restarted"):
+            table.pull(np.array([1]))

@@ -146,6 +146,16 @@ BAD_CALLS = {
         errors.NonFinite,
         "inf",
     ),
+    "sum of duplicates": (
+        lambda t: t.push(np.array([0, 99, 99]), np.full((3, 4), 3e38, np.float32)),
+        errors.NonFinite,
+        "id 99",
+    ),
+    "product with scale": (
+        lambda t: t.push(np.array([0, 99]), np.full((2, 4), 1e30, np.float32), scale=1e20),
+        errors.NonFinite,
+        "1e[+]20",
+    ),
     "infinite lr": (
         lambda t: t.push(np.array([1]), np.ones((1, 4), np.float32), lr=float("inf")),
         errors.InvalidArgument,

@@ -117,3 +117,12 @@ def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
     cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[SPEC])
     view = cluster.scheduler.describe()
     assert (view.tables, view.cluster_version, view.ready) == ((SPEC,), 7, True)
+
+
+def test_a_shard_with_rows_is_not_expelled_by_a_newcomer_that_was_quicker() -> None:
+    cluster = FakeCluster()
+    assert cluster.scheduler.register("new:1", None, incarnation=9).shard == 0
+    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
+    assert cluster.scheduler.heartbeat(0, 9).replaced
+    with pytest.raises(errors.ConfigError, match="held by a living process"):
+        cluster.scheduler.register("new:2", 0, incarnation=10)

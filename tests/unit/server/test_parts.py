@@ -61,3 +61,11 @@ def test_memory_is_bounded_and_freed_when_the_write_is_whole_or_its_sender_silen
     assert parts.add(CONTEXT, 0, 2, payload(0)) is None
     assert parts.add(CONTEXT, 1, 2, payload(2)) is not None
     assert parts.add(other, 0, 2, payload(0)) is None
+
+
+def test_late_parts_of_an_acknowledged_write_are_dropped() -> None:
+    parts = PartBuffer(max_bytes=100)
+    parts.add(CONTEXT, 0, 2, payload(0))
+    later = CallContext(stream="s", sequence=2, incarnation=1, oldest_unacknowledged=2)
+    assert parts.add(later, 0, 2, payload(0)) is None
+    assert parts.add(later, 1, 2, payload(2)) is not None

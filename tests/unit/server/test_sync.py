@@ -127,3 +127,18 @@ def test_writes_of_a_stream_are_applied_once_though_retried(shard: Shard) -> Non
     shard.submit(context(0, 3), plain).result(10)
     shard.submit(context(0, 2), assigned).result(10)
     assert pulled(shard, [1]) == [4.0]
+
+
+def test_a_busy_shard_still_tells_the_ranks_that_wait() -> None:
+    now = 0.0
+    shard = Shard(0, buckets_of_shard(even_placement(1), 0), incarnation=1, sync_timeout_seconds=30, clock=lambda: now)
+    try:
+        shard.submit(CallContext(), CreateTable(spec=SPEC)).result()
+        waiting = shard.submit(context(0, 1), push(0, 1, [1], 1.0))
+        pulled(shard, [1])
+        now = 31.0
+        pulled(shard, [1])  # a call is always there, so the queue never runs empty
+        with pytest.raises(RankMissing):
+            waiting.result(10)
+    finally:
+        shard.close()
