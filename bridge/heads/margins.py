@@ -25,8 +25,7 @@ COS_LIMIT = 1.0 - 1e-6
 def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
     """Return ψ(angle) and dψ/d(angle); angles in radians, any shape, >= −π.
 
-    ψ(x) = (−1)^k cos x − 2k and ψ'(x) = −(−1)^k sin x with k = ⌊x/π⌋, so ψ' <= 0 everywhere. Below 0 the formula goes
-    on with negative k.
+    ψ(x) = (−1)^k cos x − 2k and ψ'(x) = −|sin x| with k = ⌊x/π⌋; below 0 the formula goes on with negative k.
     """
     k = torch.floor(angle / math.pi)
     sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
