@@ -21,7 +21,7 @@ from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.row_pass import RowPass, fold_normalisation_
-from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch
+from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.stream import Block, RowStream
 from geartrain.bridge.heads.tables import HeadTable, as_numpy, gradient_view
@@ -85,7 +85,7 @@ class HeldGradient:
         assert isinstance(other, HeldGradient), "a head either holds its rows or streams them"
         if self._prepared:
             raise _step_stopped(self._active.num, self._active.num)
-        self._wait_for_device()
+        wait_for_copies(self._device)
         if not _are_same(self._active, other._active):
             self._widen(_union(self._active, other._active))
         if _are_same(self._active, other._active):
@@ -104,27 +104,24 @@ class HeldGradient:
         self._pool.give_back(self._buffer)
         self._active, self._gradients_AD, self._buffer = active, wider_AD, buffer
 
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def push(self, writer: Writer) -> None:
         """Send everything as one push; nothing more once it is prepared."""
         if self._prepared:
             return
-        self._wait_for_device()
+        wait_for_copies(self._device)
         writer.prepare(self._active.ids, as_numpy(self._gradients_AD))
         self._prepared = True
         writer.settle()
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64."""
-        self._wait_for_device()
+        wait_for_copies(self._device)
         parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
         return math.fsum(float(part.float().square().sum(dtype=torch.float64)) for part in parts)
 
     def discard(self) -> None:
         """Give the memory back."""
+        wait_for_copies(self._device)
         self._pool.give_back(self._buffer)
 
 

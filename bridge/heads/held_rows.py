@@ -13,7 +13,7 @@ from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds, chunk_r
 from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.gradients import HeldGradient
 from geartrain.bridge.heads.row_pass import KeptExponentials, RowPass, fold_normalisation_
-from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch
+from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.softmax import OnlineSoftmax
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy, gradient_view
@@ -111,6 +111,7 @@ class HeldRows:
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""
+        wait_for_copies(self._batch.arithmetic.device)
         self._give_back_kept()
         self._pool.give_back(self._buffer)
 

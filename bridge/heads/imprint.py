@@ -5,6 +5,7 @@ Legend: N images of a batch, D width, P classes of a part.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,9 +51,13 @@ def imprint_rows(
                 report(images_read)
             if ranks is not None:
                 sums_PD = ranks.sum(sums_PD)
-            imprinted += _assign(table, sums_PD, first, writes=ranks is None or ranks.rank == 0)
-        if ranks is not None:
-            ranks.barrier()
+            write = functools.partial(_assign, table, sums_PD, first)
+            if ranks is None:
+                imprinted += write(writes=True)
+            else:
+                imprinted += ranks.first_then_others(
+                    functools.partial(write, writes=True), functools.partial(write, writes=False)
+                )
     return imprinted
 
 

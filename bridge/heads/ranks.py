@@ -74,10 +74,6 @@ class Ranks:
         dist.all_reduce(shared, group=self._group)
         return shared.to(tensor.device)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.sum(torch.zeros(1))
-
     def sync_group(self, sample_count: int) -> SyncGroup:
         """This rank's part of the next write."""
         return SyncGroup(

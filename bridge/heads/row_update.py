@@ -75,8 +75,15 @@ class RowUpdate:
             return
         if self._writer is None:
             self._writer = _PushWriter(self.table, self.ranks, lr, float(self.carrier.grad), self._samples)
-        self._writer.settle()
-        self._pending.push(self._writer)
+        try:
+            self._writer.settle()
+            self._pending.push(self._writer)
+        except BaseException:
+            if (
+                not self._writer.begun
+            ):  # nothing was numbered yet: the next step may bring another lr, scale and samples
+                self._writer = None
+            raise
         self.step += 1
         self.discard()
 
@@ -108,12 +115,15 @@ class _PushWriter:
         self._samples = samples
         self._write: HeadWrite | None = None
         self._sending: Future[Done] | None = None
+        self.begun = False
+        """Whether a push was prepared: from then on its settings hold for the whole step."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
 
     def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
         self.settle()
         group = None if self._ranks is None else self._ranks.sync_group(self._samples)
         self._write = self._table.prepare_push(ids, gradients, lr=self._lr, scale=self._scale, group=group)
+        self.begun = True
 
     def send_behind(self) -> None:
         if self._write is not None:

@@ -16,6 +16,12 @@ def _allocate(num_bytes: int, device: torch.device, *, pinned: bool = False) -> 
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until no copy between ``device`` and the host is under way, before host memory serves another purpose."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Scratch:
     """Named scratch tensors; asking for a name again invalidates the tensor given before. Belongs to one thread."""
 
