@@ -29,7 +29,7 @@ def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
     """
     k = torch.floor(angle / math.pi)
     sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
-    return sign * torch.cos(angle) - 2.0 * k, -sign * torch.sin(angle)
+    return sign * torch.cos(angle) - 2.0 * k, -torch.abs(torch.sin(angle))
 
 
 @dataclass(frozen=True)
