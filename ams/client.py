@@ -27,6 +27,7 @@ from geartrain.ams.errors import (
     ShardRestarted,
     ShardUnavailable,
     StaleCluster,
+    Unavailable,
 )
 from geartrain.ams.messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
 from geartrain.ams.placement import split_by_shard
@@ -59,6 +60,7 @@ class ShardCalls:
         self._refresh = refresh
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
         self._executor: ThreadPoolExecutor | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -71,6 +73,8 @@ class ShardCalls:
 
         Returns only when no carrier uses the requests' arrays any more.
         """
+        if self._closed:
+            raise Unavailable("this cluster is closed; use its tables inside the 'with' block, or before close()")
         futures = [self._attempt(shard, request, context) for shard, request in calls]
         outcomes: list[Outcome] = []
         patience = _Patience(self.config.recovery_timeout_seconds)  # one for all, or dead shards would add up
@@ -101,6 +105,7 @@ class ShardCalls:
         """Finish background calls and close the connections. Idempotent."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+        self._closed = True
         for carrier in self._carriers:
             carrier.close()
 

@@ -191,5 +191,5 @@ def test_closing_twice_is_harmless_and_a_closed_cluster_says_so(cluster: Cluster
     table = cluster.create_table("t", dim=4, optimizer=SGD(1.0))
     cluster.close()
     cluster.close()
-    with pytest.raises(errors.GeartrainError):
+    with pytest.raises(errors.Unavailable, match="closed"):
         table.pull(np.array([1]))

@@ -98,6 +98,8 @@ NB_MODULE(_core, m) {
   using namespace geartrain;
   m.doc() = "Row storage kernels of Geartrain; geartrain.ams.core.ops is the typed face.";
   m.attr("isa") = isa_name(active_isa());
+  // A table that a script still holds when the interpreter ends is no leak worth a page of warnings.
+  nb::set_leak_warnings(false);
   bind_refusal(m);
   bind_row_store(m);
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
