@@ -14,6 +14,6 @@ Insecure = Annotated[
     bool | None,
     typer.Option("--insecure", help="Allow addresses other machines can reach, without encryption or authentication."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")]
 SchedulerAddress = Annotated[str | None, typer.Option("--scheduler", help="host:port of the scheduler.")]

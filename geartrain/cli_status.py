@@ -63,7 +63,9 @@ def _print_tables(found: ClusterStatus, address: str) -> None:
 def _shard_table(found: ClusterStatus) -> Table:
     from rich.table import Table
 
-    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "heartbeat s ago")
+    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago")
+    table.columns[2].no_wrap = False
+    table.columns[2].overflow = "fold"
     for shard in found.shards:
         table.add_row(
             str(shard.shard),

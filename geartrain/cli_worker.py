@@ -30,9 +30,14 @@ app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class cen
 Out = Annotated[Path | None, typer.Option("--out", help="Run folder to write.")]
 Resume = Annotated[
     Path | None,
-    typer.Option("--resume", help="Run folder to go on with: to its end, or past it (--steps says how far)."),
+    typer.Option(
+        "--resume",
+        help="Run folder to go on with: to its end or, if it had ended, for as many steps again (or --steps more).",
+    ),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", help="Updates to train for.")]
+Steps = Annotated[
+    int | None, typer.Option("--steps", help="Updates to train for; of a finished run that is resumed, further ones.")
+]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images of a step, over all ranks.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.")]
 Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.")]
