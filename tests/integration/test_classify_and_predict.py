@@ -53,6 +53,15 @@ def draw(shape: str, seed: int, *, dark: bool = False) -> Image.Image:
     return picture
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Jobs this small gain nothing from threads, and lose much to waiting for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     folder = tmp_path / "images"

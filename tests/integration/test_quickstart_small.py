@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
 from fontTools.ttLib import TTFont
 from PIL import Image, ImageFont
 from rich.console import Console
@@ -44,6 +45,15 @@ def make_font(path: Path, slant: float) -> None:
         if table.isUnicode():
             table.cmap = {FIRST_CODE + place: letters[ord(letter)] for place, letter in enumerate(LETTERS)}
     font.save(path)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Jobs this small gain nothing from threads, and lose much to waiting for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
