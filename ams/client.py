@@ -264,13 +264,18 @@ class Table:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once."""
         checked = ids_array(ids, self.spec.num_rows)
         rows = rows_array(gradients, len(checked), self.spec.dim)
-        _require_finite(rows, checked)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
+        # All or nothing: a shard looks for itself, so what goes to one shard need not be looked at twice.
+        looks = self._calls.view.num_shards > 1 or group is not None
+        if looks:
+            _require_finite(rows, checked)
         merged, _, rows = ops.merge_duplicates(checked, rows)
-        if merged is not checked:
-            _require_finite(rows, checked := merged)  # a sum may be infinite where its terms are not
-        _require_finite_product(rows, scale)
+        if looks and merged is not checked:
+            _require_finite(rows, merged)  # a sum may be infinite where its terms are not
+        if looks:
+            _require_finite_product(rows, scale)
+        checked = merged
         requests = [
             (shard, Push(table=self.spec.name, ids=part, gradients=part_rows, lr=lr, scale=scale, group=group))
             for shard, part, part_rows in self._split(checked, rows, every_shard=group is not None)

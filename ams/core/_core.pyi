@@ -45,6 +45,32 @@ class RowStore:
     @property
     def memory_bytes(self) -> int: ...
 
+class ClassPass:
+    def __init__(self, features: npt.NDArray[np.float32], *, logit_factor: float, normalised: bool) -> None: ...
+    def forward(
+        self,
+        rows: npt.NDArray[np.float32],
+        *,
+        target_rows: npt.NDArray[np.int64],
+        target_samples: npt.NDArray[np.int64],
+        target_out: npt.NDArray[np.float32],
+        shift: npt.NDArray[np.float32] | None,
+        sum: npt.NDArray[np.float64],
+        weighted: npt.NDArray[np.float32] | None,
+        kept: npt.NDArray[np.float32] | None,
+    ) -> None: ...
+    def overwrite(
+        self,
+        rows: npt.NDArray[np.float32],
+        *,
+        target_rows: npt.NDArray[np.int64],
+        target_samples: npt.NDArray[np.int64],
+        log_sum: npt.NDArray[np.float32],
+        target_weight: npt.NDArray[np.float32],
+        kept: npt.NDArray[np.float32] | None,
+        factor: float,
+    ) -> float: ...
+
 def merge_ids(ids: npt.NDArray[np.int64], distinct: npt.NDArray[np.int64], inverse: npt.NDArray[np.int64]) -> int: ...
 def sum_rows(
     rows: npt.NDArray[Any], dtype_code: int, inverse: npt.NDArray[np.int64], sums: npt.NDArray[np.float32]

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.core import _core
-from geartrain.ams.core._core import Refused, RowStore
+from geartrain.ams.core._core import ClassPass, Refused, RowStore
 from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.ams.specs import DTYPES, Ids
 
 __all__ = [
     "DTYPE_CODES",
     "NUM_BUCKETS",
+    "ClassPass",
     "Refused",
     "RowStore",
     "all_finite",

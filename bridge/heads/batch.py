@@ -83,9 +83,15 @@ class Workspace:
         return out.copy_(torch.mm(left, right, out=narrow))
 
 
+def inverse_lengths(rows_ND: Tensor) -> Tensor:
+    """1 / length of each row, [N]."""
+    inverse_N: Tensor = torch.linalg.vector_norm(rows_ND, dim=1).clamp_(min=NORM_FLOOR).reciprocal_()
+    return inverse_N
+
+
 def normalise_(rows_ND: Tensor) -> Tensor:
     """Scale each row to unit length in place; return the inverse lengths [N]."""
-    inverse_N: Tensor = torch.linalg.vector_norm(rows_ND, dim=1).clamp_(min=NORM_FLOOR).reciprocal_()
+    inverse_N = inverse_lengths(rows_ND)
     rows_ND.mul_(inverse_N.unsqueeze(1))
     return inverse_N
 
@@ -93,18 +99,14 @@ def normalise_(rows_ND: Tensor) -> Tensor:
 class Targets:
     """Finds the samples whose target row lies in a chunk."""
 
-    def __init__(self, positions_B: Ids, device: torch.device) -> None:
+    def __init__(self, positions_B: Ids) -> None:
         self._order = np.argsort(positions_B, kind="stable")
         self._sorted = positions_B[self._order]
-        self._device = device
 
-    def within(self, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
+    def within(self, start: int, stop: int) -> tuple[Ids, Ids]:
         """(samples, rows counted from ``start``), int64, of the targets at positions ``start`` … ``stop`` − 1."""
         low, high = np.searchsorted(self._sorted, (start, stop))
-        if low == high:
-            return None
-        samples = torch.from_numpy(self._order[low:high]).to(self._device)
-        return samples, torch.from_numpy(self._sorted[low:high] - start).to(self._device)
+        return self._order[low:high], self._sorted[low:high] - start
 
 
 @dataclass(kw_only=True)
@@ -137,7 +139,7 @@ class Batch:
         return Batch(
             arithmetic=arithmetic,
             margin=margin,
-            targets=Targets(positions_B, arithmetic.device),
+            targets=Targets(positions_B),
             features_BD=own_BD,
             inverse_lengths_B=inverse_B,
             shifted=not fits or arithmetic.matmul == torch.float16,
@@ -158,18 +160,10 @@ class Batch:
         """Factor between cosines and logits."""
         return 1.0 if self.margin is None else self.margin.scale
 
-    def query(self) -> Tensor:
-        """x̂ [B, D] in the matmul dtype, scaled such that its product with unit rows is the logits to base 2.
-
-        exp2 is twice as fast as exp on a CPU.
-        """
-        return (self.features_BD * (self.scale * LOG2_E)).to(self.arithmetic.matmul)
-
-    def key(self) -> Tensor:
-        """x̂ [B, D] in the matmul dtype, weighted such that exponentials · key is Σ_b p_bj x̂_b."""
-        if self.shifted:
-            return self.features_BD.to(self.arithmetic.matmul)
-        return (self.features_BD * torch.exp2(-self.lse2_B).unsqueeze(1)).to(self.arithmetic.matmul)
+    @property
+    def logit_factor(self) -> float:
+        """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
+        return self.scale * LOG2_E
 
 
 def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:

@@ -56,50 +56,73 @@ class ChunkPool:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._executor_threads = 0
-        self._open_sessions = 0
+        self._lowered_by = 0
+        """Open sessions for whose time PyTorch's number of threads is lowered."""
         self._num_threads = 0
 
-    def map(self, function: Callable[[Scratch, T], R], items: Sequence[T], device: torch.device) -> list[R]:
+    def map(
+        self,
+        function: Callable[[Scratch, T], R],
+        items: Sequence[T],
+        device: torch.device,
+        *,
+        spreads_operations: bool = True,
+    ) -> list[R]:
         """Results of ``function(scratch, item)`` in order; see :meth:`Session.start`. One item simply runs here."""
         if len(items) == 1:
             return [_alone(function, items[0])]
-        with self.session(device) as session:
+        with self.session(device, spreads_operations=spreads_operations) as session:
             return session.start(function, items).wait()
 
     @contextmanager
-    def session(self, device: torch.device) -> Iterator[Session]:
+    def session(self, device: torch.device, *, spreads_operations: bool = True) -> Iterator[Session]:
         """Let chunks run side by side until the end of the ``with`` block; on a GPU they run one after the other, here.
 
-        PyTorch's number of threads per operation is one for the whole process, so it is lowered only for that time.
+        PyTorch's number of threads per operation is one for the whole process, so it is lowered only for that time,
+        and only if the work consists of operations that PyTorch would spread over its threads.
         """
         if device.type != "cpu":
             yield Session(None)
             return
         with self._lock:
-            if self._open_sessions == 0:
+            if self._lowered_by == 0:
                 self._num_threads = torch.get_num_threads()
-                self._executor = self._executor_of(self._num_threads)
+            executor = self._executor_of(self._num_threads)
+            if spreads_operations:
+                self._lowered_by += 1
                 torch.set_num_threads(1)
-            executor = self._executor
-            self._open_sessions += 1
         try:
             yield Session(executor)
         finally:
             with self._lock:
-                self._open_sessions -= 1
-                if self._open_sessions == 0:
-                    torch.set_num_threads(self._num_threads)
+                if spreads_operations:
+                    self._lowered_by -= 1
+                    if self._lowered_by == 0:
+                        torch.set_num_threads(self._num_threads)
 
     def _executor_of(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or self._executor_threads != threads:
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
-            # BLAS, unlike PyTorch, counts its threads for each calling thread: each has to be told.
-            self._executor = ThreadPoolExecutor(
-                threads, thread_name_prefix="geartrain-head", initializer=torch.set_num_threads, initargs=(1,)
-            )
+            # BLAS, unlike PyTorch, counts its threads for each calling thread: each has to be told, and what that does
+            # to PyTorch's own number is undone once all of them have been.
+            told = threading.Barrier(threads + 1)
+
+            def tell() -> None:
+                torch.set_num_threads(1)
+                told.wait()
+
+            self._executor = ThreadPoolExecutor(threads, thread_name_prefix="geartrain-head", initializer=tell)
+            for _ in range(threads):
+                self._executor.submit(_nothing)
+            told.wait()
+            torch.set_num_threads(threads)
             self._executor_threads = threads
         return self._executor
+
+
+def _nothing() -> None:
+    """Work that makes a thread begin."""
 
 
 _own = threading.local()

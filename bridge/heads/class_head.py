@@ -65,7 +65,7 @@ class ClassHead(nn.Module):
         sync: bool = False,
         process_group: dist.ProcessGroup | None = None,
         rows_cache_bytes: int = 64 << 20,
-        logits_cache_bytes: int = 16 << 20,
+        logits_cache_bytes: int = 26 << 20,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 

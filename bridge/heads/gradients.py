@@ -18,9 +18,9 @@ from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds
+from geartrain.bridge.heads.chunk_pass import ChunkPass
 from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
-from geartrain.bridge.heads.row_pass import RowPass, fold_normalisation_
 from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.stream import Block, RowStream
@@ -130,6 +130,7 @@ class Factors:
     """One batch and what its row gradients are multiplied by."""
 
     batch: Batch
+    chunk_pass: ChunkPass
     active: ActiveClasses
     labels_B: Ids
     factor: Tensor
@@ -190,24 +191,24 @@ class FactoredGradient:
         """(stop, ids [N], gradients [N, D]) of block after block; the next is worked on meanwhile."""
         arithmetic = self._factors[0].batch.arithmetic
         parts = [_Part(factors, self._active) for factors in self._factors]
-        largest = max(factors.batch.size for factors in self._factors)
-        chunk_rows = chunk_rows_for(largest, self._table.spec.dim, arithmetic.device)
+        chunk_pass = min((factors.chunk_pass for factors in self._factors), key=lambda one: one.chunk_rows)
 
         def overwrite(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> None:
             block, (low, high) = item
             work = Workspace(arithmetic, scratch)
-            unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
-            inverse_N = None if parts[0].factors.batch.margin is None else normalise_(unit_ND)
-            gradient_ND, factor = _sum_of_parts(work, parts, unit_ND, block.start + low, block.ids[low:high])
-            fold_normalisation_(work, unit_ND, inverse_N, gradient_ND, factor)
+            rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+            if len(parts) == 1:
+                parts[0].overwrite(work, rows_ND, block.start + low, block.ids[low:high])
+            else:
+                _overwrite_by_sum(work, parts, rows_ND, block.start + low, block.ids[low:high])
             out_ND = gradient_view(block.rows_ND[low:high])
-            if unit_ND.data_ptr() != out_ND.data_ptr():
-                out_ND.copy_(unit_ND)
+            if rows_ND.data_ptr() != out_ND.data_ptr():
+                out_ND.copy_(rows_ND)
 
         before: tuple[Block, Running[None]] | None = None
-        with CHUNKS.session(arithmetic.device) as session:
+        with CHUNKS.session(arithmetic.device, spreads_operations=chunk_pass.spreads_operations) as session:
             for block in stream.blocks(first):
-                chunks = chunk_bounds(len(block.rows_ND), chunk_rows)
+                chunks = chunk_bounds(len(block.rows_ND), chunk_pass.chunk_rows)
                 running = session.start(overwrite, [(block, bounds) for bounds in chunks])
                 if before is not None:
                     yield _finished(*before)
@@ -221,32 +222,31 @@ def _finished(block: Block, running: Running[None]) -> tuple[int, Ids, Tensor]:
     return block.stop, block.ids, gradient_view(block.rows_ND)
 
 
-def _sum_of_parts(work: Workspace, parts: list[_Part], unit_ND: Tensor, start: int, ids: Ids) -> tuple[Tensor, Tensor]:
-    """Gradient [N, D] of the unit rows over all micro-batches, and the factor that is still to be multiplied in."""
-    if len(parts) == 1:
-        return parts[0].chunk(work, unit_ND, start, ids), parts[0].factors.factor
-    total_ND = work.empty("sum", *unit_ND.shape).zero_()
+def _overwrite_by_sum(work: Workspace, parts: list[_Part], rows_ND: Tensor, start: int, ids: Ids) -> None:
+    """Overwrite the rows by the sum of their gradients over several micro-batches."""
+    total_ND = work.empty("sum", *rows_ND.shape).zero_()
     for part in parts:
-        total_ND.addcmul_(part.chunk(work, unit_ND, start, ids), part.factors.factor)
-    return total_ND, torch.ones_like(parts[0].factors.factor)
+        copy_ND = work.empty("copied rows", *rows_ND.shape).copy_(rows_ND)
+        part.overwrite(work, copy_ND, start, ids)
+        total_ND += copy_ND
+    rows_ND.copy_(total_ND)
 
 
 class _Part:
     """The row gradients of one batch within the union of the active classes of several."""
 
     def __init__(self, factors: Factors, union: ActiveClasses) -> None:
-        self.factors = factors
+        self._factors = factors
         self._is_whole = _are_same(factors.active, union)
         if not self._is_whole:
-            factors.batch.targets = Targets(union.positions(factors.labels_B), factors.batch.arithmetic.device)
-        self._pass = RowPass(factors.batch)
+            factors.batch.targets = Targets(union.positions(factors.labels_B))
 
-    def chunk(self, work: Workspace, unit_ND: Tensor, start: int, ids: Ids) -> Tensor:
-        gradient_ND = self._pass.chunk(work, unit_ND, start)
+    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, ids: Ids) -> None:
+        factors = self._factors
+        factors.chunk_pass.overwrite(work, rows_ND, start, factors.factor)
         if not self._is_whole:
-            absent = np.isin(ids, self.factors.active.ids, invert=True)
-            gradient_ND[torch.from_numpy(absent).to(gradient_ND.device)] = 0
-        return gradient_ND
+            absent = np.isin(ids, factors.active.ids, invert=True)
+            rows_ND[torch.from_numpy(absent).to(rows_ND.device)] = 0
 
 
 RowGradient = HeldGradient | FactoredGradient

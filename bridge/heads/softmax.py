@@ -1,10 +1,10 @@
-"""The forward pass of a class head: loss and feature gradient in one walk over the rows, chunk by chunk.
+"""The loss of a class head and its feature gradient, from sums over the rows that are made chunk by chunk.
 
 No logits matrix exists. Per sample there is a sum of exp(logit − shift) and the same sum weighted by the rows (an
 online log-sum-exp; Milakov and Gimelshein 2018, as in FlashAttention). The target column is left out of both and added
 at the end with the derivative of its margin. With x̂, ŵ of unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
     dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x|
-Legend: B samples, D width, N rows of one chunk.
+Legend: B samples, D width.
 """
 
 from __future__ import annotations
@@ -12,49 +12,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geartrain.bridge.heads.batch import LOG2_E, Batch, Workspace
+from geartrain.bridge.heads.batch import LOG2_E, Batch
 
 
 class PartialSums:
-    """Running sums over some chunks, added one after the other; logits and shifts are to base 2."""
+    """Running sums over some chunks, which a :class:`~.chunk_pass.ChunkPass` adds one after the other."""
 
     def __init__(self, batch: Batch, target_rows_BD: Tensor, *, want_gradient: bool) -> None:
         rows, width = batch.features_BD.shape
         compute, device = batch.arithmetic.compute, batch.arithmetic.device
-        self._batch = batch
-        self._query_BD = batch.query()
-        self._target_rows_BD = target_rows_BD
-        self.shift_B: Tensor | None = None
+        self.target_rows_BD = target_rows_BD
+        """The (unit) rows of the targets met so far."""
+        self.shift_B = torch.full((rows,), -torch.inf, dtype=compute, device=device) if batch.shifted else None
+        """Largest logit to base 2 met so far; None: exponentials need no shift."""
         self.sum_B = torch.zeros(rows, dtype=torch.float64, device=device)
+        """Sum of exp2(logit − shift)."""
         self.weighted_BD = torch.zeros(rows, width, dtype=compute, device=device) if want_gradient else None
-
-    def add(self, work: Workspace, unit_ND: Tensor, start: int, logits_NB: Tensor) -> None:
-        """Take in the chunk whose first row is at position ``start``; ``logits_NB`` is overwritten by exponentials."""
-        operand_ND = work.narrow("narrow rows", unit_ND)
-        work.product_into(logits_NB, operand_ND, self._query_BD.t())
-        if self._batch.shifted:
-            self._raise_shift(logits_NB)
-        logits_NB.exp2_()
-        found = self._batch.targets.within(start, start + len(unit_ND))
-        if found is not None:
-            samples, rows = found
-            self._target_rows_BD[samples] = unit_ND[rows]
-            logits_NB[rows, samples] = 0
-        self.sum_B += logits_NB.sum(0)
-        if self.weighted_BD is not None:
-            operand_NB = work.narrow("narrow exponentials", logits_NB)
-            if operand_NB.dtype == self.weighted_BD.dtype:
-                self.weighted_BD.addmm_(operand_NB.t(), operand_ND)
-            else:
-                self.weighted_BD += work.product("part", operand_NB.t(), operand_ND)
-
-    def _raise_shift(self, logits_NB: Tensor) -> None:
-        highest_B = logits_NB.amax(0)
-        if self.shift_B is not None:
-            highest_B = torch.maximum(highest_B, self.shift_B)
-            self.lift(highest_B)
-        self.shift_B = highest_B
-        logits_NB.sub_(highest_B)
+        """The same sum weighted by the (unit) rows."""
 
     def lift(self, shift_B: Tensor) -> None:
         """Express the sums with a shift that is nowhere below the present one."""
@@ -72,13 +46,13 @@ class OnlineSoftmax:
 
     def __init__(self, batch: Batch, num_parts: int, *, want_gradient: bool) -> None:
         self._batch = batch
-        self.target_rows_BD = torch.zeros_like(batch.features_BD)
-        self.parts = [PartialSums(batch, self.target_rows_BD, want_gradient=want_gradient) for _ in range(num_parts)]
+        self._target_rows_BD = torch.zeros_like(batch.features_BD)
+        self.parts = [PartialSums(batch, self._target_rows_BD, want_gradient=want_gradient) for _ in range(num_parts)]
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Return the mean loss (0-dim) and its gradient with respect to the features [B, D]; fill in the batch."""
-        batch = self._batch
-        cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
+        batch, target_rows_BD = self._batch, self._target_rows_BD
+        cos_B = (batch.features_BD * target_rows_BD).sum(1)
         if batch.margin is None:
             target_B, slope_B = cos_B, torch.ones_like(cos_B)
         else:
@@ -94,7 +68,7 @@ class OnlineSoftmax:
         if weighted_BD is None:
             return loss, None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
-        gradient_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        gradient_BD.addcmul_(target_rows_BD, batch.target_weight_B.unsqueeze(1))
         return loss, _through_normalisation(gradient_BD.mul_(batch.scale / batch.divisor), batch)
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:

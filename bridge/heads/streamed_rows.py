@@ -11,7 +11,8 @@ from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.heads.chunk_pass import pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.gradients import FactoredGradient, Factors
 from geartrain.bridge.heads.scratch import BufferPool, Scratch
@@ -42,13 +43,13 @@ class StreamedRows:
         self._batch = batch
         self._labels_B = labels_B
         self._required_sync = required_sync
+        self._pass = pass_for(batch)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Loss (0-dim) and feature gradient [B, D]; nothing is kept."""
         batch, device = self._batch, self._batch.arithmetic.device
         softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
         stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
-        chunk_rows = chunk_rows_for(batch.size, self._table.spec.dim, device)
 
         turns = [Lock() for _ in range(PARTS)]
 
@@ -56,14 +57,11 @@ class StreamedRows:
             block, part = item
             work = Workspace(batch.arithmetic, scratch)
             with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
-                for low, high in chunk_bounds(len(block.rows_ND), chunk_rows)[part::PARTS]:
-                    unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
-                    if batch.margin is not None:
-                        normalise_(unit_ND)
-                    logits_NB = work.empty("logits", high - low, batch.size)
-                    softmax.parts[part].add(work, unit_ND, block.start + low, logits_NB)
+                for low, high in chunk_bounds(len(block.rows_ND), self._pass.chunk_rows)[part::PARTS]:
+                    rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+                    self._pass.forward(work, softmax.parts[part], rows_ND, block.start + low, None)
 
-        with CHUNKS.session(device) as session:
+        with CHUNKS.session(device, spreads_operations=self._pass.spreads_operations) as session:
             before: Running[None] | None = None
             for block in stream.blocks():
                 running = session.start(add_part, [(block, part) for part in range(PARTS)])
@@ -80,7 +78,9 @@ class StreamedRows:
         batch = self._batch
         factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
-        factors = Factors(batch=batch, active=self._active, labels_B=self._labels_B, factor=factor)
+        factors = Factors(
+            batch=batch, chunk_pass=self._pass, active=self._active, labels_B=self._labels_B, factor=factor
+        )
         return FactoredGradient(self._table, self._pool, factors), checksum
 
     def discard(self) -> None:

@@ -37,6 +37,14 @@ Isa active_isa() {
   return isa;
 }
 
+bool has_fused_multiply_add() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
 const char* isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "baseline"; }
 
 }  // namespace geartrain

@@ -9,6 +9,7 @@ enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 // Throws std::runtime_error if the variable names an unknown or unsupported one.
 Isa active_isa();
 const char* isa_name(Isa isa);
+bool has_fused_multiply_add();
 
 #if defined(__x86_64__)
 #define GEARTRAIN_TARGET_AVX2 __attribute__((target("avx2")))

@@ -165,9 +165,15 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const ch
   found.positions.resize(static_cast<size_t>(count));
   const size_t bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(dtype)];
-  find_positions(directory_, ids, count, found.positions.data(), [&](int64_t i) {
-    found.largest = std::max(found.largest, max_abs_bits(row_of(values, i, bytes), static_cast<size_t>(spec_.dim)));
+  std::vector<uint32_t> largest(static_cast<size_t>(spec_.threads), 0);
+  fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
+    uint32_t seen = 0;
+    find_positions(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t i) {
+      seen = std::max(seen, max_abs_bits(row_of(values, begin + i, bytes), static_cast<size_t>(spec_.dim)));
+    });
+    largest[static_cast<size_t>(slice)] = seen;
   });
+  found.largest = *std::max_element(largest.begin(), largest.end());
   for (int64_t i = 0; i < count; ++i)
     if (found.positions[static_cast<size_t>(i)] < 0) found.missing.push_back(ids[i]);
   return found;

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.bridge.heads import gradients, held_rows, streamed_rows
+from geartrain.bridge.heads import chunk_pass
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -85,8 +85,8 @@ def test_gradients_equal_those_of_the_plain_formula(
     chunk_rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (held_rows, streamed_rows, gradients):
-        monkeypatch.setattr(module, "chunk_rows_for", lambda *_: chunk_rows)
+    monkeypatch.setattr(chunk_pass, "chunk_rows_for", lambda *_: chunk_rows)
+    monkeypatch.setattr(chunk_pass.CompiledPass, "chunk_rows", chunk_rows)
     check(margin, select, 9, 131, 6, holds=holds, keep_bytes=9 * 40 * 8)
     check(margin, select, 9, 131, 6, holds=holds, keep_bytes=0, dtype=torch.float32, tolerance=2e-5)
 

@@ -1,0 +1,65 @@
+// The arithmetic of a class head over a chunk of class rows: logits, exponentials, their weighted sums, row gradients.
+//
+// Each function is compiled for every instruction set and walks the rows tile by tile, so that a tile's unit rows, logits
+// and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no part of
+// the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
+//
+// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/heads/softmax.py and row_pass.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace geartrain {
+
+// Both operands of the products, in panels: of the samples for the logits, of the width for the row gradients.
+struct PackedBatch {
+  int64_t batch;
+  int64_t dim;
+  const float* query;  // x̂ times what makes logits to base 2
+  const float* key;    // x̂
+};
+
+// Which cells of the chunk belong to a sample's own class.
+struct Targets {
+  const int64_t* rows;
+  const int64_t* samples;
+  int64_t count;
+};
+
+struct ForwardChunk {
+  const float* rows;  // [N, D]
+  int64_t num_rows;
+  bool normalised;  // whether rows count by their direction only
+  Targets targets;
+  float* target_rows;  // [B, D]: the (unit) rows of the targets found here
+  float* shift;        // [B] running maximum of the logits, raised as needed; null: exponentials need none
+  double* sum;         // [B] += exp2(logit - shift), targets left out
+  float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
+  float* kept;         // [N, B] logits, or null
+};
+
+struct GradientChunk {
+  float* rows;  // [N, D]; each is overwritten by its gradient
+  int64_t num_rows;
+  bool normalised;
+  Targets targets;
+  const float* log_sum;        // [B] log2 of the sum of the exponentials
+  const float* target_weight;  // [B] derivative at the target's cosine
+  const float* kept;           // [N, B] logits of the forward pass, or null: made again
+  float factor;                // multiplies everything
+};
+
+struct ClassPass {
+  int64_t (*packed_size)(int64_t depth, int64_t width);  // floats
+  void (*pack)(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride, float scale,
+               float* out);
+  int64_t (*scratch_size)(int64_t dim);  // floats
+  void (*forward)(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch);
+  // Returns 0, or NaN if a gradient is not finite.
+  float (*gradient)(const PackedBatch& batch, const GradientChunk& chunk, float* scratch);
+};
+
+const ClassPass& class_pass();
+
+}  // namespace geartrain

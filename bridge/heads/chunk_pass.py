@@ -1,0 +1,178 @@
+"""The two passes of a class head over a chunk of rows: the sums of the forward pass, and the gradient of each row.
+
+The second follows from what the first learned. With g_bj = dloss/dcos_bj (formulas of ``softmax.py``):
+    dloss/dŵ_j = Σ_b g_bj x̂_b,   dloss/dw = (dŵ − (dŵ·ŵ) ŵ) / |w|
+:class:`CompiledPass` is one walk of C++ over the chunk, for float32 on a CPU (``docs/decisions/0007``);
+:class:`TensorPass` is PyTorch, for every other type and device. Threads may share a pass.
+Legend: B samples, D width, N rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.core.ops import ClassPass
+from geartrain.bridge.heads.batch import Batch, Workspace, chunk_rows_for, inverse_lengths
+from geartrain.bridge.heads.softmax import PartialSums
+
+
+class ChunkPass(Protocol):
+    """What is done with the chunks of one batch. Rows [N, D] come in the compute dtype, on the features' device."""
+
+    chunk_rows: int
+    """Rows of a chunk that suit it."""
+    keeps_logits: bool
+    """Whether keeping logits is faster than making them again."""
+    spreads_operations: bool
+    """Whether its operations would each take all of PyTorch's threads."""
+
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """Add the chunk whose first row is at position ``start`` to ``sums``; write its logits to ``kept_NB``."""
+        ...
+
+    def overwrite(
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+    ) -> Tensor:
+        """Overwrite the rows by their gradient times ``factor`` (0-dim) / scale.
+
+        Called once the forward pass is finished. Returns a sum that is finite only if all of it is (0-dim).
+        """
+        ...
+
+
+def pass_for(batch: Batch) -> ChunkPass:
+    """The fastest pass for the batch's types and device."""
+    arithmetic = batch.arithmetic
+    if arithmetic.device.type == "cpu" and arithmetic.matmul == arithmetic.compute == torch.float32 and batch.size > 0:
+        return CompiledPass(batch)
+    return TensorPass(batch)
+
+
+class CompiledPass:
+    """``ams/core/csrc/class_pass.hpp``: a tile of rows stays in the cache from its normalisation to its gradient."""
+
+    chunk_rows = 1536
+    keeps_logits = True
+    spreads_operations = False
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        features = batch.features_BD.numpy()
+        self._compiled = ClassPass(features, logit_factor=batch.logit_factor, normalised=batch.margin is not None)
+
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """See :class:`ChunkPass`."""
+        del work
+        samples, rows = self._batch.targets.within(start, start + len(rows_ND))
+        self._compiled.forward(
+            rows_ND.numpy(),
+            target_rows=rows,
+            target_samples=samples,
+            target_out=sums.target_rows_BD.numpy(),
+            shift=None if sums.shift_B is None else sums.shift_B.numpy(),
+            sum=sums.sum_B.numpy(),
+            weighted=None if sums.weighted_BD is None else sums.weighted_BD.numpy(),
+            kept=None if kept_NB is None else kept_NB.numpy(),
+        )
+
+    def overwrite(
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+    ) -> Tensor:
+        """See :class:`ChunkPass`."""
+        del work
+        batch = self._batch
+        samples, rows = batch.targets.within(start, start + len(rows_ND))
+        check = self._compiled.overwrite(
+            rows_ND.numpy(),
+            target_rows=rows,
+            target_samples=samples,
+            log_sum=batch.lse2_B.numpy(),
+            target_weight=batch.target_weight_B.numpy(),
+            kept=None if kept_NB is None else kept_NB.numpy(),
+            factor=float(factor),
+        )
+        return torch.tensor(check)
+
+
+class TensorPass:
+    """The same with tensor operations."""
+
+    spreads_operations = True
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        arithmetic = batch.arithmetic
+        self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
+        self.keeps_logits = arithmetic.matmul == arithmetic.compute and batch.size > 0
+        self._query_BD = (batch.features_BD * batch.logit_factor).to(arithmetic.matmul)
+        self._key_BD = batch.features_BD.to(arithmetic.matmul)
+
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """See :class:`ChunkPass`."""
+        unit_ND, _ = self._unit_rows(work, rows_ND)
+        operand_ND = work.narrow("narrow rows", unit_ND)
+        logits_NB = self._logits(work, operand_ND)
+        if kept_NB is not None:
+            kept_NB.copy_(logits_NB)
+        if sums.shift_B is not None:
+            highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
+            sums.lift(highest_B)
+            logits_NB.sub_(highest_B)
+        logits_NB.exp2_()
+        found = self._targets(start, len(rows_ND))
+        if found is not None:
+            samples, rows = found
+            sums.target_rows_BD[samples] = unit_ND[rows]
+            logits_NB[rows, samples] = 0
+        sums.sum_B += logits_NB.sum(0)
+        if sums.weighted_BD is None:
+            return
+        operand_NB = work.narrow("narrow exponentials", logits_NB)
+        if operand_NB.dtype == sums.weighted_BD.dtype:
+            sums.weighted_BD.addmm_(operand_NB.t(), operand_ND)
+        else:
+            sums.weighted_BD += work.product("part", operand_NB.t(), operand_ND)
+
+    def overwrite(
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+    ) -> Tensor:
+        """See :class:`ChunkPass`."""
+        batch = self._batch
+        unit_ND, inverse_N = self._unit_rows(work, rows_ND)
+        logits_NB = self._logits(work, work.narrow("narrow rows", unit_ND)) if kept_NB is None else kept_NB
+        logits_NB.sub_(batch.lse2_B).exp2_()
+        found = self._targets(start, len(rows_ND))
+        if found is not None:
+            samples, rows = found
+            logits_NB[rows, samples] = 0
+        gradient_ND = work.product("unit gradient", work.narrow("narrow exponentials", logits_NB), self._key_BD)
+        if found is not None:  # by itself and in the compute dtype: it is the largest part by far
+            weighted = batch.features_BD[samples] * batch.target_weight_B[samples].unsqueeze(1)
+            gradient_ND.index_put_((rows,), weighted, accumulate=True)
+        if inverse_N is None:
+            return torch.mul(gradient_ND, factor, out=rows_ND).sum()
+        weight_N = inverse_N * factor
+        along_N = torch.mul(gradient_ND, unit_ND, out=work.empty("product", *unit_ND.shape)).sum(1)
+        torch.mul(unit_ND, (-along_N * weight_N).unsqueeze(1), out=rows_ND)
+        return rows_ND.addcmul_(gradient_ND, weight_N.unsqueeze(1)).sum()
+
+    def _unit_rows(self, work: Workspace, rows_ND: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(unit rows [N, D], inverse lengths [N]); without a margin the rows themselves and None."""
+        if self._batch.margin is None:
+            return rows_ND, None
+        inverse_N = inverse_lengths(rows_ND)
+        return torch.mul(rows_ND, inverse_N.unsqueeze(1), out=work.empty("unit rows", *rows_ND.shape)), inverse_N
+
+    def _logits(self, work: Workspace, operand_ND: Tensor) -> Tensor:
+        return work.product("logits", operand_ND, self._query_BD.t())
+
+    def _targets(self, start: int, num_rows: int) -> tuple[Tensor, Tensor] | None:
+        """(samples, rows of the chunk) on the device, or None if there are none."""
+        samples, rows = self._batch.targets.within(start, start + num_rows)
+        if len(samples) == 0:
+            return None
+        device = self._batch.arithmetic.device
+        return torch.from_numpy(samples).to(device), torch.from_numpy(rows).to(device)

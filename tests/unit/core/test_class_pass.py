@@ -1,0 +1,172 @@
+"""The compiled class pass against its formulas in float64, on every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.ams.core import ops
+
+Floats = npt.NDArray[Any]
+FACTOR = 12.0
+NO_TARGETS = {"target_rows": np.empty(0, np.int64), "target_samples": np.empty(0, np.int64)}
+SHAPES = [(128, 128, 400), (1, 1, 1), (7, 5, 13), (300, 33, 201), (33, 520, 250), (513, 16, 97)]
+
+
+class Case:
+    """One batch of B samples and one chunk of N rows of width D, with what the formulas give for them."""
+
+    def __init__(self, batch: int, dim: int, num_rows: int, *, normalised: bool, shifted: bool, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        self.features = random.standard_normal((batch, dim)).astype(np.float32)
+        self.features /= np.linalg.norm(self.features, axis=1, keepdims=True)
+        self.rows = (random.standard_normal((num_rows, dim)) * 0.3).astype(np.float32)
+        self.samples = np.arange(0, batch, 3)
+        self.targets = random.integers(num_rows, size=len(self.samples))
+        self.normalised, self.shifted = normalised, shifted
+        wide = self.rows.astype(np.float64)
+        self.inverse = 1 / np.linalg.norm(wide, axis=1) if normalised else np.ones(num_rows)
+        self.unit = wide * self.inverse[:, None]
+        self.logits = self.features.astype(np.float64) @ self.unit.T * FACTOR
+        self.target_weight = random.standard_normal(batch).astype(np.float32)
+
+    def forward(self, *, parts: int = 1) -> dict[str, Floats | None]:
+        batch, dim = self.features.shape
+        out: dict[str, Any] = {
+            "target_out": np.zeros((batch, dim), np.float32),
+            "shift": np.full(batch, -np.inf, np.float32) if self.shifted else None,
+            "sum": np.zeros(batch),
+            "weighted": np.zeros((batch, dim), np.float32),
+            "kept": np.zeros((len(self.rows), batch), np.float32),
+        }
+        compiled = ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised)
+        bounds = np.linspace(0, len(self.rows), parts + 1).astype(int)
+        for low, high in itertools.pairwise(bounds):
+            here = (self.targets >= low) & (self.targets < high)
+            targets = {"target_rows": self.targets[here] - low, "target_samples": self.samples[here]}
+            compiled.forward(self.rows[low:high], **targets, **{**out, "kept": out["kept"][low:high]})
+        return out
+
+    def check_forward(self, out: dict[str, Any]) -> None:
+        shift = out["shift"].astype(np.float64) if self.shifted else np.zeros(len(self.features))
+        exponentials = np.exp2(self.logits - shift[:, None])
+        exponentials[self.samples, self.targets] = 0
+        close(out["kept"], self.logits.T)
+        close(out["sum"], exponentials.sum(1))
+        close(out["weighted"], exponentials @ self.unit)
+        close(out["target_out"][self.samples], self.unit[self.targets])
+
+    def check_gradient(self, kept: Floats | None) -> None:
+        log_sum = np.log2(np.exp2(self.logits).sum(1)).astype(np.float32)
+        probabilities = np.exp2(self.logits - log_sum[:, None].astype(np.float64))
+        probabilities[self.samples, self.targets] = self.target_weight[self.samples]
+        unit_gradient = probabilities.T @ self.features.astype(np.float64)
+        expected = 0.5 * self.inverse[:, None] * unit_gradient
+        if self.normalised:
+            expected -= 0.5 * self.inverse[:, None] * (unit_gradient * self.unit).sum(1, keepdims=True) * self.unit
+        rows = self.rows.copy()
+        compiled = ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised)
+        check = compiled.overwrite(
+            rows,
+            target_rows=self.targets,
+            target_samples=self.samples,
+            log_sum=log_sum,
+            target_weight=self.target_weight,
+            kept=kept,
+            factor=0.5,
+        )
+        assert check == 0
+        close(rows, expected, scale=np.abs(unit_gradient * self.inverse[:, None]).max())
+
+
+def close(found: Floats, expected: Floats, scale: float | None = None) -> None:
+    largest = float(np.abs(expected).max(initial=0)) if scale is None else scale
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest + 1e-12)
+
+
+def check_all() -> None:
+    for shape in SHAPES:
+        for normalised in (True, False):
+            for shifted in (True, False):
+                case = Case(*shape, normalised=normalised, shifted=shifted)
+                out = case.forward()
+                case.check_forward(out)
+                case.check_gradient(out["kept"])
+                case.check_gradient(None)
+
+
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_follows_the_formulas(instruction_set: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "GEARTRAIN_ISA": instruction_set},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if "has no more than" in ran.stderr:
+        pytest.skip(f"this CPU has no {instruction_set}")
+    assert ran.returncode == 0, ran.stderr
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 70),
+    dim=st.integers(1, 70),
+    num_rows=st.integers(1, 260),
+    normalised=st.booleans(),
+    shifted=st.booleans(),
+    parts=st.integers(1, 5),
+)
+def test_sums_over_chunks_are_those_over_all_rows(
+    batch: int, dim: int, num_rows: int, normalised: bool, shifted: bool, parts: int
+) -> None:
+    case = Case(batch, dim, num_rows, normalised=normalised, shifted=shifted)
+    out = case.forward(parts=parts)
+    case.check_forward(out)
+    case.check_gradient(out["kept"])
+
+
+def test_a_shift_keeps_exponentials_in_range() -> None:
+    case = Case(5, 8, 60, normalised=False, shifted=True)
+    case.rows *= 3000  # logits beyond what exp2 can hold in float32
+    case.unit *= 3000
+    case.logits *= 3000
+    out = case.forward(parts=7)
+    assert np.isfinite(out["sum"]).all()
+    shift = out["shift"]
+    assert shift is not None
+    np.testing.assert_allclose(shift, case.logits.max(1), rtol=1e-5)
+
+
+def test_what_is_not_finite_shows() -> None:
+    case = Case(4, 6, 30, normalised=True, shifted=False)
+    case.rows[17, 2] = np.nan
+    sums = case.forward()["sum"]
+    assert sums is not None
+    assert np.isnan(sums).all()
+    compiled = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True)
+    zeros = np.zeros(4, np.float32)
+    check = compiled.overwrite(case.rows, **NO_TARGETS, log_sum=zeros, target_weight=zeros, kept=None, factor=1.0)
+    assert np.isnan(check)
+
+
+def test_a_target_outside_the_chunk_is_refused() -> None:
+    case = Case(4, 6, 30, normalised=True, shifted=False)
+    compiled = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True)
+    zeros, wrong = np.zeros(4, np.float32), {"target_rows": np.array([30]), "target_samples": np.array([0])}
+    with pytest.raises(ValueError, match="outside the chunk"):
+        compiled.overwrite(case.rows, **wrong, log_sum=zeros, target_weight=zeros, kept=None, factor=1.0)
+
+
+if __name__ == "__main__":
+    check_all()
