@@ -35,6 +35,7 @@ Resume = Annotated[
         help="Run folder to go on with: to its end or, if it had ended, for as many steps again (or --steps more).",
     ),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out already holds.")]
 Steps = Annotated[
     int | None, typer.Option("--steps", help="Updates to train for; of a finished run that is resumed, further ones.")
 ]
@@ -54,6 +55,7 @@ Cache = Annotated[
 def glyphs(
     out: Out = None,
     resume: Resume = None,
+    overwrite: Overwrite = False,
     steps: Steps = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
@@ -72,7 +74,7 @@ def glyphs(
     Without --scheduler the rows live in this process. Under torchrun the ranks train in step (--scheduler is needed).
     """
     console = _console(as_json)
-    options = _options(out or Path("runs/glyphs"), resume, steps, scheduler, device)
+    options = _options(out or Path("runs/glyphs"), resume, overwrite, steps, scheduler, device)
     recipe = _recipe(options.recipe, steps, batch_size, seed, lr, sample_rate)
     from geartrain.workers.jobs import train_glyphs
 
@@ -86,6 +88,7 @@ def classify(
     ] = None,
     out: Out = None,
     resume: Resume = None,
+    overwrite: Overwrite = False,
     steps: Steps = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
@@ -105,7 +108,7 @@ def classify(
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
-    options = _options(out or Path("runs/classify"), resume, steps, scheduler, device)
+    options = _options(out or Path("runs/classify"), resume, overwrite, steps, scheduler, device)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
@@ -119,7 +122,11 @@ def classify(
     _end(train_folder(options, folder=data, held_out=held_out, console=console), as_json)
 
 
-def _options(out: Path, resume: Path | None, steps: int | None, scheduler: str | None, device: str) -> JobOptions:
+def _options(
+    out: Path, resume: Path | None, overwrite: bool, steps: int | None, scheduler: str | None, device: str
+) -> JobOptions:
+    if resume is not None and overwrite:
+        raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.job import JobOptions
     from geartrain.workers.recipe import Recipe
@@ -130,6 +137,7 @@ def _options(out: Path, resume: Path | None, steps: int | None, scheduler: str |
         preprocessing=Preprocessing(),
         resume=resume is not None,
         resume_steps=steps,
+        overwrite=overwrite,
         scheduler=scheduler,
         device=device,
     )

@@ -37,6 +37,7 @@ from geartrain.workers.mistakes import draw_mistakes
 from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.recipe import Recipe
 from geartrain.workers.row_timing import TimedCluster
+from geartrain.workers.run_folder import remove_run, require_new_run
 
 _QUICK_LOOK_IMAGES = 2000
 
@@ -65,6 +66,8 @@ class JobOptions:
     """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
     resume_steps: int | None = None
     """Steps of that other stage; as many as before by default."""
+    overwrite: bool = False
+    """Start over where ``out`` holds a run already."""
     scheduler: str | None = None
     """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
     device: str = "auto"
@@ -81,8 +84,13 @@ class JobResult:
 
 
 def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Console) -> JobResult:
-    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks."""
+    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks.
+
+    Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
+    """
     started = time.perf_counter()
+    if not options.resume and not options.overwrite:
+        require_new_run(options.out)
     with ExitStack() as stack:
         ranks = stack.enter_context(joined_ranks(options.device))
         console = console if ranks.is_first else Console(quiet=True)
@@ -172,6 +180,8 @@ class _Run:
     def execute(self, stop: Callable[[], bool], seconds: dict[str, float]) -> JobResult:
         """Start or restore, train, and finish."""
         trainer, first = self._trainer, self._ranks.is_first
+        if first and self._saved is None and self._options.overwrite:
+            remove_run(self._options.out)
         events = Events(self._options.out / "events" / trainer.progress.table if first else None)
         try:
             self._begin(events)

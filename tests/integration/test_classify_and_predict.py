@@ -178,6 +178,41 @@ def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> Non
     assert 10 <= state["progress"]["step"] < 100000
 
 
+def test_a_run_is_never_started_over_unasked(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    recipe = replace(RECIPE, steps=1)
+    train(out, images, recipe=recipe)
+    (out / "notes.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ConfigError, match=rf"{out} already holds a run.*--resume {out}.*--out.*--overwrite"):
+        train(out, images, recipe=recipe)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    train(out, images, recipe=recipe, overwrite=True)
+    assert len(list((out / "events").iterdir())) == 1  # what is shown beside the new run is its own
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="saved no model") as caught:
+        train(tmp_path / "run", images)
+    assert "--resume" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"0\.png is not a folder"):
+        train(images / "circle" / "0.png", images)
+
+
+def test_what_cannot_be_trained_on_leaves_the_run_to_be_overwritten(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    with pytest.raises(InvalidArgument, match="not a folder"):
+        train(tmp_path / "run", tmp_path / "nowhere", overwrite=True)
+    assert (tmp_path / "run" / "report.json").exists()
+
+
+def test_a_run_is_not_both_resumed_and_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--overwrite .* --resume"):
+        invoke("worker", "classify", "--resume", str(tmp_path), "--overwrite")
+
+
 def test_a_run_is_resumed_by_its_own_command(images: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
     with pytest.raises(ConfigError, match="worker classify"):
