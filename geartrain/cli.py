@@ -1,7 +1,7 @@
 """The command line: which commands there are, and how their errors reach a person.
 
 A command's module is imported only when it is the one typed, so that roles start fast and never load torch.
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or configuration that cannot be right.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
-from geartrain.ams.errors import ConfigError, GeartrainError
+from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite
+
+FAILED, WRONG_USAGE = 1, 2
 
 # command -> (module, its function or group), in the order of the help
 COMMANDS = {
@@ -76,4 +78,15 @@ def main() -> None:
         build_app(sys.argv[1:])()
     except GeartrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(exit_code(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def exit_code(error: GeartrainError) -> int:
+    """2 for what the person gave, 1 for what happened. (Values that diverge in a training are not given.)"""
+    given = isinstance(error, ConfigError | InvalidArgument) and not isinstance(error, NonFinite)
+    return WRONG_USAGE if given else FAILED

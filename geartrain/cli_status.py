@@ -33,7 +33,7 @@ def status(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json:
 
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a scheduler or a server.")],
-    timeout_seconds: Annotated[float, typer.Option(help="How long to wait for an answer.")] = 2.0,
+    timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not."""

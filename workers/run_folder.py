@@ -20,8 +20,7 @@ _FILES = ("report.json", "mistakes.png")
 
 def require_new_run(folder: Path) -> None:
     """Raise ConfigError, with the remedies, if ``folder`` holds a finished or interrupted run or is no folder."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; a run needs one to write to: give another --out")
+    require_folder(folder, "--out")
     has_model = complete_folder(folder / "model").exists()
     if not has_model and not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
         return
@@ -30,6 +29,13 @@ def require_new_run(folder: Path) -> None:
         f"{folder} already holds a run{'' if has_model else ' that saved no model'}; "
         f"{go_on}give another --out, or replace it with --overwrite"
     )
+
+
+def require_folder(path: Path, flag: str) -> None:
+    """Raise ConfigError if ``path``, given as ``flag``, is no folder and cannot be made one: a file is in its way."""
+    existing = next((place for place in (path, *path.parents) if place.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise ConfigError(f"{flag} is {path}, but {existing} is not a folder; give a folder, or one to be made")
 
 
 def remove_run(folder: Path) -> None:

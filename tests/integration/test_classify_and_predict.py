@@ -197,8 +197,9 @@ def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Pat
     with pytest.raises(ConfigError, match="saved no model") as caught:
         train(tmp_path / "run", images)
     assert "--resume" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"0\.png is not a folder"):
-        train(images / "circle" / "0.png", images)
+    for inside_a_file in (images / "circle" / "0.png", images / "circle" / "0.png" / "run"):
+        with pytest.raises(ConfigError, match=r"--out is .*0\.png is not a folder"):
+            train(inside_a_file, images)
 
 
 def test_what_cannot_be_trained_on_leaves_the_run_to_be_overwritten(images: Path, tmp_path: Path) -> None:
@@ -267,8 +268,15 @@ def test_predict_names_what_it_cannot_read_and_goes_on(images: Path, tmp_path: P
     assert str(good) in out and "circle" in out
     with pytest.raises(ConfigError, match="does not exist"):
         invoke("predict", str(tmp_path / "nowhere"), str(good))
-    with pytest.raises(InvalidArgument, match="k is 0"):
-        invoke("predict", str(tmp_path / "run" / "model"), str(good), "--k", "0")
+
+
+def test_predict_never_gives_fewer_answers_than_asked_for(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    model, good = str(tmp_path / "run" / "model"), str(images / "circle" / "0.png")
+    with pytest.raises(InvalidArgument, match=r"k is 5; it must lie in \[1, 4\], the number of classes"):
+        invoke("predict", model, good, "-k", "5")
+    code, _, err = invoke("predict", model, good, "-k", "0")
+    assert code == 2 and "Usage: " in err
 
 
 def test_a_model_that_is_not_whole_is_refused(images: Path, tmp_path: Path) -> None:

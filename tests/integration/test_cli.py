@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from geartrain import __version__
+from geartrain import __version__, cli
 from geartrain.ams.config import ClusterConfig
+from geartrain.ams.errors import NonFinite, Unavailable
 from geartrain.cli import COMMANDS
 
 TIMEOUT_SECONDS = 60
@@ -77,6 +79,39 @@ def test_the_version_is_printed() -> None:
 @pytest.mark.parametrize("arguments", [["upp"], ["up", "--shard", "x"], ["status", "--nope"]])
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert geartrain(*arguments).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["worker", "classify", "--data", "/nope"], "/nope is not a folder"),
+        (["worker", "classify", "--data", ".", "--held-out", "3"], "3.0"),
+        (["worker", "glyphs", "--cache", __file__], __file__),
+        (["predict", "/nope", "x.png"], "/nope"),
+        (["bench", "nope"], "'nope'"),
+        (["config", "validate", "/nope"], "/nope"),
+    ],
+)
+def test_bad_input_exits_with_2(arguments: list[str], named: str, tmp_path: Path) -> None:
+    if arguments[0] == "worker":
+        arguments = [*arguments, "--out", str(tmp_path / "run")]
+    assert_one_line_error(geartrain(*arguments), 2, named)
+
+
+@pytest.mark.parametrize(
+    "error", [NonFinite("/full"), Unavailable("/full"), OSError(errno.ENOSPC, "No space left on device", "/full")]
+)
+def test_what_fails_at_run_time_exits_with_1(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "build_app", lambda _: fail)
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 1
+    assert capsys.readouterr().err.startswith("error: /full")
 
 
 @pytest.mark.parametrize("name", ["scheduler", "server", "up"])
