@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or con
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -16,6 +17,8 @@ import typer
 from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite
 
 FAILED, WRONG_USAGE = 1, 2
+ERROR_PREFIX = "error: "
+"""Begins the line on stderr with which a command fails."""
 
 # command -> (module, its function or group), in the order of the help
 COMMANDS = {
@@ -74,15 +77,17 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Run the command line and exit."""
+    # Read when gRPC is loaded. What its core logs comes to the person as an error of ours, once and in words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         build_app(sys.argv[1:])()
     except GeartrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         sys.exit(exit_code(error))
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(FAILED)
 
 

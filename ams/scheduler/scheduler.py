@@ -262,7 +262,7 @@ class Scheduler:
                 carrier.submit(context, request, _SHARD_TIMEOUT_SECONDS).result()
             except AttemptFailed as exc:
                 if not best_effort:
-                    raise ShardUnavailable(f"shard {entry.shard} at {entry.address} does not answer: {exc}") from exc
+                    raise ShardUnavailable(f"shard {entry.shard} cannot be told of the table: {exc}") from exc
             except GeartrainError:
                 if not best_effort:
                     raise

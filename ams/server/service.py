@@ -303,7 +303,7 @@ class ShardServer:
                 except AttemptFailed as exc:
                     if time.monotonic() > deadline:
                         raise SchedulerUnavailable(
-                            f"no scheduler at {self._config.scheduler} for {REGISTER_TIMEOUT_SECONDS:g} s ({exc}); "
+                            f"{exc} (for {REGISTER_TIMEOUT_SECONDS:g} s); "
                             "start 'geartrain scheduler' first, or correct --scheduler"
                         ) from exc
                     if self._stopping.wait(_RETRY_SECONDS):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,25 @@ def test_single_roles_make_a_cluster() -> None:
 
 
 def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:
-    assert_one_line_error(geartrain("status", "--scheduler", "127.0.0.1:1"), 1, "127.0.0.1:1")
+    done = geartrain("status", "--scheduler", "127.0.0.1:1")
+    assert_one_line_error(done, 1, "scheduler at 127.0.0.1:1", "connection refused;", "'geartrain up'")
+    assert "UNAVAILABLE" not in done.stderr and "ipv4" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server"])
+def test_a_port_in_use_is_a_one_line_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        done = geartrain(name, "--listen", f"127.0.0.1:{port}")
+    assert_one_line_error(done, 2, f"another process uses port {port}; ", "0 picks a free one")
+    assert "Failed to bind" not in done.stderr
+
+
+def test_an_address_of_another_machine_is_not_said_to_be_in_use() -> None:
+    done = geartrain("scheduler", "--listen", "192.0.2.1:7000", "--insecure")
+    assert done.returncode == 2
+    assert "cannot assign requested address" in done.stderr
 
 
 def test_nobody_is_healthy_where_nobody_listens() -> None:
