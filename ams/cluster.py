@@ -308,8 +308,9 @@ def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig
                 raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {_REMEDY}") from exc
         if answered is not None and waited >= config.recovery_timeout_seconds:
             absent = [f"{entry.shard} ({entry.state})" for entry in answered.shards if entry.state != "up"]
+            which = f"shard {absent[0]}" if len(absent) == 1 else f"shards {', '.join(absent)}"
             raise ClusterNotReady(
-                f"shards {', '.join(absent)} of {answered.num_shards} are not up after {waited:.1f} s; "
+                f"{which} of {answered.num_shards} {'is' if len(absent) == 1 else 'are'} not up after {waited:.1f} s; "
                 f"start them with 'geartrain server --scheduler {address}'"
             )
         time.sleep(_POLL_SECONDS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from geartrain import configuration
+from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _print_tables(found: ClusterStatus, address: str) -> None:
     console = Console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
-    console.print(f"{state}: scheduler {address} · {up} of {found.num_shards} shards up", highlight=False)
+    console.print(f"{state}: scheduler {address} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False)
     console.print(_shard_table(found))
     if found.tables:
         console.print(_table_table(found))

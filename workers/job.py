@@ -19,6 +19,7 @@ from rich.console import Console
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.specs import SGD
+from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -201,7 +202,8 @@ class _Run:
 
     def _begin(self, events: Events) -> None:
         if self._saved is None:
-            self._say(f"Training {len(self._data.class_names):,} classes on {len(self._data.train):,} images")
+            classes = counted(len(self._data.class_names), "class", "classes")
+            self._say(f"Training {classes} on {counted(len(self._data.train), 'image')}")
             self._trainer.start()
             self._quick_look(events)
             return
@@ -243,7 +245,8 @@ class _Run:
             answers[name] = answer(trainer.backbone, self._head, images, self._device)
             summary = answers[name].summary()
             events.scalars(f"held_out/{name}", {k: summary[k] for k in ("top1", "top5")}, trainer.progress.step)
-            self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {summary['images']:,} images")
+            images_text = counted(summary["images"], "image")
+            self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
         seconds = {**seconds, **trainer.phases.seconds, "evaluation": time.perf_counter() - started}
         report = {
             "held_out": {name: result.summary() for name, result in answers.items()},

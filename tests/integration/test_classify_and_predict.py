@@ -229,7 +229,7 @@ def test_folders_that_are_no_classification_data_are_refused(images: Path, tmp_p
     with pytest.raises(InvalidArgument, match="0 sub-folders"):
         find_classes(tmp_path / "empty")
     (tmp_path / "one" / "only").mkdir(parents=True)
-    with pytest.raises(InvalidArgument, match="1 sub-folders"):
+    with pytest.raises(InvalidArgument, match="1 sub-folder;"):
         find_classes(tmp_path / "one")
     (images / "hollow").mkdir()
     with pytest.raises(InvalidArgument, match="hollow"):

@@ -150,7 +150,7 @@ def test_single_roles_make_a_cluster() -> None:
             ready = geartrain("status", "--scheduler", address, "--json")
             assert ready.returncode == 0
             assert [shard["address"] for shard in json.loads(ready.stdout)["shards"]] == server["addresses"]
-            assert "1 of 1 shards up" in geartrain("status", "--scheduler", address).stdout
+            assert "1 of 1 shard up" in geartrain("status", "--scheduler", address).stdout
             for served in (address, *server["addresses"]):
                 health = geartrain("health", served, "--json")
                 assert (health.returncode, json.loads(health.stdout)["serving"]) == (0, True)
@@ -192,6 +192,7 @@ def test_a_shown_configuration_is_a_valid_file(tmp_path: Path) -> None:
     path.write_text(geartrain("config", "show").stdout, encoding="utf-8")
     done = geartrain("config", "validate", str(path), "--json")
     assert json.loads(done.stdout) == {"valid": True, "num_shards": 1, "num_servers": 1}
+    assert geartrain("config", "validate", str(path)).stdout == f"{path}: valid, 1 shard on 1 server\n"
     assert json.loads(geartrain("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump()
 
 
