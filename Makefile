@@ -19,7 +19,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 quickstart: install  ## a trained 40,992-class model in runs/quickstart, from nothing
-	$(BIN)/geartrain worker glyphs --out runs/quickstart
+	$(BIN)/geartrain worker glyphs --out runs/quickstart --overwrite
 
 install: $(STAMP)  ## .venv with the package
 

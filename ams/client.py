@@ -33,6 +33,7 @@ from geartrain.ams.messages import Assign, CallContext, Done, Pull, Push, Reply,
 from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
+from geartrain.ams.words import counted
 from geartrain.ams.writes import Write, WriteStream
 
 Outcome = Reply | BaseException
@@ -184,7 +185,7 @@ class Table:
         self._stream = stream
 
     def __repr__(self) -> str:
-        rows = "hashed" if self.spec.num_rows is None else f"{self.spec.num_rows:,} rows"
+        rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
         return f"Table({self.spec.name!r}, {rows}, dim={self.spec.dim}, {self.spec.dtype}, {self.spec.optimizer})"
 
     def pull(self, ids: Any) -> Any:
@@ -292,7 +293,9 @@ class Table:
         _require_finite(values, checked)
         distinct, _, _ = ops.merge_duplicates(checked)
         if len(distinct) < len(checked):
-            raise InvalidArgument(f"{len(checked)} ids to assign hold {len(checked) - len(distinct)} duplicates")
+            raise InvalidArgument(
+                f"{len(checked)} ids to assign hold {counted(len(checked) - len(distinct), 'duplicate')}"
+            )
         requests = [
             (shard, Assign(table=self.spec.name, ids=part, rows=part_rows))
             for shard, part, part_rows in self._split(checked, values, every_shard=False)
@@ -368,6 +371,6 @@ def _require_finite(rows: npt.NDArray[Any], ids: Ids) -> None:
     bad = ~np.isfinite(rows.astype(np.float32)).all(axis=1)
     index = int(np.flatnonzero(bad)[0])
     raise NonFinite(
-        f"row {index} (id {int(ids[index])}) holds NaN or infinity, as do {int(bad.sum())} of {len(ids)} rows; "
+        f"{int(bad.sum())} of {len(ids)} rows hold NaN or infinity, first row {index} (id {int(ids[index])}); "
         "nothing was sent"
     )

@@ -19,6 +19,7 @@ from geartrain.ams.writes import WriteStream
 
 _POLL_SECONDS = 0.05
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
+_REMEDY = "start a cluster with 'geartrain up', or correct the address"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
     except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"no scheduler answers at {address}: {exc}") from exc
+        raise SchedulerUnavailable(f"{exc}; {_REMEDY}") from exc
     finally:
         scheduler.close()
 
@@ -304,13 +305,12 @@ def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig
                 return answered
         except AttemptFailed as exc:
             if waited >= config.connect_timeout_seconds:
-                raise SchedulerUnavailable(
-                    f"no scheduler answers at {address} after {waited:.1f} s: {exc}. Start one with 'geartrain up'"
-                ) from exc
+                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {_REMEDY}") from exc
         if answered is not None and waited >= config.recovery_timeout_seconds:
             absent = [f"{entry.shard} ({entry.state})" for entry in answered.shards if entry.state != "up"]
+            which = f"shard {absent[0]}" if len(absent) == 1 else f"shards {', '.join(absent)}"
             raise ClusterNotReady(
-                f"shards {', '.join(absent)} of {answered.num_shards} are not up after {waited:.1f} s; "
+                f"{which} of {answered.num_shards} {'is' if len(absent) == 1 else 'are'} not up after {waited:.1f} s; "
                 f"start them with 'geartrain server --scheduler {address}'"
             )
         time.sleep(_POLL_SECONDS)

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from geartrain.cli import ERROR_PREFIX, WRONG_USAGE
+
 TAIL_LINES = 20
 
 
@@ -82,6 +84,14 @@ class Child:
         if code is None:
             return "still running"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    @property
+    def complaint(self) -> str | None:
+        """The error about its settings or arguments with which it ended; None if it ended otherwise."""
+        last = self.tail[-1] if self.tail else ""
+        if self._process.returncode != WRONG_USAGE or not last.startswith(ERROR_PREFIX):
+            return None
+        return last.removeprefix(ERROR_PREFIX)
 
     def terminate(self) -> None:
         """Ask it to end."""

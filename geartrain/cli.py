@@ -1,19 +1,24 @@
 """The command line: which commands there are, and how their errors reach a person.
 
 A command's module is imported only when it is the one typed, so that roles start fast and never load torch.
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or configuration that cannot be right.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from geartrain.ams.errors import ConfigError, GeartrainError
+from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite
+
+FAILED, WRONG_USAGE = 1, 2
+ERROR_PREFIX = "error: "
+"""Begins the line on stderr with which a command fails."""
 
 # command -> (module, its function or group), in the order of the help
 COMMANDS = {
@@ -72,8 +77,21 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Run the command line and exit."""
+    # Read when gRPC is loaded. What its core logs comes to the person as an error of ours, once and in words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         build_app(sys.argv[1:])()
     except GeartrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{ERROR_PREFIX}{error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def exit_code(error: GeartrainError) -> int:
+    """2 for what the person gave, 1 for what happened. (Values that diverge in a training are not given.)"""
+    given = isinstance(error, ConfigError | InvalidArgument) and not isinstance(error, NonFinite)
+    return WRONG_USAGE if given else FAILED

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from geartrain import configuration
+from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Json
 
 app = typer.Typer(no_args_is_help=True, help="Show or check the configuration.")
@@ -27,4 +28,5 @@ def validate(file: Annotated[Path, typer.Argument(help="YAML configuration.")], 
     config = configuration.load(file, environ={})
     servers = config.num_servers
     facts = {"valid": True, "num_shards": config.scheduler.num_shards, "num_servers": servers}
-    print(json.dumps(facts) if as_json else f"{file}: valid, {config.scheduler.num_shards} shards on {servers} servers")
+    text = f"{counted(config.scheduler.num_shards, 'shard')} on {counted(servers, 'server')}"
+    print(json.dumps(facts) if as_json else f"{file}: valid, {text}")

@@ -11,11 +11,18 @@ import typer
 
 from geartrain.cli_options import Json
 
+DEFAULT_K = 5
+
 
 def predict(
     model: Annotated[Path, typer.Argument(help="Model folder of a run, such as runs/quickstart/model.")],
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of images.")],
-    k: Annotated[int, typer.Option("--k", "-k", help="Answers for each image.")] = 5,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            "--k", "-k", min=1, help="Answers for each image.", show_default=f"{DEFAULT_K}, or all classes if fewer"
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
@@ -30,7 +37,7 @@ def predict(
 
     files = image_files(images)
     loaded = load_model(model)
-    results = list(predictions(loaded, files, min(k, len(loaded.class_names)) if k > 0 else k))
+    results = list(predictions(loaded, files, min(DEFAULT_K, len(loaded.class_names)) if k is None else k))
     if as_json:
         print(
             json.dumps(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from geartrain import configuration
+from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def status(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json:
 
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a scheduler or a server.")],
-    timeout_seconds: Annotated[float, typer.Option(help="How long to wait for an answer.")] = 2.0,
+    timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not."""
@@ -54,7 +55,7 @@ def _print_tables(found: ClusterStatus, address: str) -> None:
     console = Console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
-    console.print(f"{state}: scheduler {address} · {up} of {found.num_shards} shards up", highlight=False)
+    console.print(f"{state}: scheduler {address} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False)
     console.print(_shard_table(found))
     if found.tables:
         console.print(_table_table(found))

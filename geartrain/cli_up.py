@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from geartrain import configuration
+from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Insecure, Json
 from geartrain.launcher import Launcher
 
@@ -41,8 +42,7 @@ def up(
         if as_json:
             print(json.dumps({"ready": "cluster", **dataclasses.asdict(facts)}), flush=True)
         else:
-            shards_text = "1 shard" if len(facts.shards) == 1 else f"{len(facts.shards)} shards"
-            print(f"ready: scheduler {facts.scheduler} · {shards_text}", flush=True)
+            print(f"ready: scheduler {facts.scheduler} · {counted(len(facts.shards), 'shard')}", flush=True)
         launcher.wait()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from geartrain.ams.errors import ConfigError
-from geartrain.cli_options import Json, SchedulerAddress
+from geartrain.cli_options import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,22 +27,41 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class centers are rows of the model server.")
 
-Out = Annotated[Path | None, typer.Option("--out", help="Run folder to write.")]
+Out = Annotated[Path, typer.Option("--out", help="Run folder to write.")]
+
+# What is not given is decided by the recipe, which loads torch: so the help's defaults are written here, and a test
+# compares them.
+FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
+"""What differs from the recipe for a person's images: all classes are active, and small batches see them often."""
+
+
+def _steps(default: int) -> Any:
+    text = "Updates to train for; of a finished run that is resumed, further ones."
+    return typer.Option("--steps", help=text, show_default=f"{default}")
+
+
+def _batch_size(default: int) -> Any:
+    return typer.Option("--batch-size", help="Images of a step, over all ranks.", show_default=f"{default}")
+
+
+def _sample_rate(default: float) -> Any:
+    text = "Part of the classes active in a step; 1 is the full softmax."
+    return typer.Option("--sample-rate", help=text, show_default=f"{default}")
+
+
 Resume = Annotated[
     Path | None,
     typer.Option(
         "--resume",
         help="Run folder to go on with: to its end or, if it had ended, for as many steps again (or --steps more).",
+        show_default="a new run",
     ),
 ]
-Steps = Annotated[
-    int | None, typer.Option("--steps", help="Updates to train for; of a finished run that is resumed, further ones.")
-]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Images of a step, over all ranks.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.")]
-Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.")]
-SampleRate = Annotated[
-    float | None, typer.Option("--sample-rate", help="Part of the classes active in a step; 1 is the full softmax.")
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out already holds.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.", show_default="0")]
+Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.", show_default="0.2")]
+Scheduler = Annotated[
+    str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
 Cache = Annotated[
@@ -52,17 +71,19 @@ Cache = Annotated[
 
 @app.command()
 def glyphs(
-    out: Out = None,
+    out: Out = Path("runs/glyphs"),
     resume: Resume = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
+    overwrite: Overwrite = False,
+    steps: Annotated[int | None, _steps(600)] = None,
+    batch_size: Annotated[int | None, _batch_size(256)] = None,
     seed: Seed = None,
     lr: Lr = None,
-    sample_rate: SampleRate = None,
+    sample_rate: Annotated[float | None, _sample_rate(0.1)] = None,
     classes: Annotated[
-        int | None, typer.Option("--classes", help="Only so many characters, evenly spread (a small run).")
+        int | None,
+        typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
     ] = None,
-    scheduler: SchedulerAddress = None,
+    scheduler: Scheduler = None,
     device: Device = "auto",
     cache: Cache = Path(".cache"),
     as_json: Json = False,
@@ -72,7 +93,7 @@ def glyphs(
     Without --scheduler the rows live in this process. Under torchrun the ranks train in step (--scheduler is needed).
     """
     console = _console(as_json)
-    options = _options(out or Path("runs/glyphs"), resume, steps, scheduler, device)
+    options = _options(out, resume, overwrite, steps, scheduler, device)
     recipe = _recipe(options.recipe, steps, batch_size, seed, lr, sample_rate)
     from geartrain.workers.jobs import train_glyphs
 
@@ -82,22 +103,28 @@ def glyphs(
 @app.command()
 def classify(
     data: Annotated[
-        Path | None, typer.Option("--data", help="Folder with one sub-folder of images for each class.")
+        Path | None,
+        typer.Option(
+            "--data",
+            help="Folder with one sub-folder of images for each class.",
+            show_default="that of the resumed run",
+        ),
     ] = None,
-    out: Out = None,
+    out: Out = Path("runs/classify"),
     resume: Resume = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
+    overwrite: Overwrite = False,
+    steps: Annotated[int | None, _steps(300)] = None,
+    batch_size: Annotated[int | None, _batch_size(64)] = None,
     seed: Seed = None,
     lr: Lr = None,
-    sample_rate: SampleRate = None,
+    sample_rate: Annotated[float | None, _sample_rate(1.0)] = None,
     held_out: Annotated[float, typer.Option("--held-out", help="Part of each class kept for the test.")] = 0.2,
     look: Annotated[
         str, typer.Option("--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.")
     ] = "photo",
     image_size: Annotated[int, typer.Option("--image-size", help="Side in pixels, a multiple of 32.")] = 64,
     grey: Annotated[bool, typer.Option("--grey", help="Ignore colours.")] = False,
-    scheduler: SchedulerAddress = None,
+    scheduler: Scheduler = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -105,13 +132,12 @@ def classify(
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
-    options = _options(out or Path("runs/classify"), resume, steps, scheduler, device)
+    options = _options(out, resume, overwrite, steps, scheduler, device)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
-    # Few classes: all of them are active, and small batches see them often.
-    few = replace(options.recipe, sample_rate=1.0, batch_size=64, steps=300, warmup_steps=20)
-    recipe = _recipe(few, steps, batch_size, seed, lr, sample_rate)
+    few: dict[str, Any] = FEW_CLASSES
+    recipe = _recipe(replace(options.recipe, **few), steps, batch_size, seed, lr, sample_rate)
     preprocessing = Preprocessing(
         kind="ink" if look == "ink" else "photo", size=image_size, channels=1 if grey or look == "ink" else 3
     )
@@ -119,7 +145,11 @@ def classify(
     _end(train_folder(options, folder=data, held_out=held_out, console=console), as_json)
 
 
-def _options(out: Path, resume: Path | None, steps: int | None, scheduler: str | None, device: str) -> JobOptions:
+def _options(
+    out: Path, resume: Path | None, overwrite: bool, steps: int | None, scheduler: str | None, device: str
+) -> JobOptions:
+    if resume is not None and overwrite:
+        raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.job import JobOptions
     from geartrain.workers.recipe import Recipe
@@ -130,6 +160,7 @@ def _options(out: Path, resume: Path | None, steps: int | None, scheduler: str |
         preprocessing=Preprocessing(),
         resume=resume is not None,
         resume_steps=steps,
+        overwrite=overwrite,
         scheduler=scheduler,
         device=device,
     )

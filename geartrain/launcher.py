@@ -94,6 +94,7 @@ class Launcher:
         """Start every role; return once all shards serve, or with None if told to end meanwhile.
 
         Raises:
+            ConfigError: a child cannot run with its settings, for example because its port is in use.
             ChildFailed: a child exited, or took longer than START_TIMEOUT_SECONDS.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -152,6 +153,8 @@ class Launcher:
             if isinstance(event, signal.Signals):
                 return None
             if isinstance(event, Exited):
+                if event.child.complaint is not None:
+                    raise ConfigError(f"{event.child.name}: {event.child.complaint}")
                 raise _failure(event.child, f"ended before it was ready ({event.child.exit_text})")
             awaited.discard(event.child)
         return [child.facts for child in children if child.facts is not None]

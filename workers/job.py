@@ -19,6 +19,7 @@ from rich.console import Console
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.specs import SGD
+from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -37,6 +38,7 @@ from geartrain.workers.mistakes import draw_mistakes
 from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.recipe import Recipe
 from geartrain.workers.row_timing import TimedCluster
+from geartrain.workers.run_folder import remove_run, require_new_run
 
 _QUICK_LOOK_IMAGES = 2000
 
@@ -65,6 +67,8 @@ class JobOptions:
     """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
     resume_steps: int | None = None
     """Steps of that other stage; as many as before by default."""
+    overwrite: bool = False
+    """Start over where ``out`` holds a run already."""
     scheduler: str | None = None
     """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
     device: str = "auto"
@@ -81,8 +85,13 @@ class JobResult:
 
 
 def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Console) -> JobResult:
-    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks."""
+    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks.
+
+    Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
+    """
     started = time.perf_counter()
+    if not options.resume and not options.overwrite:
+        require_new_run(options.out)
     with ExitStack() as stack:
         ranks = stack.enter_context(joined_ranks(options.device))
         console = console if ranks.is_first else Console(quiet=True)
@@ -172,6 +181,8 @@ class _Run:
     def execute(self, stop: Callable[[], bool], seconds: dict[str, float]) -> JobResult:
         """Start or restore, train, and finish."""
         trainer, first = self._trainer, self._ranks.is_first
+        if first and self._saved is None and self._options.overwrite:
+            remove_run(self._options.out)
         events = Events(self._options.out / "events" / trainer.progress.table if first else None)
         try:
             self._begin(events)
@@ -191,7 +202,8 @@ class _Run:
 
     def _begin(self, events: Events) -> None:
         if self._saved is None:
-            self._say(f"Training {len(self._data.class_names):,} classes on {len(self._data.train):,} images")
+            classes = counted(len(self._data.class_names), "class", "classes")
+            self._say(f"Training {classes} on {counted(len(self._data.train), 'image')}")
             self._trainer.start()
             self._quick_look(events)
             return
@@ -233,7 +245,8 @@ class _Run:
             answers[name] = answer(trainer.backbone, self._head, images, self._device)
             summary = answers[name].summary()
             events.scalars(f"held_out/{name}", {k: summary[k] for k in ("top1", "top5")}, trainer.progress.step)
-            self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {summary['images']:,} images")
+            images_text = counted(summary["images"], "image")
+            self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
         seconds = {**seconds, **trainer.phases.seconds, "evaluation": time.perf_counter() - started}
         report = {
             "held_out": {name: result.summary() for name, result in answers.items()},

@@ -13,12 +13,14 @@ from geartrain.workers.checkpoint import load_model, load_training
 from geartrain.workers.data.folder import load_folder
 from geartrain.workers.data.glyphs import load_glyphs
 from geartrain.workers.job import JobData, JobOptions, JobResult, run_job
+from geartrain.workers.run_folder import require_folder
 
 GLYPH_SIZE = 32
 
 
 def train_glyphs(options: JobOptions, *, cache: Path, num_classes: int | None, console: Console) -> JobResult:
     """Train on characters of the pip-installed fonts; held-out families are the test."""
+    require_folder(cache, "--cache")
     if options.resume:
         options, source = resumed(options, "glyphs")
         num_classes = source["num_classes"]

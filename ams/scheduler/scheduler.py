@@ -25,6 +25,7 @@ from geartrain.ams.messages import CallContext, CreateTable, DropTable, Request
 from geartrain.ams.placement import MAX_SHARDS, even_placement
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier, ShardEntry
+from geartrain.ams.words import counted
 
 _SHARD_TIMEOUT_SECONDS = 30.0
 
@@ -195,7 +196,7 @@ class Scheduler:
         for shard in candidates:
             if self._is_free(shard, address, incarnation):
                 return shard
-        raise ConfigError(f"all {self._num_shards} shards of this cluster are held by living processes")
+        raise ConfigError(f"this cluster has {counted(self._num_shards, 'shard')}, all held by living processes")
 
     def _is_free(self, shard: int, address: str, incarnation: int) -> bool:
         member = self._members.get(shard)
@@ -262,7 +263,7 @@ class Scheduler:
                 carrier.submit(context, request, _SHARD_TIMEOUT_SECONDS).result()
             except AttemptFailed as exc:
                 if not best_effort:
-                    raise ShardUnavailable(f"shard {entry.shard} at {entry.address} does not answer: {exc}") from exc
+                    raise ShardUnavailable(f"shard {entry.shard} cannot be told of the table: {exc}") from exc
             except GeartrainError:
                 if not best_effort:
                     raise

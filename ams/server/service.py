@@ -33,6 +33,7 @@ from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
 from geartrain.ams.transport.grpc_server import GrpcServer, await_reply
+from geartrain.ams.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,9 @@ class ShardService:
             return shard_pb2.WriteReply(incomplete=True).SerializeToString()
         distinct, _, _ = ops.merge_duplicates(whole[0])
         if len(distinct) != len(whole[0]):
-            raise InvalidRows(f"{len(whole[0])} ids to assign hold {len(whole[0]) - len(distinct)} duplicates")
+            raise InvalidRows(
+                f"{len(whole[0])} ids to assign hold {counted(len(whole[0]) - len(distinct), 'duplicate')}"
+            )
         future = self.shard.submit(
             codec.context_from_pb(header.context), Assign(table=header.table, ids=whole[0], rows=whole[1])
         )
@@ -303,7 +306,7 @@ class ShardServer:
                 except AttemptFailed as exc:
                     if time.monotonic() > deadline:
                         raise SchedulerUnavailable(
-                            f"no scheduler at {self._config.scheduler} for {REGISTER_TIMEOUT_SECONDS:g} s ({exc}); "
+                            f"{exc} (for {REGISTER_TIMEOUT_SECONDS:g} s); "
                             "start 'geartrain scheduler' first, or correct --scheduler"
                         ) from exc
                     if self._stopping.wait(_RETRY_SECONDS):

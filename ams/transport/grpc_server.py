@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,9 +36,9 @@ class GrpcServer:
         try:
             bound = self._server.add_insecure_port(listen)
         except RuntimeError as exc:
-            raise ConfigError(f"cannot listen on {listen!r}: {exc}; is another process using the port?") from exc
+            raise ConfigError(_refusal(listen, host, port)) from exc
         if bound == 0:
-            raise ConfigError(f"cannot listen on {listen!r}; is another process using port {port}?")
+            raise ConfigError(_refusal(listen, host, port))
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -67,6 +69,24 @@ class GrpcServer:
         """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait()
+
+
+def _refusal(listen: str, host: str, port: int) -> str:
+    """Why nothing can listen there, and what to do. gRPC does not tell; a socket does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            probe.listen()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            return (
+                f"cannot listen on {listen!r}: another process uses port {port}; end that process, or choose another "
+                "port (0 picks a free one)"
+            )
+        reason = (exc.strerror or str(exc)).lower()
+        return f"cannot listen on {listen!r}: {reason}; choose an address of this machine and a port you may use"
+    return f"cannot listen on {listen!r}: the port was in use a moment ago; try again"
 
 
 def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> Any:

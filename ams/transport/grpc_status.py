@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NoReturn
 
 import grpc
@@ -9,8 +10,27 @@ import grpc
 from geartrain.ams import errors
 from geartrain.ams.transport.carrier import AttemptFailed
 
+logger = logging.getLogger(__name__)
+
 ERROR_KEY = "geartrain-error"
 _MAX_DETAILS = 4000
+
+# A part of what gRPC says of an unavailable peer -> in our words.
+_REASONS = {
+    "connection refused": "connection refused",
+    "domain name not found": "the name of the host is not known",
+    "name or service not known": "the name of the host is not known",
+    "dns resolution failed": "the name of the host cannot be resolved",
+    "errors resolving": "the name of the host cannot be resolved",
+    "no route to host": "there is no route to the host",
+    "network is unreachable": "its network cannot be reached",
+    "timed out": "no connection in time",
+    "timeout": "no connection in time",
+    "connection reset": "the connection was lost",
+    "socket closed": "the connection was lost",
+    "http1.x server": "what listens there is a web server",
+    "http2 settings": "what listens there does not speak gRPC",
+}
 
 # The most specific class first.
 _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
@@ -49,7 +69,18 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
             "both ends"
         )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        return AttemptFailed(f"{peer}: {code.name} ({details})")
+        logger.debug("%s: %s: %s", peer, code.name, details)
+        return AttemptFailed(f"{peer} does not answer: {_reason(code, details)}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
     return errors.InternalError(f"{peer}: {code.name}: {details}")
+
+
+def _reason(code: grpc.StatusCode, details: str) -> str:
+    """Why a call got lost, in words; what gRPC says of it is for its own developers."""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no reply in time"
+    if code is grpc.StatusCode.CANCELLED:
+        return "the call was cancelled"
+    lower = details.lower()
+    return next((words for sign, words in _REASONS.items() if sign in lower), "the connection failed")

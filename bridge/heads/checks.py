@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 
@@ -20,6 +20,18 @@ def check_features(features: Tensor, dim: int) -> None:
         raise InvalidRows(f"features are {found}; they must be a tensor [B, {dim}], {dim} being the head's dim")
     if features.dtype not in _FEATURE_DTYPES:
         raise InvalidRows(f"features are {features.dtype}; they must be floating point, such as torch.float32")
+
+
+def check_finite(features: Tensor) -> None:
+    """Raise NonFinite naming the first sample with NaN or infinity; on the CPU only, elsewhere it would stall."""
+    if features.device.type != "cpu":
+        return
+    wrong = torch.nonzero(~torch.isfinite(features).all(dim=1))
+    if len(wrong):
+        raise NonFinite(
+            f"the features of {len(wrong)} of {len(features)} samples hold NaN or infinity, first at index "
+            f"{int(wrong[0])}; lower the learning rate, or look for such values in the input"
+        )
 
 
 def check_labels(labels: Tensor, batch: int, num_classes: int) -> Ids:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from geartrain.ams.errors import InvalidArgument, InvalidRows, SpecMismatch
 from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
 from geartrain.bridge.heads.batch import Arithmetic, Batch
-from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
+from geartrain.bridge.heads.checks import check_class_ids, check_features, check_finite, check_labels, check_margin
 from geartrain.bridge.heads.head_loss import HeadCall, head_loss
 from geartrain.bridge.heads.held_rows import HeldRows
 from geartrain.bridge.heads.imprint import imprint_rows
@@ -121,7 +121,9 @@ class ClassHead(nn.Module):
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, both on any device.
 
-        Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds.
+        Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds, and NonFinite
+        for features on the CPU, unless ranks train together. Looking would stall a GPU, and ranks must fail as one:
+        there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients.
         """
         training = self.training and torch.is_grad_enabled()
         # What is pulled outlives this call: it must not become an inference tensor.
@@ -135,6 +137,8 @@ class ClassHead(nn.Module):
         check_features(features, self.dim)
         labels_B = check_labels(labels, len(features), self.num_classes)
         ranks = self.row_update.ranks if self.training else None
+        if ranks is None:
+            check_finite(features)
         if len(labels_B) == 0 and ranks is None:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)

@@ -178,6 +178,42 @@ def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> Non
     assert 10 <= state["progress"]["step"] < 100000
 
 
+def test_a_run_is_never_started_over_unasked(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    recipe = replace(RECIPE, steps=1)
+    train(out, images, recipe=recipe)
+    (out / "notes.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ConfigError, match=rf"{out} already holds a run.*--resume {out}.*--out.*--overwrite"):
+        train(out, images, recipe=recipe)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    train(out, images, recipe=recipe, overwrite=True)
+    assert len(list((out / "events").iterdir())) == 1  # what is shown beside the new run is its own
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="saved no model") as caught:
+        train(tmp_path / "run", images)
+    assert "--resume" not in str(caught.value)
+    for inside_a_file in (images / "circle" / "0.png", images / "circle" / "0.png" / "run"):
+        with pytest.raises(ConfigError, match=r"--out is .*0\.png is not a folder"):
+            train(inside_a_file, images)
+
+
+def test_what_cannot_be_trained_on_leaves_the_run_to_be_overwritten(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    with pytest.raises(InvalidArgument, match="not a folder"):
+        train(tmp_path / "run", tmp_path / "nowhere", overwrite=True)
+    assert (tmp_path / "run" / "report.json").exists()
+
+
+def test_a_run_is_not_both_resumed_and_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--overwrite .* --resume"):
+        invoke("worker", "classify", "--resume", str(tmp_path), "--overwrite")
+
+
 def test_a_run_is_resumed_by_its_own_command(images: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
     with pytest.raises(ConfigError, match="worker classify"):
@@ -193,7 +229,7 @@ def test_folders_that_are_no_classification_data_are_refused(images: Path, tmp_p
     with pytest.raises(InvalidArgument, match="0 sub-folders"):
         find_classes(tmp_path / "empty")
     (tmp_path / "one" / "only").mkdir(parents=True)
-    with pytest.raises(InvalidArgument, match="1 sub-folders"):
+    with pytest.raises(InvalidArgument, match="1 sub-folder;"):
         find_classes(tmp_path / "one")
     (images / "hollow").mkdir()
     with pytest.raises(InvalidArgument, match="hollow"):
@@ -232,8 +268,15 @@ def test_predict_names_what_it_cannot_read_and_goes_on(images: Path, tmp_path: P
     assert str(good) in out and "circle" in out
     with pytest.raises(ConfigError, match="does not exist"):
         invoke("predict", str(tmp_path / "nowhere"), str(good))
-    with pytest.raises(InvalidArgument, match="k is 0"):
-        invoke("predict", str(tmp_path / "run" / "model"), str(good), "--k", "0")
+
+
+def test_predict_never_gives_fewer_answers_than_asked_for(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=1))
+    model, good = str(tmp_path / "run" / "model"), str(images / "circle" / "0.png")
+    with pytest.raises(InvalidArgument, match=r"k is 5; it must lie in \[1, 4\], the number of classes"):
+        invoke("predict", model, good, "-k", "5")
+    code, _, err = invoke("predict", model, good, "-k", "0")
+    assert code == 2 and "Usage: " in err
 
 
 def test_a_model_that_is_not_whole_is_refused(images: Path, tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from geartrain import __version__
+from geartrain import __version__, cli
 from geartrain.ams.config import ClusterConfig
+from geartrain.ams.errors import NonFinite, Unavailable
 from geartrain.cli import COMMANDS
 
 TIMEOUT_SECONDS = 60
@@ -79,6 +82,39 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert geartrain(*arguments).returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["worker", "classify", "--data", "/nope"], "/nope is not a folder"),
+        (["worker", "classify", "--data", ".", "--held-out", "3"], "3.0"),
+        (["worker", "glyphs", "--cache", __file__], __file__),
+        (["predict", "/nope", "x.png"], "/nope"),
+        (["bench", "nope"], "'nope'"),
+        (["config", "validate", "/nope"], "/nope"),
+    ],
+)
+def test_bad_input_exits_with_2(arguments: list[str], named: str, tmp_path: Path) -> None:
+    if arguments[0] == "worker":
+        arguments = [*arguments, "--out", str(tmp_path / "run")]
+    assert_one_line_error(geartrain(*arguments), 2, named)
+
+
+@pytest.mark.parametrize(
+    "error", [NonFinite("/full"), Unavailable("/full"), OSError(errno.ENOSPC, "No space left on device", "/full")]
+)
+def test_what_fails_at_run_time_exits_with_1(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "build_app", lambda _: fail)
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 1
+    assert capsys.readouterr().err.startswith("error: /full")
+
+
 @pytest.mark.parametrize("name", ["scheduler", "server", "up"])
 def test_a_role_that_others_could_reach_refuses_to_start(name: str) -> None:
     flag = "--scheduler-listen" if name == "up" else "--listen"
@@ -114,14 +150,32 @@ def test_single_roles_make_a_cluster() -> None:
             ready = geartrain("status", "--scheduler", address, "--json")
             assert ready.returncode == 0
             assert [shard["address"] for shard in json.loads(ready.stdout)["shards"]] == server["addresses"]
-            assert "1 of 1 shards up" in geartrain("status", "--scheduler", address).stdout
+            assert "1 of 1 shard up" in geartrain("status", "--scheduler", address).stdout
             for served in (address, *server["addresses"]):
                 health = geartrain("health", served, "--json")
                 assert (health.returncode, json.loads(health.stdout)["serving"]) == (0, True)
 
 
 def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:
-    assert_one_line_error(geartrain("status", "--scheduler", "127.0.0.1:1"), 1, "127.0.0.1:1")
+    done = geartrain("status", "--scheduler", "127.0.0.1:1")
+    assert_one_line_error(done, 1, "scheduler at 127.0.0.1:1", "connection refused;", "'geartrain up'")
+    assert "UNAVAILABLE" not in done.stderr and "ipv4" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server"])
+def test_a_port_in_use_is_a_one_line_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        done = geartrain(name, "--listen", f"127.0.0.1:{port}")
+    assert_one_line_error(done, 2, f"another process uses port {port}; ", "0 picks a free one")
+    assert "Failed to bind" not in done.stderr
+
+
+def test_an_address_of_another_machine_is_not_said_to_be_in_use() -> None:
+    done = geartrain("scheduler", "--listen", "192.0.2.1:7000", "--insecure")
+    assert done.returncode == 2
+    assert "cannot assign requested address" in done.stderr
 
 
 def test_nobody_is_healthy_where_nobody_listens() -> None:
@@ -138,6 +192,7 @@ def test_a_shown_configuration_is_a_valid_file(tmp_path: Path) -> None:
     path.write_text(geartrain("config", "show").stdout, encoding="utf-8")
     done = geartrain("config", "validate", str(path), "--json")
     assert json.loads(done.stdout) == {"valid": True, "num_shards": 1, "num_servers": 1}
+    assert geartrain("config", "validate", str(path)).stdout == f"{path}: valid, 1 shard on 1 server\n"
     assert json.loads(geartrain("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump()
 
 

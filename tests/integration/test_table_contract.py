@@ -164,7 +164,7 @@ BAD_CALLS = {
     "duplicate assign": (
         lambda t: t.assign(np.array([1, 1]), np.ones((2, 4), np.float32)),
         errors.InvalidArgument,
-        "1 duplicates",
+        "1 duplicate",
     ),
 }
 

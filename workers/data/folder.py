@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.words import counted
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Bitmap, Preprocessing, open_picture
 from geartrain.workers.data.images import ImageSet
 
@@ -71,12 +72,14 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
     }
     if len(classes) < 2:
         raise InvalidArgument(
-            f"{folder} has {len(classes)} sub-folders; a classifier needs at least 2, each with the images of one class"
+            f"{folder} has {counted(len(classes), 'sub-folder')}; a classifier needs at least 2, each with the images "
+            "of one class"
         )
     empty = [name for name, files in classes.items() if not files]
     if empty:
         raise InvalidArgument(
-            f"{folder} has no images for {len(empty)} classes: {', '.join(empty[:_BAD_FILES_NAMED])}; "
+            f"{folder} has no images for {counted(len(empty), 'class', 'classes')}: "
+            f"{', '.join(empty[:_BAD_FILES_NAMED])}; "
             f"remove those folders or fill them ({', '.join(sorted(IMAGE_SUFFIXES))})"
         )
     return classes

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from geartrain.ams.cluster import local
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, TableExists
+from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
 from geartrain.ams.specs import SGD
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CosFace
@@ -218,12 +218,21 @@ def test_a_loaded_head_goes_on_at_the_saved_step() -> None:
         make_head(num_classes=51)[0].load_state_dict(head.state_dict())
 
 
+def _with(value: float) -> torch.Tensor:
+    """Features of three samples, the last of which holds ``value``."""
+    features = torch.zeros(3, 8)
+    features[2, 5] = value
+    return features
+
+
 @pytest.mark.parametrize(
     ("features", "labels", "error", "named"),
     [
         (torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), InvalidRows, r"\[2, 7\]"),
         (torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), InvalidRows, "int64"),
         (torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64), InvalidRows, "empty"),
+        (_with(math.nan), torch.zeros(3, dtype=torch.int64), NonFinite, r"1 of 3 samples .* first at index 2;"),
+        (_with(-math.inf).half(), torch.zeros(3, dtype=torch.int64), NonFinite, "first at index 2;"),
         (torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32), InvalidIds, "int32"),
         (torch.zeros(2, 8), torch.zeros(3, dtype=torch.int64), InvalidIds, r"\[3\]"),
         (torch.zeros(2, 8), torch.tensor([0, -1]), InvalidIds, "label -1 at index 1"),

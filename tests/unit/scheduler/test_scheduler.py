@@ -65,7 +65,7 @@ def test_a_shard_without_heartbeats_is_lost_after_its_lease() -> None:
 def test_shards_are_given_out_in_order_and_refused_when_all_are_held() -> None:
     scheduler = FakeCluster().scheduler
     assert [scheduler.register(f"h:{i}", None, incarnation=i + 1).shard for i in range(2)] == [0, 1]
-    with pytest.raises(errors.ConfigError, match="all 2 shards"):
+    with pytest.raises(errors.ConfigError, match="has 2 shards, all held"):
         scheduler.register("h:9", None, incarnation=9)
     with pytest.raises(errors.InvalidArgument, match="0 … 1"):
         scheduler.register("h:9", 7, incarnation=9)

@@ -1,0 +1,37 @@
+"""The help of ``geartrain worker`` says what happens when an option is not given."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from geartrain.cli_worker import FEW_CLASSES, app
+from geartrain.workers.recipe import Recipe
+
+RECIPES: dict[str, Recipe] = {"glyphs": Recipe(), "classify": replace(Recipe(), **FEW_CLASSES)}  # type: ignore[arg-type]
+
+
+def options(command: str) -> dict[str, Any]:
+    group: Any = get_command(app)
+    return {option.name: option for option in group.commands[command].params}
+
+
+@pytest.mark.parametrize("command", RECIPES)
+def test_every_option_shows_its_default(command: str) -> None:
+    silent = [
+        name
+        for name, option in options(command).items()
+        if not option.is_flag and option.default is None and not isinstance(option.show_default, str)
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("command", RECIPES)
+def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
+    recipe = asdict(RECIPES[command])
+    shown = {name: option.show_default for name, option in options(command).items() if name in recipe}
+    assert shown == {name: str(recipe[name]) for name in shown}
+    assert set(shown) == {"steps", "batch_size", "seed", "lr", "sample_rate"}

@@ -1,0 +1,10 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+from geartrain.ams.words import counted
+
+
+def test_one_is_not_a_plural() -> None:
+    assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+    assert [counted(number, "class", "classes") for number in (1, 40992)] == ["1 class", "40,992 classes"]
