@@ -76,7 +76,7 @@ class ShardCalls:
         """
         if self._closed:
             raise Unavailable("this cluster is closed; use its tables inside the 'with' block, or before close()")
-        futures = [self._attempt(shard, request, context) for shard, request in calls]
+        futures = [self._attempt(shard, request, context, alone=len(calls) == 1) for shard, request in calls]
         outcomes: list[Outcome] = []
         patience = _Patience(self.config.recovery_timeout_seconds)  # one for all, or dead shards would add up
         for (shard, request), future in zip(calls, futures, strict=True):
@@ -110,7 +110,7 @@ class ShardCalls:
         for carrier in self._carriers:
             carrier.close()
 
-    def _attempt(self, shard: int, request: Request, context: CallContext) -> Future[Reply]:
+    def _attempt(self, shard: int, request: Request, context: CallContext, *, alone: bool) -> Future[Reply]:
         fenced = CallContext(
             stream=context.stream,
             incarnation=context.incarnation,
@@ -119,7 +119,7 @@ class ShardCalls:
             shard_incarnation=self._view.shards[shard].incarnation,
             cluster_version=self._view.cluster_version,
         )
-        return self._carriers[shard].submit(fenced, request, self.config.attempt_timeout_seconds)
+        return self._carriers[shard].submit(fenced, request, self.config.attempt_timeout_seconds, alone=alone)
 
     def _settle(
         self, shard: int, request: Request, context: CallContext, future: Future[Reply], patience: _Patience
@@ -135,7 +135,7 @@ class ShardCalls:
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from exc
                 self._look_again(shard)
-                future = self._attempt(shard, request, context)
+                future = self._attempt(shard, request, context, alone=True)
 
     def _look_again(self, shard: int) -> None:
         """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""

@@ -97,7 +97,7 @@ class ShardService:
         present = np.zeros(len(ids), np.bool_) if header.with_present else None
         required_sync = codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None
         pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
-        await_reply(self.shard.submit(codec.context_from_pb(header.context), pull), servicer_context)
+        await_reply(self.shard.run(codec.context_from_pb(header.context), pull), servicer_context)
         if present is None:
             return reply
         return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
@@ -123,7 +123,7 @@ class ShardService:
             scale=header.scale if header.HasField("scale") else 1.0,
             group=codec.group_from_pb(header.group) if header.HasField("group") else None,
         )
-        future = self.shard.submit(codec.context_from_pb(header.context), push)
+        future = self.shard.run(codec.context_from_pb(header.context), push)
         return _encoded(await_reply(future, servicer_context))
 
     def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
@@ -140,7 +140,7 @@ class ShardService:
             raise InvalidRows(
                 f"{len(whole[0])} ids to assign hold {counted(len(whole[0]) - len(distinct), 'duplicate')}"
             )
-        future = self.shard.submit(
+        future = self.shard.run(
             codec.context_from_pb(header.context), Assign(table=header.table, ids=whole[0], rows=whole[1])
         )
         return _encoded(await_reply(future, servicer_context))

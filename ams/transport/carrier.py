@@ -45,11 +45,14 @@ class ClusterView:
 class ShardCarrier(Protocol):
     """The way to one shard. Thread-safe."""
 
-    def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:
+    def submit(
+        self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
+    ) -> Future[Reply]:
         """Send a request. The arrays of the request stay the caller's and must not change until the future is done.
 
-        The future holds the reply (a pull's rows are then in ``request.out``), the shard's GeartrainError, or
-        AttemptFailed if no reply came within ``timeout_seconds``.
+        With ``alone`` the caller has nothing to send beside it, so that the carrier may finish it on this thread,
+        before it returns: that saves the changes of thread. The future holds the reply (a pull's rows are then in
+        ``request.out``), the shard's GeartrainError, or AttemptFailed if no reply came within ``timeout_seconds``.
         """
 
     def close(self) -> None:

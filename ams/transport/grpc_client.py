@@ -70,13 +70,15 @@ class GrpcCarrier:
             for name in ("CreateTable", "DropTable", "Pull", "Push", "Assign", "Describe")
         }
 
-    def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:
+    def submit(
+        self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
+    ) -> Future[Reply]:
         """See :class:`ShardCarrier`."""
         match request:
             case Pull():
-                return self._pull(context, request, timeout_seconds)
+                return self._pull(context, request, timeout_seconds, alone=alone)
             case Push() | Assign():
-                return self._write(context, request, timeout_seconds)
+                return self._write(context, request, timeout_seconds, alone=alone)
             case CreateTable():
                 create = shard_pb2.CreateTableRequest(
                     context=codec.context_to_pb(context), spec=codec.spec_to_pb(request.spec)
@@ -99,33 +101,46 @@ class GrpcCarrier:
         self._channel.close()
 
     def _call(
-        self, method: str, data: bytes, timeout_seconds: float | None, decode: Callable[[bytes], Reply]
+        self,
+        method: str,
+        data: bytes,
+        timeout_seconds: float | None,
+        decode: Callable[[bytes], Reply],
+        *,
+        alone: bool = False,
     ) -> Future[Reply]:
         future: Future[Reply] = Future()
 
-        def finished(call: Any) -> None:
-            # Runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+        def settle(reply: Callable[[], bytes]) -> None:
             try:
-                future.set_result(decode(call.result()))
+                future.set_result(decode(reply()))
             except grpc.RpcError as exc:
                 future.set_exception(error_from(exc, f"shard at {self._address}"))
-            except grpc.FutureCancelledError:
-                future.set_exception(AttemptFailed(f"shard at {self._address}: the connection was closed"))
+            except (grpc.FutureCancelledError, _ChannelClosed):
+                future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             except GeartrainError as exc:
                 future.set_exception(exc)
             except Exception as exc:  # a defect here must not leave the caller waiting for ever
                 future.set_exception(InternalError(f"reply of the shard at {self._address}: {exc!r}"))
 
+        send = self._methods[method]
+        if alone:
+            settle(lambda: _unless_closed(send, data, timeout_seconds))
+            return future
         try:
-            self._methods[method].future(data, timeout=timeout_seconds).add_done_callback(finished)
-        except ValueError:
+            call = _unless_closed(send.future, data, timeout_seconds)
+        except _ChannelClosed:
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
+            return future
+        # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+        call.add_done_callback(lambda call: settle(call.result))
         return future
 
-    def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None) -> Future[Reply]:
+    def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         row_bytes = pull.out.shape[1] * pull.out.itemsize
         parts = []
-        for start, end in self._spans(len(pull.ids), row_bytes + 8):
+        spans = self._spans(len(pull.ids), row_bytes + 8)
+        for start, end in spans:
             header = shard_pb2.PullRequest(
                 context=codec.context_to_pb(context),
                 table=pull.table,
@@ -133,10 +148,13 @@ class GrpcCarrier:
                 with_present=pull.present is not None,
             )
             data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            parts.append(self._call("Pull", data, timeout_seconds, _Unpack(pull, start, end)))
+            unpack = _Unpack(pull, start, end)
+            parts.append(self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _write(self, context: CallContext, write: Push | Assign, timeout_seconds: float | None) -> Future[Reply]:
+    def _write(
+        self, context: CallContext, write: Push | Assign, timeout_seconds: float | None, *, alone: bool
+    ) -> Future[Reply]:
         rows = write.gradients if isinstance(write, Push) else write.rows
         method = "Push" if isinstance(write, Push) else "Assign"
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
@@ -146,7 +164,7 @@ class GrpcCarrier:
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
             data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
-            parts.append(self._call(method, data, timeout_seconds, _done))
+            parts.append(self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
@@ -154,6 +172,17 @@ class GrpcCarrier:
         per_part = max(1, self._part_bytes // bytes_per_id)
         count = max(1, math.ceil(num_ids / per_part))
         return [(num_ids * part // count, num_ids * (part + 1) // count) for part in range(count)]
+
+
+class _ChannelClosed(Exception):
+    """The channel was closed before the call."""
+
+
+def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float | None) -> Any:
+    try:
+        return send(data, timeout=timeout_seconds)
+    except ValueError as exc:  # how gRPC says it
+        raise _ChannelClosed from exc
 
 
 class _Unpack:

@@ -91,6 +91,8 @@ def _refusal(listen: str, host: str, port: int) -> str:
 
 def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> Any:
     """Wait for ``future``, but no longer than the caller does."""
+    if future.done():
+        return future.result()
     settled = threading.Event()
     future.add_done_callback(lambda _: settled.set())
     if not servicer_context.add_callback(settled.set):

@@ -14,6 +14,9 @@ class RequestSink(Protocol):
     def submit(self, context: CallContext, request: Request) -> Future[Reply]:
         """Queue a request."""
 
+    def run(self, context: CallContext, request: Request) -> Future[Reply]:
+        """The same, but done on this thread before it returns if the shard is idle."""
+
 
 class LocalCarrier:
     """Hands requests to a shard of this process."""
@@ -21,9 +24,16 @@ class LocalCarrier:
     def __init__(self, shard: RequestSink) -> None:
         self._shard = shard
 
-    def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:  # noqa: ARG002
+    def submit(
+        self,
+        context: CallContext,
+        request: Request,
+        timeout_seconds: float | None,  # noqa: ARG002
+        *,
+        alone: bool = False,
+    ) -> Future[Reply]:
         """See :class:`ShardCarrier`. Nothing can be lost on the way, so there is no time-out."""
-        return self._shard.submit(context, request)
+        return self._shard.run(context, request) if alone else self._shard.submit(context, request)
 
     def close(self) -> None:
         """The shard belongs to the cluster, which closes it."""
