@@ -185,6 +185,11 @@ class TableSpec:
         return DTYPES[self.dtype]
 
     @property
+    def has_slots(self) -> bool:
+        """Whether the optimizer keeps a slot for each row."""
+        return not isinstance(self.optimizer, SGD)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row's values, without slots."""
         return self.dim * self.numpy_dtype.itemsize

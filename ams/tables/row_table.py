@@ -202,6 +202,47 @@ class RowTable:
         except ops.Refused as refused:
             self._refuse(refused, ids, "rows")
 
+    def freeze(self, *, only_touched: bool = False) -> int:
+        """Hold on to all rows as they are now, for :meth:`read_frozen`, while writes go on; return their number.
+
+        With ``only_touched`` only to those written since the last freeze that was kept. Costs a bit per row now, and a
+        copy of each row that is written before it was read. Raises ValueError if the table is frozen already.
+        """
+        return self._store.freeze(only_touched)
+
+    def read_frozen(self, most: int) -> tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """Up to ``most`` frozen rows that were not read yet: ids [N], rows [N, D], slots [N, D] (None for SGD).
+
+        N is 0 when that was all. The order is that of creation, or of ids for a dense table.
+        """
+        ids = np.empty(most, np.int64)
+        rows = np.empty((most, self.spec.dim), self.spec.numpy_dtype)
+        slots = np.empty((most, self.spec.dim), DTYPES[self.spec.slot_dtype]) if self.spec.has_slots else None
+        num = self._store.read_frozen(ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0])
+        return ids[:num], rows[:num], None if slots is None else slots[:num]
+
+    def thaw(self, *, kept: bool) -> None:
+        """End the freeze. If its rows were not kept (``kept=False``) they count as written since the one before."""
+        self._store.thaw(kept)
+
+    def restore(self, ids: Ids, rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None) -> int:
+        """Write rows [N, D] and slots [N, D] as :meth:`read_frozen` gave them; return the number of rows created.
+
+        They do not count as written since the last freeze. Raises as :meth:`assign`.
+        """
+        ids = ops.checked_ids(ids)
+        self._require_rows(rows, len(ids), "rows", self.spec.numpy_dtype)
+        if (slots is not None) != self.spec.has_slots:
+            raise InvalidRows(f"table {self.spec.name!r} has {'' if self.spec.has_slots else 'no '}slots; give them so")
+        if slots is not None:
+            self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype])
+        try:
+            return self._store.restore(
+                ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots, "slots")[0]
+            )
+        except ops.Refused as refused:
+            self._refuse(refused, ids, "rows")
+
     def _require_rows(self, rows: Any, count: int | None, label: str, dtype: np.dtype[Any] | None) -> None:
         """Check [count, D] (any length if None) and the dtype (any float type if None)."""
         if not isinstance(rows, np.ndarray) or (

@@ -35,7 +35,9 @@ class HashedDirectory {
   void prefetch(int64_t id) const { index_.prefetch(id); }
   int64_t find(int64_t id) const { return index_.find(id); }
   int64_t size() const { return index_.size(); }
-  int64_t memory_bytes() const { return index_.memory_bytes(); }
+  int64_t memory_bytes() const { return index_.memory_bytes() + index_.size() * static_cast<int64_t>(sizeof(int64_t)); }
+  std::vector<uint64_t> present_bits() const;
+  int64_t id_at(int64_t position) const { return *reinterpret_cast<const int64_t*>(ids_.at(position)); }
 
   // Makes room for `ids` (absent; repeats allowed) and returns the positions they may be given.
   std::vector<int64_t> reserve(const std::vector<int64_t>& ids);
@@ -45,11 +47,12 @@ class HashedDirectory {
  private:
   BucketRanks ranks_;
   IdIndex index_;
+  SlabArray ids_{sizeof(int64_t), INT64_MAX};  // by position
 };
 
 class DenseDirectory {
  public:
-  DenseDirectory(const BucketRanks& ranks, int64_t num_owned, int64_t num_rows);
+  DenseDirectory(const BucketRanks& ranks, std::vector<int64_t> owned, int64_t num_rows);
 
   std::optional<Reason> objection(int64_t id) const {
     if (id < 0) return Reason::negative_id;
@@ -63,12 +66,18 @@ class DenseDirectory {
   }
   int64_t find(int64_t id) const {
     const int64_t position = position_of(id);
-    if (!present_.has(position / 64)) return -1;
-    return (*word(position) >> (position % 64)) & 1 ? position : -1;
+    return is_present(position) ? position : -1;
   }
   int64_t size() const { return size_; }
   int64_t memory_bytes() const { return (num_positions_ + 7) / 8; }
   int64_t num_positions() const { return num_positions_; }
+  bool is_present(int64_t position) const {
+    return present_.has(position / 64) && ((*word(position) >> (position % 64)) & 1) != 0;
+  }
+  std::vector<uint64_t> present_bits() const;
+  int64_t id_at(int64_t position) const {
+    return position / num_owned_ << kBucketBits | owned_[static_cast<size_t>(position % num_owned_)];
+  }
 
   std::vector<int64_t> reserve(const std::vector<int64_t>& ids);
   Placed insert(int64_t id);
@@ -80,6 +89,7 @@ class DenseDirectory {
   uint64_t* word(int64_t position) const { return reinterpret_cast<uint64_t*>(present_.at(position / 64)); }
 
   BucketRanks ranks_;
+  std::vector<int64_t> owned_;
   int64_t num_owned_;
   int64_t num_rows_;
   int64_t num_positions_;

@@ -29,7 +29,7 @@ BucketRanks ranks_of(const std::vector<int64_t>& owned) {
 Directory directory_for(const RowStoreSpec& spec) {
   const BucketRanks ranks = ranks_of(spec.owned_buckets);
   if (spec.num_rows < 0) return HashedDirectory(ranks);
-  return DenseDirectory(ranks, static_cast<int64_t>(spec.owned_buckets.size()), spec.num_rows);
+  return DenseDirectory(ranks, spec.owned_buckets, spec.num_rows);
 }
 
 int64_t most_positions(const Directory& directory) {
@@ -186,6 +186,7 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
   for (int64_t position : positions) {
     rows_.ensure(position);
     if (slots_) slots_->ensure(position);
+    if (position / 64 >= static_cast<int64_t>(touched_.size())) touched_.resize(static_cast<size_t>(position / 64) + 1);
   }
 }
 
@@ -221,6 +222,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   reserve(found.missing);
 
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
+  for (int64_t position : found.positions) before_write(position);
   const int64_t* positions = found.positions.data();
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
@@ -332,6 +334,8 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   }
   reserve(found.missing);
   bounds_.row = std::max(bounds_.row, std::bit_cast<float>(found.largest));
+  for (int64_t position : found.positions)
+    if (position >= 0) before_write(position);
   int64_t created = 0;
   int64_t* positions = found.positions.data();
   in_bursts(
@@ -342,9 +346,86 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
           positions[i] = placed.position;
           created += placed.created;
         }
+        set_bit(touched_, positions[i]);
         std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
         if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
       });
+  return created;
+}
+
+// Notes that a row is about to be written, and keeps what it was for a freeze under way.
+void RowStore::before_write(int64_t position) {
+  set_bit(touched_, position);
+  if (frozen_ && frozen_->is_only_in_place(position))
+    frozen_->keep_aside(position, rows_.at(position), row_bytes(), slots_ ? slots_->at(position) : nullptr, slot_bytes());
+}
+
+int64_t RowStore::freeze(bool only_touched) {
+  std::unique_lock lock(mutex_);
+  Bits members = touched_;
+  if (!only_touched)
+    std::visit([&](const auto& directory) { members = directory.present_bits(); }, directory_);
+  int64_t count = 0;
+  for (uint64_t word : members) count += std::popcount(word);
+  Bits untouched(touched_.size());
+  frozen_.emplace(std::move(members), touched_, rows_.item_bytes() + static_cast<int64_t>(slot_bytes()));
+  touched_.swap(untouched);
+  return count;
+}
+
+bool RowStore::is_frozen() const {
+  std::shared_lock lock(mutex_);
+  return frozen_.has_value();
+}
+
+int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slots) {
+  std::unique_lock lock(mutex_);
+  int64_t count = 0;
+  while (frozen_ && count < most) {
+    const int64_t position = frozen_->next();
+    if (position < 0) break;
+    const char* aside = frozen_->aside(position);
+    ids[count] = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
+    std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(position), row_bytes());
+    if (slots_)
+      std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(position),
+                  slot_bytes());
+    ++count;
+  }
+  return count;
+}
+
+void RowStore::thaw(bool kept) {
+  std::unique_lock lock(mutex_);
+  if (!frozen_) return;
+  const Bits& before = frozen_->touched_before();
+  for (size_t i = 0; !kept && i < before.size(); ++i) touched_[i] |= before[i];
+  frozen_.reset();
+}
+
+int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, const char* slots) {
+  DefaultFloatMode float_mode;
+  std::unique_lock lock(mutex_);
+  require_legal(ids, count);
+  Resolved found = resolve(ids, count, rows, spec_.dtype);
+  uint32_t largest_slot = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto largest = [&](const char* values, size_t bytes, DType dtype) {
+      return kernels().max_abs_bits[static_cast<int>(dtype)](row_of(values, i, bytes), static_cast<size_t>(spec_.dim));
+    };
+    const uint32_t slot = slots_ ? largest(slots, slot_bytes(), spec_.slot_dtype) : 0;
+    if (largest(rows, row_bytes(), spec_.dtype) >= kInfinityBits || slot >= kInfinityBits) throw Refusal{Reason::non_finite, i};
+    largest_slot = std::max(largest_slot, slot);
+  }
+  reserve(found.missing);
+  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t position = found.positions[static_cast<size_t>(i)];
+    if (frozen_ && frozen_->is_only_in_place(position)) before_write(position);
+    std::memcpy(rows_.at(position), row_of(rows, i, row_bytes()), row_bytes());
+    if (slots_) std::memcpy(slots_->at(position), row_of(slots, i, slot_bytes()), slot_bytes());
+  }
+  bounds_ = {std::max(bounds_.row, std::bit_cast<float>(found.largest)), std::max(bounds_.slot, std::bit_cast<float>(largest_slot))};
   return created;
 }
 

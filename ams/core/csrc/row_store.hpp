@@ -9,6 +9,7 @@
 
 #include "common.hpp"
 #include "directory.hpp"
+#include "frozen_rows.hpp"
 #include "initial_values.hpp"
 #include "kernels.hpp"
 #include "slabs.hpp"
@@ -47,6 +48,18 @@ class RowStore {
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows);
 
+  // The rows as they are now, or only those written since the last freeze, can be read from here on while writes go on.
+  // Returns their number. One freeze at a time.
+  int64_t freeze(bool only_touched);
+  bool is_frozen() const;
+  // Copies up to `most` frozen rows that were not read yet: ids [most], rows and slots [most, D] (slots of sgd: null).
+  // Returns how many; 0: that was all.
+  int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots);
+  // Ends the freeze. If what was read is not kept, its rows count as touched again.
+  void thaw(bool kept);
+  // Writes rows with their slots, as they were frozen; they do not count as touched. Returns the number created.
+  int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots);
+
   int64_t num_present() const;
   int64_t memory_bytes() const;
   const RowStoreSpec& spec() const { return spec_; }
@@ -76,12 +89,16 @@ class RowStore {
   void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
                   Bounds& bounds) const;
   void prefetch_for_write(int64_t position) const;
+  void before_write(int64_t position);
+  size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
 
   RowStoreSpec spec_;
   Directory directory_;
   SlabArray rows_;
   std::optional<SlabArray> slots_;
   Bounds bounds_;
+  Bits touched_;  // positions written since the last freeze
+  std::optional<FrozenRows> frozen_;
   mutable std::shared_mutex mutex_;
 };
 

@@ -61,6 +61,45 @@ int64_t assign(RowStore& store, const IdArray& ids, const Matrix& rows) {
   return store.assign(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()));
 }
 
+struct RowArrays {
+  char* rows;
+  char* slots;
+};
+
+template <class Array>
+RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, const std::optional<Array>& slots) {
+  const bool has_slots = store.spec().rule != Rule::sgd;
+  require(slots.has_value() == has_slots, "slots must be given for tables that have them, and only for those");
+  checked_dtype(rows, static_cast<int>(store.spec().dtype));
+  require_width(store, rows.shape(1));
+  require(rows.shape(0) == count, "rows must be as many as ids");
+  if (has_slots) {
+    checked_dtype(*slots, static_cast<int>(store.spec().slot_dtype));
+    require_width(store, slots->shape(1));
+    require(slots->shape(0) == count, "slots must be as many as ids");
+  }
+  return {const_cast<char*>(static_cast<const char*>(rows.data())),
+          has_slots ? const_cast<char*>(static_cast<const char*>(slots->data())) : nullptr};
+}
+
+int64_t freeze(RowStore& store, bool only_touched) {
+  require(!store.is_frozen(), "the table is frozen already");
+  nb::gil_scoped_release release;
+  return store.freeze(only_touched);
+}
+
+int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots) {
+  const RowArrays items = checked_items(store, ids.size(), rows, slots);
+  nb::gil_scoped_release release;
+  return store.read_frozen(static_cast<int64_t>(ids.size()), ids.data(), items.rows, items.slots);
+}
+
+int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots) {
+  const RowArrays items = checked_items(store, ids.size(), rows, slots);
+  nb::gil_scoped_release release;
+  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots);
+}
+
 }  // namespace
 
 void bind_row_store(nb::module_& m) {
@@ -74,6 +113,10 @@ void bind_row_store(nb::module_& m) {
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),
            nb::arg("scale"))
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
+      .def("freeze", &freeze, nb::arg("only_touched"))
+      .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none())
+      .def("thaw", &RowStore::thaw, nb::arg("kept"))
+      .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none())
       .def_prop_ro("num_present", &RowStore::num_present)
       .def_prop_ro("memory_bytes", &RowStore::memory_bytes);
 }

@@ -1,0 +1,75 @@
+// The rows of a table as they were at one moment, while writes go on.
+//
+// A row that is about to be written for the first time since that moment is copied aside; all others are read where they
+// lie. So the moment itself costs a bit per position, a push pays for the rows it touches, and nothing stops for long.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+#include "slabs.hpp"
+
+namespace geartrain {
+
+using Bits = std::vector<uint64_t>;
+
+inline bool has_bit(const Bits& bits, int64_t at) {
+  return (bits[static_cast<size_t>(at / 64)] >> (at % 64) & 1) != 0;
+}
+inline void set_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64)] |= uint64_t{1} << (at % 64); }
+inline void clear_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64)] &= ~(uint64_t{1} << (at % 64)); }
+
+// Items are a row followed by its slot.
+class FrozenRows {
+ public:
+  // `members`: the positions that belong to the moment; `touched_before`: what was touched since the moment before it.
+  FrozenRows(Bits members, Bits touched_before, int64_t item_bytes)
+      : members_(members), in_place_(std::move(members)), touched_before_(std::move(touched_before)), copies_(item_bytes, INT64_MAX) {}
+
+  const Bits& members() const { return members_; }
+  const Bits& touched_before() const { return touched_before_; }
+  bool is_only_in_place(int64_t position) const {
+    return position / 64 < static_cast<int64_t>(in_place_.size()) && has_bit(in_place_, position);
+  }
+
+  // Keeps the item of a position before it is overwritten. Throws std::bad_alloc, and then it is still in its place.
+  void keep_aside(int64_t position, const char* row, size_t row_bytes, const char* slot, size_t slot_bytes) {
+    const int64_t place = static_cast<int64_t>(aside_.size());
+    copies_.ensure(place);
+    aside_.emplace(position, place);
+    std::memcpy(copies_.at(place), row, row_bytes);
+    if (slot_bytes != 0) std::memcpy(copies_.at(place) + row_bytes, slot, slot_bytes);
+    clear_bit(in_place_, position);
+  }
+  // The kept item of a position, or null.
+  const char* aside(int64_t position) const {
+    const auto found = aside_.find(position);
+    return found == aside_.end() ? nullptr : copies_.at(found->second);
+  }
+  // The next position that belongs to the moment, or -1. Its row in place need not be kept from now on.
+  int64_t next() {
+    for (; cursor_ < static_cast<int64_t>(members_.size()) * 64; ++cursor_) {
+      if (cursor_ % 64 == 0 && members_[static_cast<size_t>(cursor_ / 64)] == 0) {
+        cursor_ += 63;
+        continue;
+      }
+      if (has_bit(members_, cursor_)) {
+        clear_bit(in_place_, cursor_);
+        return cursor_++;
+      }
+    }
+    return -1;
+  }
+
+ private:
+  Bits members_;
+  Bits in_place_;  // of the members: neither copied aside nor read yet
+  Bits touched_before_;
+  SlabArray copies_;
+  std::unordered_map<int64_t, int64_t> aside_;  // position -> place in copies_
+  int64_t cursor_ = 0;
+};
+
+}  // namespace geartrain
