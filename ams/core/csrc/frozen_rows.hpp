@@ -6,9 +6,9 @@
 
 #include <cstdint>
 #include <cstring>
-#include <unordered_map>
 #include <vector>
 
+#include "id_index.hpp"
 #include "slabs.hpp"
 
 namespace geartrain {
@@ -34,19 +34,23 @@ class FrozenRows {
     return position / 64 < static_cast<int64_t>(in_place_.size()) && has_bit(in_place_, position);
   }
 
-  // Keeps the item of a position before it is overwritten. Throws std::bad_alloc, and then it is still in its place.
+  // Makes room to keep `count` items. Throws std::bad_alloc, and then nothing has changed.
+  void reserve(int64_t count) {
+    aside_.reserve(count);
+    for (int64_t place = aside_.size(); place < aside_.size() + count; ++place) copies_.ensure(place);
+  }
+  // Keeps the item of a position before it is overwritten; `reserve` must have made room.
   void keep_aside(int64_t position, const char* row, size_t row_bytes, const char* slot, size_t slot_bytes) {
-    const int64_t place = static_cast<int64_t>(aside_.size());
-    copies_.ensure(place);
-    aside_.emplace(position, place);
+    const int64_t place = aside_.size();
+    aside_.insert(position, place);
     std::memcpy(copies_.at(place), row, row_bytes);
     if (slot_bytes != 0) std::memcpy(copies_.at(place) + row_bytes, slot, slot_bytes);
     clear_bit(in_place_, position);
   }
   // The kept item of a position, or null.
   const char* aside(int64_t position) const {
-    const auto found = aside_.find(position);
-    return found == aside_.end() ? nullptr : copies_.at(found->second);
+    const int64_t place = aside_.find(position);
+    return place < 0 ? nullptr : copies_.at(place);
   }
   // The next position that belongs to the moment, or -1. Its row in place need not be kept from now on.
   int64_t next() {
@@ -68,7 +72,7 @@ class FrozenRows {
   Bits in_place_;  // of the members: neither copied aside nor read yet
   Bits touched_before_;
   SlabArray copies_;
-  std::unordered_map<int64_t, int64_t> aside_;  // position -> place in copies_
+  IdIndex aside_;  // position -> place in copies_
   int64_t cursor_ = 0;
 };
 

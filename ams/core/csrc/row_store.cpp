@@ -222,7 +222,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   reserve(found.missing);
 
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
-  for (int64_t position : found.positions) before_write(position);
+  before_writes(found.positions);
   const int64_t* positions = found.positions.data();
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
@@ -334,8 +334,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   }
   reserve(found.missing);
   bounds_.row = std::max(bounds_.row, std::bit_cast<float>(found.largest));
-  for (int64_t position : found.positions)
-    if (position >= 0) before_write(position);
+  before_writes(found.positions);
   int64_t created = 0;
   int64_t* positions = found.positions.data();
   in_bursts(
@@ -353,11 +352,24 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   return created;
 }
 
-// Notes that a row is about to be written, and keeps what it was for a freeze under way.
-void RowStore::before_write(int64_t position) {
-  set_bit(touched_, position);
-  if (frozen_ && frozen_->is_only_in_place(position))
-    frozen_->keep_aside(position, rows_.at(position), row_bytes(), slots_ ? slots_->at(position) : nullptr, slot_bytes());
+// Notes that rows are about to be written (-1: one that is not there yet), and keeps what they were for a freeze under way.
+void RowStore::before_writes(const std::vector<int64_t>& positions) {
+  if (frozen_) keep_aside(positions);
+  for (int64_t position : positions)
+    if (position >= 0) set_bit(touched_, position);
+}
+
+void RowStore::keep_aside(const std::vector<int64_t>& positions) {
+  int64_t count = 0;
+  for (int64_t position : positions) count += position >= 0 && frozen_->is_only_in_place(position);
+  frozen_->reserve(count);
+  in_bursts(
+      static_cast<int64_t>(positions.size()), [&](int64_t i) { prefetch_for_write(positions[static_cast<size_t>(i)]); },
+      [&](int64_t i) {
+        const int64_t position = positions[static_cast<size_t>(i)];
+        if (position >= 0 && frozen_->is_only_in_place(position))
+          frozen_->keep_aside(position, rows_.at(position), row_bytes(), slots_ ? slots_->at(position) : nullptr, slot_bytes());
+      });
 }
 
 int64_t RowStore::freeze(bool only_touched) {
@@ -419,9 +431,9 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   }
   reserve(found.missing);
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
+  if (frozen_) keep_aside(found.positions);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = found.positions[static_cast<size_t>(i)];
-    if (frozen_ && frozen_->is_only_in_place(position)) before_write(position);
     std::memcpy(rows_.at(position), row_of(rows, i, row_bytes()), row_bytes());
     if (slots_) std::memcpy(slots_->at(position), row_of(slots, i, slot_bytes()), slot_bytes());
   }

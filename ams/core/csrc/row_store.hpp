@@ -89,7 +89,8 @@ class RowStore {
   void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
                   Bounds& bounds) const;
   void prefetch_for_write(int64_t position) const;
-  void before_write(int64_t position);
+  void before_writes(const std::vector<int64_t>& positions);
+  void keep_aside(const std::vector<int64_t>& positions);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
 
   RowStoreSpec spec_;
