@@ -20,6 +20,10 @@ GeartrainError
 ├── SyncError                        a sync group cannot go on; nothing of the step was applied
 │   ├── RankMissing                  not every rank pushed in time
 │   └── StepMismatch                 a rank is at another step than its group
+├── SnapshotError
+│   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
+│   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
+│   └── SnapshotNotFound (LookupError)
 ├── ProtocolError                    bytes that are not a valid message
 │   └── MessageTooLarge
 └── InternalError                    a bug of ours, reported by a shard with its traceback
@@ -110,6 +114,25 @@ class RankMissing(SyncError):
 
 class StepMismatch(SyncError):
     """A rank is at another step than its sync group."""
+
+
+class SnapshotError(GeartrainError):
+    """A snapshot cannot be written, found or read."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """A file of a snapshot is missing, changed, of another snapshot or of another version of Geartrain.
+
+    The message names the file and, where it holds rows, their number, table and shard.
+    """
+
+
+class SnapshotFailed(SnapshotError):
+    """A snapshot could not be written or removed. Older snapshots are as they were."""
+
+
+class SnapshotNotFound(SnapshotError, LookupError):
+    """No snapshot of this name exists, or none at all."""
 
 
 class ProtocolError(GeartrainError):

@@ -42,6 +42,9 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SyncError, grpc.StatusCode.ABORTED),
+    (errors.SnapshotNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.SnapshotDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.SnapshotFailed, grpc.StatusCode.ABORTED),
     (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
 )

@@ -1,0 +1,1 @@
+"""What survives a process: snapshots on a local disk."""

@@ -1,0 +1,404 @@
+"""Snapshots as folders of a local disk, each whole or not there.
+
+    ROOT/NAME/manifest.json              every file with its hash, read first
+    ROOT/NAME/*.safetensors, job-*       blocks of rows, state of the job
+    ROOT/.staging-NAME-ID/               one being written; takes its name, by a rename, as the last step
+    ROOT/.trash-NAME-ID/                 one being removed
+
+Order of a commit: every file synced (by its writer), manifest synced, staging folder synced, renamed, root synced.
+One process commits and prunes in a root; any number may write blocks and read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotError, SnapshotFailed, SnapshotNotFound
+from geartrain.ams.storage.durable import (
+    create_folders,
+    disk,
+    failed,
+    remove_quietly,
+    sync_folder,
+    write_file,
+)
+from geartrain.ams.storage.snapshot_blocks import read_block, read_file
+from geartrain.ams.storage.snapshot_manifest import (
+    JOB,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    in_words,
+)
+from geartrain.ams.words import counted
+
+logger = logging.getLogger(__name__)
+
+STALE_STAGING_SECONDS = 86_400.0
+_STAGING, _TRASH = ".staging-", ".trash-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A snapshot being written."""
+
+    root: Path
+    name: str
+    id: str
+    """32 hexadecimal digits, new for every attempt."""
+
+    @property
+    def path(self) -> str:
+        """The folder that blocks are written to, for those who write them."""
+        return str(self.root / f"{_STAGING}{self.name}-{self.id}")
+
+    def commit(
+        self,
+        *,
+        step: int,
+        created: float,
+        num_shards: int,
+        tables: Sequence[Mapping[str, Any]],
+        files: Sequence[FileEntry],
+        job: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Make the snapshot appear, whole and safe from a loss of power, and return its folder.
+
+        ``created`` is Unix time in seconds; ``tables`` and ``job`` hold JSON values. Raises InvalidArgument for
+        values that cannot be a manifest, and SnapshotFailed; then the staging folder is removed and nothing new listed.
+        """
+        final = self.root / self.name
+        try:
+            data = encode_manifest(self._manifest(step, created, num_shards, tables, files, job))
+            self._require_files(files)
+            write_file(Path(self.path) / MANIFEST, data)
+            sync_folder(Path(self.path))
+            _require_free(final)
+            self._publish(final)
+        except OSError as exc:
+            self.abandon()
+            raise failed(f"snapshot {self.name!r} in {self.root} was not written", exc) from exc
+        except Exception:
+            self.abandon()
+            raise
+        return final
+
+    def abandon(self) -> None:
+        """Remove the staging folder. What cannot be removed stays hidden until :func:`prune`."""
+        remove_quietly(Path(self.path))
+
+    def _manifest(
+        self,
+        step: int,
+        created: float,
+        num_shards: int,
+        tables: Sequence[Mapping[str, Any]],
+        files: Sequence[FileEntry],
+        job: Mapping[str, Any] | None,
+    ) -> Manifest:
+        try:
+            return Manifest(
+                id=self.id,
+                step=step,
+                created=created,
+                num_shards=num_shards,
+                tables=[dict(table) for table in tables],
+                job=dict(job or {}),
+                files=sorted(files, key=lambda entry: entry.path),
+            )
+        except ValidationError as exc:
+            raise InvalidArgument(in_words(exc)) from exc
+
+    def _require_files(self, files: Sequence[FileEntry]) -> None:
+        """Check that the folder holds the listed files and no other. Their content is checked by who reads them."""
+        folder = Path(self.path)
+        present = {child.name: child.stat().st_size for child in folder.iterdir() if not child.name.startswith(".")}
+        for entry in files:
+            found = present.pop(entry.path, None)
+            if found != entry.bytes:
+                has = "is missing" if found is None else f"has {found:,} of {counted(entry.bytes, 'byte')}"
+                raise SnapshotFailed(f"snapshot {self.name!r} was not written: {folder / entry.path} {has}")
+        if present:
+            extra = folder / min(present)
+            raise SnapshotFailed(f"snapshot {self.name!r} was not written: {extra} is not listed in files; list it")
+
+    def _publish(self, final: Path) -> None:
+        try:
+            disk.rename(Path(self.path), final)
+            sync_folder(self.root)
+        except OSError:
+            if not Path(self.path).exists():
+                # Visible, but not known to be safe: whoever is told of a failure must not find it.
+                _take_back(final)
+            raise
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot whose manifest is sound. Its blocks are checked as they are read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return self.path.name
+
+    def read(self, entry: FileEntry) -> dict[str, np.ndarray]:
+        """Return the arrays of a block, writable, once its size, hash and labels have been checked.
+
+        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for a file of the job.
+        """
+        if entry.kind == JOB:
+            raise InvalidArgument(f"{entry.path!r} holds state of the job, not a block; use read_bytes")
+        return read_block(self.path, self.manifest.id, entry)[1]
+
+    def read_bytes(self, entry: FileEntry) -> bytes:
+        """Return the content of any file, checked as in :meth:`read`. Raises SnapshotDamaged."""
+        if entry.kind == JOB:
+            return read_file(self.path, entry)
+        return read_block(self.path, self.manifest.id, entry)[0]
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[SnapshotDamaged]:
+        """Read everything and return all damage found, in order of file; empty if the snapshot is sound.
+
+        ``progress`` is called with (bytes checked, bytes in all) after each file. Files that the manifest does not list
+        are damage, except those whose names begin with a dot.
+        """
+        damage: list[SnapshotDamaged] = []
+        try:
+            read_manifest(self.path)
+        except SnapshotNotFound as exc:
+            return [SnapshotDamaged(str(exc))]
+        except SnapshotDamaged as exc:
+            damage.append(exc)
+        done, total = 0, sum(entry.bytes for entry in self.manifest.files)
+        for entry in self.manifest.files:
+            try:
+                self.read_bytes(entry)
+            except SnapshotDamaged as exc:
+                damage.append(exc)
+            done += entry.bytes
+            if progress is not None:
+                progress(done, total)
+        return damage + self._extra_files()
+
+    def _extra_files(self) -> list[SnapshotDamaged]:
+        known = {MANIFEST, *(entry.path for entry in self.manifest.files)}
+        try:
+            names = sorted(child.name for child in self.path.iterdir())
+        except OSError as exc:
+            return [SnapshotDamaged(f"{self.path} is damaged: it cannot be listed ({exc})")]
+        return [
+            SnapshotDamaged(f"{self.path / name} is damaged: it is not of this snapshot. Move it away")
+            for name in names
+            if name not in known and not name.startswith(".")
+        ]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A snapshot as a listing shows it: either its manifest is sound, or ``damage`` says why not."""
+
+    path: Path
+    snapshot: Snapshot | None
+    damage: SnapshotDamaged | None
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return self.path.name
+
+
+def new_staging(root: str | Path, name: str) -> Staging:
+    """Create the folder to write snapshot ``name`` in. Raises InvalidArgument, and SnapshotFailed if it exists."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"name is {name!r}; it must be 1 to 100 of A-Z, a-z, 0-9 and ._- and begin with a letter or digit"
+        )
+    staging = Staging(Path(root), name, uuid.uuid4().hex)
+    try:
+        _require_free(staging.root / name)
+        create_folders(Path(staging.path))
+    except OSError as exc:
+        staging.abandon()
+        raise failed(f"snapshot {name!r} in {root} was not begun", exc) from exc
+    return staging
+
+
+def open_snapshot(path: str | Path) -> Snapshot:
+    """Read a snapshot's manifest. Raises SnapshotNotFound, and SnapshotDamaged if the manifest is."""
+    return Snapshot(Path(path), read_manifest(Path(path)))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a snapshot. Raises SnapshotNotFound if there is no folder, SnapshotDamaged."""
+    path = folder / MANIFEST
+    try:
+        if not folder.is_dir():
+            raise SnapshotNotFound(f"{folder} is not the folder of a snapshot")
+        if not path.is_file():
+            raise SnapshotDamaged(f"{path} is damaged: it is missing. {_INSTEAD}")
+        if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
+            raise SnapshotDamaged(f"{path} is damaged: it has {size:,} bytes, no manifest has. {_INSTEAD}")
+        return decode_manifest(path.read_bytes())
+    except OSError as exc:
+        raise SnapshotDamaged(f"{path} is damaged: it cannot be read ({exc}). {_INSTEAD}") from exc
+    except ValueError as exc:
+        raise SnapshotDamaged(f"{path} is damaged: {exc}. {_INSTEAD}") from exc
+
+
+def list_snapshots(root: str | Path) -> list[Listed]:
+    """Return the snapshots of a root, the newest (by step, then creation) first; none if there is no such folder.
+
+    Only manifests are read. One with a damaged manifest, whose age is therefore unknown, comes before all others.
+    Raises SnapshotFailed if the root cannot be read.
+    """
+    try:
+        folders = [child for child in Path(root).iterdir() if _NAME.fullmatch(child.name) and _is_snapshot(child)]
+    except FileNotFoundError:
+        return []
+    except OSError as exc:
+        raise SnapshotFailed(
+            f"the snapshots in {root} cannot be listed: {exc}. Give the folder that holds them"
+        ) from exc
+    listed = []
+    for folder in sorted(folders):
+        try:
+            listed.append(Listed(folder, open_snapshot(folder), None))
+        except SnapshotDamaged as exc:
+            listed.append(Listed(folder, None, exc))
+        except SnapshotNotFound:
+            continue  # removed in the meantime
+    return sorted(listed, key=_age, reverse=True)
+
+
+def latest(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
+    """Return the newest snapshot, after reading and checking all of it.
+
+    If it is damaged, raises SnapshotDamaged, or with ``allow_fallback`` takes the next one that is sound and logs what
+    it passed over. Raises SnapshotNotFound if there is none.
+    """
+    passed: list[str] = []
+    for listed in list_snapshots(root):
+        damage = _damage(listed)
+        if not damage and listed.snapshot is not None:
+            if passed:
+                logger.warning("using snapshot %s; passed over as damaged: %s", listed.name, "; ".join(passed))
+            return listed.snapshot
+        more = f" ({counted(len(damage), 'damaged file')} in this snapshot)" if len(damage) > 1 else ""
+        if not allow_fallback:
+            raise SnapshotDamaged(
+                f"the newest snapshot, {listed.name!r}, is not sound: {damage[0]}{more}. allow_fallback=True uses the "
+                "newest one that is, and loses the steps since"
+            )
+        passed.append(f"{damage[0]}{more}")
+    if passed:
+        raise SnapshotDamaged(f"none of the snapshots in {root} is sound: {'; '.join(passed)}")
+    raise SnapshotNotFound(f"there is no snapshot in {root}")
+
+
+def prune(
+    root: str | Path, keep: int, *, stale_seconds: float = STALE_STAGING_SECONDS, now: float | None = None
+) -> list[str]:
+    """Remove all but the newest ``keep`` snapshots, what earlier prunes left, and stale staging folders.
+
+    Returns the names of the removed snapshots. If none of those to keep is sound, the newest sound one of the others is
+    kept too, which costs reading them; one with a damaged manifest is neither counted nor removed. A staging folder is
+    stale when nothing was written to it in the ``stale_seconds`` before ``now`` (Unix time in seconds; None: the
+    clock's). Raises InvalidArgument, and SnapshotFailed for the first that cannot be removed.
+    """
+    if keep < 1:
+        raise InvalidArgument(f"keep is {keep}; it must be >= 1")
+    root = Path(root)
+    whole = [listed for listed in list_snapshots(root) if listed.snapshot is not None]
+    kept, old = whole[:keep], whole[keep:]
+    if old and all(_damage(listed) for listed in kept):
+        spared = next((listed for listed in old if not _damage(listed)), None)
+        old = [listed for listed in old if listed is not spared]
+    removed = []
+    try:
+        for listed in reversed(old):
+            hidden = _hide(listed.path)
+            sync_folder(root)
+            removed.append(listed.name)
+            disk.remove_folder(hidden)
+        _remove_leftovers(root, (time.time() if now is None else now) - stale_seconds)
+    except OSError as exc:
+        raise failed(f"{root} was not pruned to {counted(keep, 'snapshot')}", exc) from exc
+    return removed
+
+
+_INSTEAD = "Bring the file back from a copy, or use another snapshot and move this one away"
+
+
+def _hide(folder: Path) -> Path:
+    """Rename a snapshot, so that nobody takes what is left of it for one while it is removed. Raises OSError."""
+    trash = folder.with_name(f"{_TRASH}{folder.name}-{uuid.uuid4().hex}")
+    disk.rename(folder, trash)
+    return trash
+
+
+def _take_back(folder: Path) -> None:
+    """Remove a snapshot on a disk that fails: hidden if it can be, else without its manifest."""
+    try:
+        folder = _hide(folder)
+    except OSError:
+        with suppress(OSError):
+            (folder / MANIFEST).unlink()
+    remove_quietly(folder)
+
+
+def _remove_leftovers(root: Path, stale_before: float) -> None:
+    if not root.is_dir():
+        return
+    for child in sorted(root.iterdir()):
+        is_stale = child.name.startswith(_STAGING) and child.stat().st_mtime < stale_before
+        if is_stale or child.name.startswith(_TRASH):
+            disk.remove_folder(child)
+
+
+def _require_free(path: Path) -> None:
+    if path.exists():
+        raise SnapshotFailed(f"{path} already exists; choose another name or remove it")
+
+
+def _is_snapshot(folder: Path) -> bool:
+    """Whether a folder is a snapshot or the remains of one; other folders may lie beside them."""
+    if not folder.is_dir():
+        return False
+    try:
+        names = [child.name for child in folder.iterdir()]
+    except OSError:
+        return True  # listed as damaged, with the reason
+    return MANIFEST in names or any(name.startswith(f"{JOB}-") or name.endswith(".safetensors") for name in names)
+
+
+def _age(listed: Listed) -> tuple[float, float, str]:
+    if listed.snapshot is None:
+        return (float("inf"), 0.0, listed.name)
+    manifest = listed.snapshot.manifest
+    return (manifest.step, manifest.created, listed.name)
+
+
+def _damage(listed: Listed) -> Sequence[SnapshotError]:
+    if listed.snapshot is None:
+        assert listed.damage is not None
+        return [listed.damage]
+    return listed.snapshot.verify()

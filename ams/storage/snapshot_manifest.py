@@ -1,0 +1,161 @@
+"""What a snapshot is made of, as ``manifest.json`` says it: every file with its content's hash, and a hash of its own.
+
+The file is the only text that its content can have (sorted keys, one separator, one form of each number), and is
+compared with that text when it is read: so that any changed bit shows, even in a blank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Annotated, Any, Literal, Self
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from geartrain.ams.errors import InvalidArgument
+
+FORMAT: Literal[1] = 1
+MANIFEST = "manifest.json"
+JOB = "job"
+MAX_MANIFEST_BYTES = 1 << 30
+_DIGEST = "xxh3_128"
+
+Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\Z")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class FileEntry(BaseModel):
+    """One file of a snapshot. Checks that its name is the one its other fields give."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    path: str
+    """Name within the snapshot's folder."""
+    kind: str
+    """What it holds: ``job`` for bytes that are opaque here, else a kind of block, such as ``rows``."""
+    table: str | None
+    """Name of the table; None for the job's files."""
+    shard: Count | None
+    """Shard that wrote it; None for the job's files."""
+    index: Count
+    """Number of the block among those of its kind, table and shard."""
+    num_rows: Count
+    """Rows it holds."""
+    bytes: Count
+    """Length of the file."""
+    xxh3_128: Hex128
+    """Hash of the whole file."""
+
+    @model_validator(mode="after")
+    def _is_named_after_its_content(self) -> Self:
+        if self.kind == JOB:
+            if (self.table, self.shard) != (None, None) or self.path != job_path(self.path.removeprefix(f"{JOB}-")):
+                raise ValueError(f"path is {self.path!r}; a file of the job is {JOB}-NAME, without table and shard")
+        elif self.table is None or self.shard is None:
+            raise ValueError(f"{self.path!r} is a block, but its table is {self.table!r} and its shard {self.shard!r}")
+        elif self.path != (expected := block_path(self.kind, self.table, self.shard, self.index)):
+            raise ValueError(f"path is {self.path!r}; the block it describes is {expected!r}")
+        return self
+
+
+class Manifest(BaseModel):
+    """The content of ``manifest.json``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: Literal[1] = FORMAT
+    """Version of the folder's layout."""
+    id: Hex128
+    """Identity of the snapshot, also inside every block."""
+    step: Count
+    """Step at whose boundary it was taken."""
+    created: Annotated[float, Field(allow_inf_nan=False)]
+    """Unix time in seconds."""
+    num_shards: Annotated[int, Field(ge=1)]
+    """Shards that wrote it; any number may read it."""
+    tables: list[dict[str, JsonValue]]
+    """Specification of each table."""
+    job: dict[str, JsonValue]
+    """What the job needs to go on: cursors, settings."""
+    parent: None = None
+    """Snapshot that this one adds to; every snapshot of this format is whole."""
+    files: list[FileEntry]
+    """Every file but the manifest, in order of path."""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        twice = [path for path, count in Counter(entry.path for entry in self.files).items() if count > 1]
+        if twice:
+            raise ValueError(f"files lists {twice[0]!r} more than once")
+        foreign = [entry for entry in self.files if entry.shard is not None and entry.shard >= self.num_shards]
+        if foreign:
+            raise ValueError(f"{foreign[0].path!r} is of shard {foreign[0].shard}; num_shards is {self.num_shards}")
+        return self
+
+
+def block_path(kind: str, table: str, shard: int, index: int) -> str:
+    """Return the name of a block's file: legible, and different for different tables. Raises InvalidArgument."""
+    if kind == JOB or not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", kind):
+        raise InvalidArgument(
+            f"kind is {kind!r}; it must be 1 to 32 of a-z, 0-9 and _, begin with a letter and not be {JOB!r}"
+        )
+    for label, value in (("shard", shard), ("index", index)):
+        if value < 0:
+            raise InvalidArgument(f"{label} is {value}; it must be >= 0")
+    legible = re.sub(r"[^A-Za-z0-9_.]+", "_", table)[:40]
+    digest = xxhash.xxh3_64_hexdigest(table.encode("utf-8", "surrogatepass"))
+    return f"{kind}-{legible}-{digest}-{shard:05}-{index:06}.safetensors"
+
+
+def job_path(name: str) -> str:
+    """Return the name of the file that holds the job's ``name``. Raises InvalidArgument."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise InvalidArgument(
+            f"name is {name!r}; it must be 1 to 100 of A-Z, a-z, 0-9 and ._- and begin with a letter or digit"
+        )
+    return f"{JOB}-{name}"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the file's content. Raises InvalidArgument where ``tables`` or ``job`` hold what JSON cannot (NaN)."""
+    try:
+        return _seal(manifest.model_dump(mode="json"))
+    except ValueError as exc:
+        raise InvalidArgument(f"the manifest cannot be written as JSON: {exc}") from exc
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Return what :func:`encode_manifest` wrote. Raises ValueError saying what is wrong."""
+    try:
+        content: Any = json.loads(data)
+        is_whole = isinstance(content, dict) and _DIGEST in content
+        if is_whole:
+            del content[_DIGEST]
+            is_whole = _seal(content) == data
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"it is not valid JSON ({exc})") from exc
+    if not is_whole:
+        raise ValueError("its content does not match its checksum")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"it has format {content.get('format')!r}; this version of Geartrain reads format {FORMAT}")
+    try:
+        return Manifest.model_validate(content)
+    except (ValidationError, InvalidArgument) as exc:
+        raise ValueError(f"its content is not legal: {in_words(exc)}") from exc
+
+
+def in_words(exc: ValidationError | InvalidArgument) -> str:
+    """Return the first thing that is wrong."""
+    if isinstance(exc, InvalidArgument):
+        return str(exc)
+    first = exc.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'content'}: {first['msg']}, not {first['input']!r:.200}"
+
+
+def _seal(content: dict[str, Any]) -> bytes:
+    """Return the one text of ``content``, with its hash as one more key. Raises ValueError."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    sealed = {**content, _DIGEST: xxhash.xxh3_128_hexdigest(text.encode())}
+    return (json.dumps(sealed, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()
