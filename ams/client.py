@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,19 +70,24 @@ class ShardCalls:
         """The cluster as last seen."""
         return self._view
 
-    def deliver(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
+    def deliver(
+        self, calls: Sequence[tuple[int, Request]], context: CallContext, timeout_seconds: float | None = None
+    ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
+
+        An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``.
 
         Returns only when no carrier uses the requests' arrays any more.
         """
         if self._closed:
             raise Unavailable("this cluster is closed; use its tables inside the 'with' block, or before close()")
-        futures = [self._attempt(shard, request, context, alone=len(calls) == 1) for shard, request in calls]
+        attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
+        futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
         outcomes: list[Outcome] = []
         patience = _Patience(self.config.recovery_timeout_seconds)  # one for all, or dead shards would add up
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
-                outcomes.append(self._settle(shard, request, context, future, patience))
+                outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
             except GeartrainError as exc:
                 outcomes.append(exc)
         return outcomes
@@ -94,6 +100,11 @@ class ShardCalls:
                 raise outcome
             replies.append(outcome)
         return replies
+
+    def on_all_shards(self, request: Request, timeout_seconds: float | None = None) -> list[Outcome]:
+        """:meth:`deliver` the same request, which is no write, to every shard."""
+        calls = [(shard, request) for shard in range(self._view.num_shards)]
+        return self.deliver(calls, CallContext(), timeout_seconds)
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Run ``function`` on a thread of the client's own."""
@@ -110,7 +121,9 @@ class ShardCalls:
         for carrier in self._carriers:
             carrier.close()
 
-    def _attempt(self, shard: int, request: Request, context: CallContext, *, alone: bool) -> Future[Reply]:
+    def _attempt(
+        self, shard: int, request: Request, *, context: CallContext, timeout_seconds: float | None, alone: bool
+    ) -> Future[Reply]:
         fenced = CallContext(
             stream=context.stream,
             incarnation=context.incarnation,
@@ -119,10 +132,11 @@ class ShardCalls:
             shard_incarnation=self._view.shards[shard].incarnation,
             cluster_version=self._view.cluster_version,
         )
-        return self._carriers[shard].submit(fenced, request, self.config.attempt_timeout_seconds, alone=alone)
+        timeout_seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._carriers[shard].submit(fenced, request, timeout_seconds, alone=alone)
 
     def _settle(
-        self, shard: int, request: Request, context: CallContext, future: Future[Reply], patience: _Patience
+        self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Future[Reply]]
     ) -> Reply:
         while True:
             try:
@@ -135,7 +149,7 @@ class ShardCalls:
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from exc
                 self._look_again(shard)
-                future = self._attempt(shard, request, context, alone=True)
+                future = again()
 
     def _look_again(self, shard: int) -> None:
         """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
@@ -247,7 +261,9 @@ class Table:
         rank's part of a synchronous one. Raises InvalidIds, InvalidRows, NonFinite (nothing changed anywhere),
         ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`), SyncError.
         """
-        return _send_once(self.prepare_push(ids, gradients, lr=lr, scale=scale, group=group))
+        # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
+        looks = self._calls.view.num_shards > 1 or group is not None
+        return _send_once(self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, looks=looks))
 
     def push_async(self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0) -> Future[Done]:
         """:meth:`push` in the background; the arrays must be left alone until the future is done."""
@@ -263,12 +279,16 @@ class Table:
         group: SyncGroup | None = None,
     ) -> Write:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once."""
+        return self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, looks=True)
+
+    def _prepared_push(
+        self, ids: Any, gradients: Any, *, lr: float | None, scale: float, group: SyncGroup | None, looks: bool
+    ) -> Write:
+        """:meth:`prepare_push`; without ``looks`` it is left to the shard to find what is not finite."""
         checked = ids_array(ids, self.spec.num_rows)
         rows = rows_array(gradients, len(checked), self.spec.dim)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
-        # All or nothing: a shard looks for itself, so what goes to one shard need not be looked at twice.
-        looks = self._calls.view.num_shards > 1 or group is not None
         if looks:
             _require_finite(rows, checked)
         merged, _, rows = ops.merge_duplicates(checked, rows)

@@ -108,7 +108,40 @@ class Describe:
     """Ask for the state of the shard and of its tables."""
 
 
-Request = CreateTable | DropTable | Pull | Push | Assign | Describe
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFrozen:
+    """Write what was frozen to the staging folder of the snapshot. The reply comes when all of it is on the disk."""
+
+    snapshot_id: str
+    folder: str
+    """A path that means the same folder to client and shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thaw:
+    """End the freeze of a snapshot, if it is that one's. Idempotent."""
+
+    snapshot_id: str
+    kept: bool
+    """Whether the snapshot was completed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+
+    folder: str
+    tables: tuple[str, ...]
+
+
+Request = CreateTable | DropTable | Pull | Push | Assign | Describe | Freeze | WriteFrozen | Thaw | Restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,4 +179,12 @@ class ShardState:
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 
-Reply = Done | ShardState
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Reply to :class:`WriteFrozen`."""
+
+    files: tuple[str, ...]
+    """The files written, each as JSON of ``storage.snapshot_manifest.FileEntry``."""
+
+
+Reply = Done | ShardState | Written

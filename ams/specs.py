@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
@@ -193,3 +194,33 @@ class TableSpec:
     def row_bytes(self) -> int:
         """Bytes of one row's values, without slots."""
         return self.dim * self.numpy_dtype.itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values; optimizer and initializer with their ``kind``."""
+        return {
+            **asdict(self),
+            "optimizer": {"kind": type(self.optimizer).__name__, **asdict(self.optimizer)},
+            "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return what :meth:`to_dict` wrote. Raises InvalidArgument."""
+        try:
+            return cls(
+                **{
+                    **fields,
+                    "optimizer": _of_kind(_OPTIMIZERS, fields["optimizer"]),
+                    "initializer": _of_kind(_INITIALIZERS, fields["initializer"]),
+                }
+            )
+        except (TypeError, KeyError, AttributeError) as exc:
+            raise InvalidArgument(f"{dict(fields)!r} is not the specification of a table: {exc!r}") from exc
+
+
+_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Momentum, SparseMomentum)}
+_INITIALIZERS = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
+
+
+def _of_kind(kinds: Mapping[str, type[Any]], fields: Mapping[str, Any]) -> Any:
+    return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -21,8 +22,21 @@ from geartrain.ams.errors import (
     SchedulerUnavailable,
     ShardUnavailable,
 )
-from geartrain.ams.messages import Assign, CreateTable, Describe, Done, DropTable, Pull, Push
-from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
+from geartrain.ams.messages import (
+    Assign,
+    CreateTable,
+    Describe,
+    Done,
+    DropTable,
+    Freeze,
+    Pull,
+    Push,
+    Request,
+    Restore,
+    Thaw,
+    WriteFrozen,
+)
+from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
@@ -65,6 +79,10 @@ class ShardService:
             "Push": self.push,
             "Assign": self.assign,
             "Describe": self.describe,
+            "Freeze": self.freeze,
+            "WriteFrozen": self.write_frozen,
+            "Thaw": self.thaw,
+            "Restore": self.restore,
         }
 
     @property
@@ -150,6 +168,34 @@ class ShardService:
         request = framing.parse(data, shard_pb2.DescribeRequest)
         state = await_reply(self.shard.submit(codec.context_from_pb(request.context), Describe()), servicer_context)
         return codec.state_to_pb(state).SerializeToString()
+
+    def freeze(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Hold all tables as they are now."""
+        request = framing.parse(data, shard_pb2.FreezeRequest)
+        freeze = Freeze(snapshot_id=request.snapshot_id)
+        return _encoded(await_reply(self._submit(request.context, freeze), servicer_context))
+
+    def write_frozen(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Write what was frozen."""
+        request = framing.parse(data, shard_pb2.WriteFrozenRequest)
+        write = WriteFrozen(snapshot_id=request.snapshot_id, folder=request.folder)
+        written = await_reply(self._submit(request.context, write), servicer_context)
+        return shard_pb2.WriteFrozenReply(files=written.files).SerializeToString()
+
+    def thaw(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """End a freeze."""
+        request = framing.parse(data, shard_pb2.ThawRequest)
+        thaw = Thaw(snapshot_id=request.snapshot_id, kept=request.kept)
+        return _encoded(await_reply(self._submit(request.context, thaw), servicer_context))
+
+    def restore(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Read rows back."""
+        request = framing.parse(data, shard_pb2.RestoreRequest)
+        restore = Restore(folder=request.folder, tables=tuple(request.tables))
+        return _encoded(await_reply(self._submit(request.context, restore), servicer_context))
+
+    def _submit(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
+        return self.shard.submit(codec.context_from_pb(context), request)
 
     def _spec(self, header: shard_pb2.PullRequest | shard_pb2.PushRequest | shard_pb2.AssignRequest) -> TableSpec:
         # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from geartrain.ams.errors import (
@@ -23,6 +23,7 @@ from geartrain.ams.errors import (
     InvalidArgument,
     ShardRestarted,
     ShardUnavailable,
+    SnapshotFailed,
     SpecMismatch,
     StaleCluster,
     TableNotFound,
@@ -34,13 +35,20 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Freeze,
     Pull,
     Push,
     Reply,
     Request,
+    Restore,
     ShardState,
     TableState,
+    Thaw,
+    WriteFrozen,
+    Written,
 )
+from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.server.frozen import FrozenTables, restore_tables
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
 from geartrain.ams.specs import Ids, TableSpec
@@ -92,6 +100,10 @@ class Shard:
         self._specs: dict[str, TableSpec] = {}
         self._marks = WriteMarks()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
+        self._frozen: FrozenTables | None = None
+        self._writing: dict[str, Future[Reply]] = {}
+        """The writing of the present freeze, by snapshot: a repeated request joins it."""
+        self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._closed = False
         self._gate = threading.Lock()
@@ -115,9 +127,14 @@ class Shard:
         return call.future
 
     def run(self, context: CallContext, request: Request) -> Future[Reply]:
-        """:meth:`submit`, but done on this thread, before it returns, if nothing else is waiting or at work."""
-        # Part of a synchronous push: only the shard's own thread watches how long it waits for the others.
-        if isinstance(request, Push) and request.group is not None:
+        """:meth:`submit`, but done on this thread, before it returns, if nothing else is waiting or at work.
+
+        On the main thread it is :meth:`submit`.
+        """
+        # Python interrupts its main thread anywhere, also between the update of the rows and its mark. And only the
+        # shard's own thread watches how long a part of a synchronous push waits for the others.
+        is_interruptible = threading.current_thread() is threading.main_thread()
+        if is_interruptible or (isinstance(request, Push) and request.group is not None):
             return self.submit(context, request)
         with self._gate:
             alone = not self._closed and self._num_queued == 0 and self._turn.acquire(blocking=False)
@@ -162,6 +179,9 @@ class Shard:
                 self._closed = True
                 self._calls.put(None)
         self._thread.join()
+        with self._turn:
+            self._thaw(kept=False)
+        self._files.shutdown(wait=True, cancel_futures=True)
 
     def _shut_down(self) -> ShardUnavailable:
         return ShardUnavailable(f"shard {self.shard} is shut down")
@@ -204,6 +224,8 @@ class Shard:
             self.check_fence(call.context)
             if isinstance(call.request, Push | Assign):
                 self._write(call, call.request)
+            elif isinstance(call.request, WriteFrozen | Restore):
+                _pass_on(self._in_background(call.request), call.future)
             else:
                 call.future.set_result(self._answer(call.request))
         except GeartrainError as error:
@@ -230,6 +252,12 @@ class Shard:
                 return self._drop(request.table)
             case Describe():
                 return self._describe()
+            case Freeze():
+                return self._freeze(request.snapshot_id)
+            case Thaw():
+                if self._frozen is not None and self._frozen.snapshot_id == request.snapshot_id:
+                    self._thaw(kept=request.kept)
+                return Done()
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
@@ -290,6 +318,46 @@ class Shard:
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done(duplicate=not existed)
 
+    def _freeze(self, snapshot_id: str) -> Done:
+        if self._frozen is not None:
+            if self._frozen.snapshot_id == snapshot_id:
+                return Done(duplicate=True)
+            self._thaw(kept=False)  # whoever asked for that one is gone, or has given it up
+        self._frozen = FrozenTables(snapshot_id, {name: table.rows for name, table in self._tables.items()})
+        return Done()
+
+    def _thaw(self, *, kept: bool) -> None:
+        if self._frozen is not None:
+            self._frozen.thaw(kept=kept)
+        self._frozen = None
+        self._writing = {}
+
+    def _in_background(self, request: WriteFrozen | Restore) -> Future[Reply]:
+        """Begin work on files on a thread of its own: the shard goes on."""
+        if isinstance(request, Restore):
+            tables = {name: self._table(name).rows for name in request.tables}
+            return self._files.submit(self._restore, request.folder, tables)
+        frozen = self._frozen
+        if frozen is None or frozen.snapshot_id != request.snapshot_id:
+            raise SnapshotFailed(
+                f"shard {self.shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or superseded; "
+                "take the snapshot again"
+            )
+        if request.snapshot_id not in self._writing:
+            self._writing[request.snapshot_id] = self._files.submit(self._write_frozen, frozen, request.folder)
+        return self._writing[request.snapshot_id]
+
+    def _write_frozen(self, frozen: FrozenTables, folder: str) -> Reply:
+        return Written(files=tuple(entry.model_dump_json() for entry in frozen.write(folder, self.shard)))
+
+    def _restore(self, folder: str, tables: dict[str, RowTable]) -> Reply:
+        mine = set(self._owned_buckets.tolist())
+
+        def reads_shard(num_shards: int, shard: int) -> bool:
+            return not mine.isdisjoint(buckets_of_shard(even_placement(num_shards), shard).tolist())
+
+        return Done(created=restore_tables(folder, tables, self._owned_buckets, reads_shard, self._turn))
+
     def _describe(self) -> ShardState:
         tables = tuple(
             TableState(
@@ -330,6 +398,22 @@ def _as_ours(error: BaseException, shard: int) -> GeartrainError:
     if isinstance(error, GeartrainError):
         return error
     return InternalError(f"shard {shard}: {error!r}\n{''.join(traceback.format_exception(error))}")
+
+
+def _pass_on(work: Future[Reply], future: Future[Reply]) -> None:
+    """Answer ``future`` as ``work`` ends."""
+
+    def ended(work: Future[Reply]) -> None:
+        with contextlib.suppress(InvalidStateError):  # the caller gave up waiting
+            error = None if work.cancelled() else work.exception()
+            if work.cancelled():
+                future.set_exception(ShardUnavailable("the shard was shut down meanwhile"))
+            elif error is None:
+                future.set_result(work.result())
+            else:
+                future.set_exception(error if isinstance(error, GeartrainError) else InternalError(repr(error)))
+
+    work.add_done_callback(ended)
 
 
 def _fail(future: Future[Reply], error: BaseException) -> None:

@@ -20,10 +20,15 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Freeze,
     Pull,
     Push,
     Reply,
     Request,
+    Restore,
+    Thaw,
+    WriteFrozen,
+    Written,
 )
 from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
 from geartrain.ams.placement import NUM_BUCKETS
@@ -35,6 +40,18 @@ from geartrain.ams.transport.grpc_status import error_from
 
 SHARD_SERVICE = "geartrain.ams.v1.Shard"
 SCHEDULER_SERVICE = "geartrain.ams.v1.Scheduler"
+SHARD_METHODS = (
+    "CreateTable",
+    "DropTable",
+    "Pull",
+    "Push",
+    "Assign",
+    "Describe",
+    "Freeze",
+    "WriteFrozen",
+    "Thaw",
+    "Restore",
+)
 
 _STATES = {
     scheduler_pb2.ShardEntry.STATE_UP: "up",
@@ -66,8 +83,7 @@ class GrpcCarrier:
         self._part_bytes = part_bytes
         self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
         self._methods: dict[str, Any] = {
-            name: self._channel.unary_unary(f"/{SHARD_SERVICE}/{name}")
-            for name in ("CreateTable", "DropTable", "Pull", "Push", "Assign", "Describe")
+            name: self._channel.unary_unary(f"/{SHARD_SERVICE}/{name}") for name in SHARD_METHODS
         }
 
     def submit(
@@ -95,6 +111,20 @@ class GrpcCarrier:
                     timeout_seconds,
                     lambda data: codec.state_from_pb(framing.parse(data, shard_pb2.DescribeReply)),
                 )
+            case Freeze(snapshot_id=snapshot_id):
+                freeze = shard_pb2.FreezeRequest(context=codec.context_to_pb(context), snapshot_id=snapshot_id)
+                return self._call("Freeze", freeze.SerializeToString(), timeout_seconds, _done)
+            case WriteFrozen(snapshot_id=snapshot_id, folder=folder):
+                write = shard_pb2.WriteFrozenRequest(
+                    context=codec.context_to_pb(context), snapshot_id=snapshot_id, folder=folder
+                )
+                return self._call("WriteFrozen", write.SerializeToString(), timeout_seconds, _written)
+            case Thaw(snapshot_id=snapshot_id, kept=kept):
+                thaw = shard_pb2.ThawRequest(context=codec.context_to_pb(context), snapshot_id=snapshot_id, kept=kept)
+                return self._call("Thaw", thaw.SerializeToString(), timeout_seconds, _done)
+            case Restore(folder=folder, tables=tables):
+                restore = shard_pb2.RestoreRequest(context=codec.context_to_pb(context), folder=folder, tables=tables)
+                return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
 
     def close(self) -> None:
         """Close the channel; calls under way fail with AttemptFailed."""
@@ -224,6 +254,10 @@ def _done(data: bytes) -> Reply:
     reply = framing.parse(data, shard_pb2.WriteReply)
     # A part that waits for its siblings answers "incomplete"; what counts is the reply of the one that completed it.
     return Done(created=reply.created, duplicate=reply.duplicate, incomplete=reply.incomplete)
+
+
+def _written(data: bytes) -> Reply:
+    return Written(files=tuple(framing.parse(data, shard_pb2.WriteFrozenReply).files))
 
 
 def _joined(parts: list[Future[Reply]]) -> Future[Reply]:

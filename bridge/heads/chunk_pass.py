@@ -117,16 +117,16 @@ class TensorPass:
         logits_NB = self._logits(work, operand_ND)
         if kept_NB is not None:
             kept_NB.copy_(logits_NB)
+        found = self._targets(start, len(rows_ND))
+        if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
+            samples, rows = found
+            sums.target_rows_BD[samples] = unit_ND[rows]
+            logits_NB[rows, samples] = -torch.inf
         if sums.shift_B is not None:
             highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
             sums.lift(highest_B)
             logits_NB.sub_(highest_B)
         logits_NB.exp2_()
-        found = self._targets(start, len(rows_ND))
-        if found is not None:
-            samples, rows = found
-            sums.target_rows_BD[samples] = unit_ND[rows]
-            logits_NB[rows, samples] = 0
         sums.sum_B += logits_NB.sum(0)
         if sums.weighted_BD is None:
             return

@@ -56,6 +56,7 @@ class ChunkPool:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._executor_threads = 0
+        self._num_open = 0
         self._lowered_by = 0
         """Open sessions for whose time PyTorch's number of threads is lowered."""
         self._num_threads = 0
@@ -85,9 +86,10 @@ class ChunkPool:
             yield Session(None)
             return
         with self._lock:
-            if self._lowered_by == 0:
+            if self._num_open == 0:
                 self._num_threads = torch.get_num_threads()
             executor = self._executor_of(self._num_threads)
+            self._num_open += 1
             if spreads_operations:
                 self._lowered_by += 1
                 torch.set_num_threads(1)
@@ -95,6 +97,7 @@ class ChunkPool:
             yield Session(executor)
         finally:
             with self._lock:
+                self._num_open -= 1
                 if spreads_operations:
                     self._lowered_by -= 1
                     if self._lowered_by == 0:

@@ -157,6 +157,12 @@ class FactoredGradient:
         assert isinstance(other, FactoredGradient), "a head either holds its rows or streams them"
         if self._prepared:
             raise _step_stopped(self._prepared, self._active.num)
+        mine, its = (one._factors[0].batch.arithmetic for one in (self, other))
+        if mine != its:
+            raise InvalidArgument(
+                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
+                "use the same autocast, dtype and device until step()"
+            )
         self._factors += other._factors
         if not _are_same(self._active, other._active):
             self._active = _union(self._active, other._active)

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from geartrain.bridge.heads.batch import LOG2_E, Batch
 
+_NO_LOGIT = -1e37
+"""Below every logit, and finite: differences of it are no NaN."""
+
 
 class PartialSums:
     """Running sums over some chunks, which a :class:`~.chunk_pass.ChunkPass` adds one after the other."""
@@ -23,8 +26,8 @@ class PartialSums:
         compute, device = batch.arithmetic.compute, batch.arithmetic.device
         self.target_rows_BD = target_rows_BD
         """The (unit) rows of the targets met so far."""
-        self.shift_B = torch.full((rows,), -torch.inf, dtype=compute, device=device) if batch.shifted else None
-        """Largest logit to base 2 met so far; None: exponentials need no shift."""
+        self.shift_B = torch.full((rows,), _NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
+        """Largest logit to base 2 met so far, targets left out; None: exponentials need no shift."""
         self.sum_B = torch.zeros(rows, dtype=torch.float64, device=device)
         """Sum of exp2(logit − shift)."""
         self.weighted_BD = torch.zeros(rows, width, dtype=compute, device=device) if want_gradient else None

@@ -4,7 +4,7 @@
 // and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no part of
 // the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
 //
-// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/heads/softmax.py and row_pass.py.
+// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/heads/softmax.py and chunk_pass.py.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ struct ForwardChunk {
   bool normalised;  // whether rows count by their direction only
   Targets targets;
   float* target_rows;  // [B, D]: the (unit) rows of the targets found here
-  float* shift;        // [B] running maximum of the logits, raised as needed; null: exponentials need none
+  float* shift;        // [B] finite; raised to the largest logit but the targets; null: exponentials need none
   double* sum;         // [B] += exp2(logit - shift), targets left out
   float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
   float* kept;         // [N, B] logits, or null

@@ -101,7 +101,7 @@ void product(int64_t rows, int64_t columns, int64_t depth, Operand a, Operand b,
   }
 }
 
-// 2^x within 2e-7, 0 below about 2^-126, infinity from 2^128 on; NaN stays. Minimax polynomial on [-1/2, 1/2].
+// 2^x within 2e-7, 0 below about 2^-126, infinity from about 2^127.5 on; NaN stays. Minimax polynomial on [-1/2, 1/2].
 Vector exp2(Vector x) {
   const Vector low = Vector{} - 127.0f, high = Vector{} + 128.0f;
   const Vector above = x < low ? low : x;
@@ -259,11 +259,12 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
       if (chunk.kept != nullptr)
         for (int64_t r = 0; r < count; ++r)
           copy(tile.logits + r * kLogitStride, samples, chunk.kept + (first + r) * batch.batch + sample);
-      if (chunk.shift != nullptr) raise_shift(chunk, tile, count, sample, samples, dim);
+      // The targets are in no sum, so that they must not raise the shift: the others might vanish beside them.
       for_targets(chunk.targets, first, count, sample, samples, [&](int64_t row, int64_t b) {
         copy(tile.unit + row * tile.stride, dim, chunk.target_rows + b * dim);
         tile.logits[row * kLogitStride + b - sample] = -__builtin_inff();
       });
+      if (chunk.shift != nullptr) raise_shift(chunk, tile, count, sample, samples, dim);
       exponentiate(tile, count, tile.logits, kLogitStride, chunk.shift == nullptr ? nullptr : chunk.shift + sample,
                    chunk.sum + sample, samples, next);
       if (chunk.weighted != nullptr)

@@ -119,11 +119,11 @@ void bind_class_pass(nb::module_& m) {
       .def(nb::init<const FloatRows&, float, bool>(), nb::arg("features").noconvert(), nb::arg("logit_factor"),
            nb::arg("normalised"))
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
-           nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").none(),
-           nb::arg("sum").noconvert(), nb::arg("weighted").none(), nb::arg("kept").none())
+           nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
+           nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none())
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
-           nb::arg("kept").none(), nb::arg("factor"));
+           nb::arg("kept").noconvert().none(), nb::arg("factor"));
 }
 
 }  // namespace geartrain

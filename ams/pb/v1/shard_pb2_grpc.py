@@ -64,6 +64,26 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.Freeze = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/Freeze',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FreezeRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
+        self.WriteFrozen = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/WriteFrozen',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteFrozenRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteFrozenReply.FromString,
+                _registered_method=True)
+        self.Thaw = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/Thaw',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ThawRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/Restore',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
 
 
 class ShardServicer:
@@ -111,6 +131,34 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Freeze(self, request, context):
+        """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteFrozen(self, request, context):
+        """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Thaw(self, request, context):
+        """End the freeze of a snapshot. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +191,26 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeReply.SerializeToString,
+            ),
+            'Freeze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Freeze,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FreezeRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'WriteFrozen': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteFrozen,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteFrozenRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteFrozenReply.SerializeToString,
+            ),
+            'Thaw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Thaw,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ThawRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +375,114 @@ class Shard:
             '/geartrain.ams.v1.Shard/Describe',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Freeze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/Freeze',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FreezeRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteFrozen(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/WriteFrozen',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteFrozenRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteFrozenReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Thaw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/Thaw',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ThawRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/Restore',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
             options,
             channel_credentials,
             insecure,

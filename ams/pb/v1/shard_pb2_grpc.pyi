@@ -47,6 +47,14 @@ class ShardStub:
     """Overwrite rows. Applied once however often it is sent."""
     Describe: _grpc.UnaryUnaryMultiCallable[_shard_pb2.DescribeRequest, _shard_pb2.DescribeReply]
     """State of the shard and of its tables."""
+    Freeze: _grpc.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]
+    """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot. Idempotent."""
+    WriteFrozen: _grpc.UnaryUnaryMultiCallable[_shard_pb2.WriteFrozenRequest, _shard_pb2.WriteFrozenReply]
+    """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
+    Thaw: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ThawRequest, _shard_pb2.WriteReply]
+    """End the freeze of a snapshot. Idempotent."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_shard_pb2.RestoreRequest, _shard_pb2.WriteReply]
+    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
 
 @_typing.type_check_only
 class ShardAsyncStub(ShardStub):
@@ -63,6 +71,14 @@ class ShardAsyncStub(ShardStub):
     """Overwrite rows. Applied once however often it is sent."""
     Describe: _aio.UnaryUnaryMultiCallable[_shard_pb2.DescribeRequest, _shard_pb2.DescribeReply]  # type: ignore[assignment]
     """State of the shard and of its tables."""
+    Freeze: _aio.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot. Idempotent."""
+    WriteFrozen: _aio.UnaryUnaryMultiCallable[_shard_pb2.WriteFrozenRequest, _shard_pb2.WriteFrozenReply]  # type: ignore[assignment]
+    """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
+    Thaw: _aio.UnaryUnaryMultiCallable[_shard_pb2.ThawRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """End the freeze of a snapshot. Idempotent."""
+    Restore: _aio.UnaryUnaryMultiCallable[_shard_pb2.RestoreRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
 
 class ShardServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -112,5 +128,37 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.DescribeReply, _abc.Awaitable[_shard_pb2.DescribeReply]]:
         """State of the shard and of its tables."""
+
+    @_abc_1.abstractmethod
+    def Freeze(
+        self,
+        request: _shard_pb2.FreezeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def WriteFrozen(
+        self,
+        request: _shard_pb2.WriteFrozenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteFrozenReply, _abc.Awaitable[_shard_pb2.WriteFrozenReply]]:
+        """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Thaw(
+        self,
+        request: _shard_pb2.ThawRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """End the freeze of a snapshot. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _shard_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
 
 def add_ShardServicer_to_server(servicer: ShardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -122,3 +122,29 @@ def test_the_feature_gradient_passes_gradcheck(margin: Margin | None, holds: boo
     features = torch.randn(5, 4, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 19, 3, 3, 7])
     assert torch.autograd.gradcheck(lambda x: head(x, labels), (features,), eps=1e-7, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torch.dtype, holds: bool) -> None:
+    cluster = FakeCluster()
+    head = ClassHead(
+        cluster,
+        "classes",
+        num_classes=3,
+        dim=2,
+        select=FullSoftmax(),
+        margin=CombinedMargin(m1=4, scale=90),
+        optimizer=UNIT_SGD,
+        rows_cache_bytes=(1 << 40) if holds else 0,
+    )
+    cosines = np.array([0.5, -0.8, -0.7])
+    cluster.tables["classes"].rows[:] = np.stack([cosines, np.sqrt(1 - cosines**2)], axis=1)
+    rows = torch.from_numpy(cluster.tables["classes"].rows)
+    features = torch.tensor([[1.0, 0.0]], dtype=dtype, requires_grad=True)
+    expected, gradient, _ = plain_gradients(features, rows, torch.tensor([0]), head._margin)
+    loss = head(features, torch.tensor([0]))
+    loss.backward()
+    assert features.grad is not None
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=1e-4)

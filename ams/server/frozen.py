@@ -1,0 +1,143 @@
+"""Snapshots, seen from one shard: its tables held as they were at one moment, blocks written, blocks read back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.errors import SnapshotFailed, SpecMismatch
+from geartrain.ams.placement import NUM_BUCKETS, bucket_of
+from geartrain.ams.specs import DTYPES, Ids, TableSpec
+from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block
+from geartrain.ams.storage.snapshot_folder import open_snapshot
+from geartrain.ams.storage.snapshot_manifest import FileEntry
+from geartrain.ams.tables.row_table import RowTable
+
+ROWS = "rows"
+"""Kind of the blocks: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
+
+_READ_BYTES = 2 << 20
+"""Read at a time: a table's writers wait no longer than this takes to copy."""
+
+
+class FrozenTables:
+    """The tables of a shard as they were when this was made. Writes go on; :meth:`thaw` ends it."""
+
+    def __init__(self, snapshot_id: str, tables: Mapping[str, RowTable]) -> None:
+        self.snapshot_id = snapshot_id
+        self._tables: dict[str, RowTable] = {}
+        self._num_rows: dict[str, int] = {}
+        self._thawed = threading.Event()
+        try:
+            for name, table in tables.items():
+                self._num_rows[name] = table.freeze()
+                self._tables[name] = table
+        except BaseException:
+            self.thaw(kept=False)
+            raise
+
+    def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
+        """Write every row once, in blocks of about 64 MiB, synced; may run beside the shard's work.
+
+        Raises SnapshotFailed if the disk fails or the freeze was ended meanwhile.
+        """
+        entries = []
+        for name, table in self._tables.items():
+            written = 0
+            for index, arrays in enumerate(_blocks(table)):
+                entry = write_block(
+                    folder,
+                    snapshot_id=self.snapshot_id,
+                    kind=ROWS,
+                    table=name,
+                    shard=shard,
+                    index=index,
+                    arrays=arrays,
+                )
+                entries.append(entry)
+                written += entry.num_rows
+            if self._thawed.is_set() or written != self._num_rows[name]:
+                raise SnapshotFailed(
+                    f"snapshot {self.snapshot_id} of shard {shard} was given up while it was written: table {name!r} "
+                    f"has {written} of {self._num_rows[name]} rows; take it again"
+                )
+        return tuple(entries)
+
+    def thaw(self, *, kept: bool) -> None:
+        """Let go of the moment; ``kept`` says whether the snapshot was completed. Idempotent."""
+        self._thawed.set()
+        for table in self._tables.values():
+            table.thaw(kept=kept)
+        self._tables = {}
+
+
+def _blocks(table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    spec = table.spec
+    slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
+    item_bytes = 8 + spec.row_bytes + slot_bytes
+    most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
+    parts: list[tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]] = []
+    held = 0
+    while True:
+        part = table.read_frozen(min(most, per_block - held))
+        held += len(part[0])
+        if len(part[0]):
+            parts.append(part)
+        if parts and (held == per_block or not len(part[0])):
+            yield _joined(parts)
+            parts, held = [], 0
+        if not len(part[0]):
+            return
+
+
+def _joined(parts: list[tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]]) -> dict[str, npt.NDArray[Any]]:
+    arrays = {
+        "ids": np.concatenate([ids for ids, _, _ in parts]),
+        "rows": np.concatenate([rows for _, rows, _ in parts]),
+    }
+    slots = [slots for _, _, slots in parts if slots is not None]
+    return {**arrays, "slots": np.concatenate(slots)} if slots else arrays
+
+
+def restore_tables(
+    folder: str,
+    tables: Mapping[str, RowTable],
+    owned_buckets: Ids,
+    reads_shard: Callable[[int, int], bool],
+    turn: AbstractContextManager[Any],
+) -> int:
+    """Write the rows of ``tables`` that a snapshot has and this shard owns; return their number.
+
+    Every block is checked before any of its rows is written, and written while holding ``turn``.
+    ``reads_shard(num_shards, shard)`` says whether what shard ``shard`` of ``num_shards`` wrote can hold rows for this
+    one. Raises SnapshotError, SpecMismatch.
+    """
+    snapshot = open_snapshot(Path(folder))
+    specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
+    for name, table in tables.items():
+        if specs.get(name) != table.spec:
+            raise SpecMismatch(f"table {name!r} is {table.spec}, in the snapshot {specs.get(name)}")
+    owned = np.zeros(NUM_BUCKETS, np.bool_)
+    owned[owned_buckets] = True
+    restored = 0
+    for entry in snapshot.manifest.files:
+        if entry.kind != ROWS or entry.table not in tables:
+            continue
+        assert entry.table is not None and entry.shard is not None
+        if not reads_shard(snapshot.manifest.num_shards, entry.shard):
+            continue
+        table, arrays = tables[entry.table], snapshot.read(entry)
+        ids, rows, slots = arrays["ids"], arrays["rows"], arrays.get("slots")
+        mine = owned[bucket_of(ids, dense=table.spec.num_rows is not None)]
+        if not mine.all():
+            ids, rows, slots = ids[mine], rows[mine], None if slots is None else slots[mine]
+        with turn:
+            table.restore(ids, rows, slots)
+        restored += len(ids)
+    return restored
