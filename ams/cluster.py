@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
 from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
 from geartrain.ams.messages import CallContext, Describe, Reply, ShardState
+from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
+from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
 from geartrain.ams.writes import WriteStream
 
@@ -123,11 +126,14 @@ class Cluster:
             dtype=dtype,
             slot_dtype=slot_dtype,
         )
+        self._create(spec, reuse=reuse)
+        return Table(spec, self._calls, self._stream)
+
+    def _create(self, spec: TableSpec, *, reuse: bool) -> None:
         try:
             self._scheduler.create_table(spec, reuse=reuse, timeout_seconds=self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was created is unknown") from exc
-        return Table(spec, self._calls, self._stream)
+            raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
     def table(self, name: str) -> Table:
         """Return an existing table. Raises TableNotFound."""
@@ -149,6 +155,40 @@ class Cluster:
             return describe_cluster(self._scheduler, self._open_carrier)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(str(exc)) from exc
+
+    def snapshot(
+        self,
+        root: str | Path,
+        name: str | None = None,
+        *,
+        step: int = 0,
+        values: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> PendingSnapshot:
+        """Begin a snapshot of all tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
+
+        Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
+        waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
+        meanwhile a shard may hold some and another not, so call it at a step boundary. ``values`` (JSON) and ``files``
+        travel with it, for the job's own state. ``root`` must mean the same folder here and on every shard.
+        Raises InvalidArgument, SnapshotFailed (also if ``name`` exists), ShardUnavailable.
+        """
+        job = JobState(step=step, values=values or {}, files=files or {})
+        name = f"step-{step:09}" if name is None else name
+        return begin_snapshot(self._calls, lambda: self._describe().tables, root, name, job)
+
+    def restore(self, path: str | Path) -> Snapshot:
+        """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.
+
+        The number of shards may differ from that which wrote it. All or nothing: if anything fails, none of its tables
+        stays. Raises TableExists (a job never goes on with other rows by accident), SnapshotNotFound, SnapshotDamaged
+        (naming the file; checked before any of its rows is written), ShardUnavailable.
+        """
+
+        def create(spec: TableSpec) -> None:
+            self._create(spec, reuse=False)
+
+        return restore_snapshot(self._calls, path, create, self.drop_table)
 
     def close(self) -> None:
         """Close connections; an embedded cluster ends with its rows. Idempotent."""

@@ -30,7 +30,8 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     "client": ("writes", "placement", "transport", "core", "sampling"),
     # What gt.local embeds: the services on threads of the client's process.
     "embedded": ("server", "scheduler", "placement", "transport", "core"),
-    "cluster": ("client", "writes", "embedded", "placement", "transport"),
+    "snapshot": ("client", "storage"),
+    "cluster": ("client", "snapshot", "storage", "writes", "embedded", "placement", "transport"),
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.

@@ -1,0 +1,157 @@
+"""Snapshots of a whole cluster: all shards hold one moment, write it beside the training, and one process commits it.
+
+Order: freeze on every shard (short), blocks written and synced by the shards, manifest committed here, freeze ended.
+Whatever fails on the way, the snapshot is given up as a whole: nothing is listed, and the shards go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.client import ShardCalls
+from geartrain.ams.errors import SnapshotDamaged, SnapshotFailed
+from geartrain.ams.messages import Done, Freeze, Restore, Thaw, WriteFrozen, Written
+from geartrain.ams.specs import TableSpec
+from geartrain.ams.storage.snapshot_blocks import write_job_file
+from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
+from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry
+
+ROWS = "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What a snapshot holds beside the rows."""
+
+    step: int = 0
+    """Step at whose boundary it is taken."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values: cursors, settings."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Opaque bytes by name, such as a backbone's safetensors."""
+
+
+class PendingSnapshot:
+    """A snapshot whose moment has passed and whose files are being written."""
+
+    def __init__(self, path: Path, work: Future[Path]) -> None:
+        self.path = path
+        """The folder it will be."""
+        self._work = work
+
+    def done(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        return self._work.done()
+
+    def result(self, timeout_seconds: float | None = None) -> Path:
+        """Wait until it is whole and on the disk; return its folder.
+
+        Raises SnapshotFailed, or another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
+        """
+        return self._work.result(timeout_seconds)
+
+
+def begin_snapshot(
+    calls: ShardCalls, tables: Callable[[], Sequence[TableSpec]], root: str | Path, name: str, job: JobState
+) -> PendingSnapshot:
+    """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
+
+    ``root`` must mean the same folder here and on every shard. ``tables`` asks which tables there are. Raises
+    InvalidArgument, SnapshotFailed, ShardUnavailable.
+    """
+    staging = new_staging(Path(root).absolute(), name)
+    try:
+        _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id)))
+        specs = list(tables())
+        work = calls.background(_finish, calls, staging, specs, job)
+    except BaseException:
+        _give_up(calls, staging)
+        raise
+    return PendingSnapshot(staging.root / name, work)
+
+
+def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState) -> Path:
+    try:
+        write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
+        replies = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
+        files = [
+            FileEntry.model_validate_json(text)
+            for reply in replies
+            if isinstance(reply, Written)
+            for text in reply.files
+        ]
+        unknown = {entry.table for entry in files} - {spec.name for spec in specs}
+        if unknown:
+            raise SnapshotFailed(f"tables {sorted(map(str, unknown))} came or went at that moment; take it again")
+        files += [
+            write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
+            for name, data in job.files.items()
+        ]
+        path = staging.commit(
+            step=job.step,
+            created=time.time(),
+            num_shards=calls.view.num_shards,
+            tables=[spec.to_dict() for spec in specs],
+            files=sorted(files, key=lambda entry: entry.path),
+            job=job.values,
+        )
+    except BaseException:
+        _give_up(calls, staging)
+        raise
+    calls.on_all_shards(Thaw(snapshot_id=staging.id, kept=True))
+    return path
+
+
+def _give_up(calls: ShardCalls, staging: Staging) -> None:
+    """Best effort: a shard that cannot be told lets go when the next snapshot freezes it."""
+    calls.on_all_shards(Thaw(snapshot_id=staging.id, kept=False))
+    staging.abandon()
+
+
+def restore_snapshot(
+    calls: ShardCalls,
+    path: str | Path,
+    create: Callable[[TableSpec], None],
+    drop: Callable[[str], None],
+) -> Snapshot:
+    """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
+
+    ``path`` must mean the same folder here and on every shard. If anything fails, the tables made so far are dropped.
+    Raises TableExists, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
+    """
+    snapshot = open_snapshot(Path(path).absolute())
+    specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
+    created: list[str] = []
+    try:
+        for spec in specs:
+            create(spec)
+            created.append(spec.name)
+        request = Restore(folder=str(snapshot.path), tables=tuple(created))
+        replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))
+        restored = sum(reply.created for reply in replies if isinstance(reply, Done))
+        expected = sum(entry.num_rows for entry in snapshot.manifest.files if entry.kind == ROWS)
+        if restored != expected:
+            raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
+    except BaseException:
+        for name in created:
+            drop(name)
+        raise
+    return snapshot
+
+
+def job_files(snapshot: Snapshot) -> dict[str, bytes]:
+    """Return the job's files by name, each checked. Raises SnapshotDamaged."""
+    entries = [entry for entry in snapshot.manifest.files if entry.kind == JOB]
+    return {entry.path.removeprefix(f"{JOB}-"): snapshot.read_bytes(entry) for entry in entries}
+
+
+def _all_of(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes

@@ -1,0 +1,148 @@
+"""Snapshots of a whole cluster, over every carrier: what comes back is what was there, on any number of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams import errors
+from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.snapshot import job_files
+from geartrain.ams.specs import SGD, Constant, SparseMomentum
+from geartrain.ams.storage.durable import disk
+from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
+
+IDS = np.arange(0, 5_000, 3)
+
+
+def train(cluster: Cluster, steps: range, *, names: tuple[str, ...] = ("dense", "hashed")) -> None:
+    for name in names:
+        for step in steps:
+            random = np.random.default_rng(step)
+            ids = random.choice(IDS, 400, replace=False)
+            cluster.table(name).push(ids, random.standard_normal((400, 6)).astype(np.float32), lr=0.1 / (step + 1))
+
+
+def make_tables(cluster: Cluster) -> None:
+    momentum = SparseMomentum(lr=0.1, momentum=0.9)
+    cluster.create_table("dense", dim=6, optimizer=momentum, num_rows=5_000, seed=3)
+    cluster.create_table("hashed", dim=6, optimizer=momentum, dtype="float16", slot_dtype="bfloat16")
+
+
+def rows(cluster: Cluster) -> dict[str, Any]:
+    return {name: cluster.table(name).pull(IDS) for name in ("dense", "hashed")}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
+    make_tables(cluster)
+    train(cluster, range(3))
+    at_moment = rows(cluster)
+    pending = cluster.snapshot(tmp_path, step=3, values={"cursor": [1, 2]}, files={"backbone": b"weights"})
+    train(cluster, range(3, 6))  # beside the writing
+    assert pending.result(60) == tmp_path / "step-000000003" == pending.path
+    at_end = rows(cluster)
+
+    for num_shards in (1, 3, 4):
+        with local(num_shards) as other:
+            snapshot = other.restore(pending.path)
+            assert snapshot.manifest.step == 3
+            assert snapshot.manifest.job == {"cursor": [1, 2]}
+            assert job_files(snapshot) == {"backbone": b"weights"}
+            assert_same(rows(other), at_moment)
+            train(other, range(3, 6))
+            assert_same(rows(other), at_end)
+
+
+def test_a_snapshot_is_restored_through_the_same_carrier(cluster: Cluster, tmp_path: Path) -> None:
+    make_tables(cluster)
+    train(cluster, range(3))
+    before, path = rows(cluster), cluster.snapshot(tmp_path, "a").result(60)
+    train(cluster, range(3, 5))
+    with pytest.raises(errors.TableExists, match="'dense' exists"):
+        cluster.restore(path)
+    for name in ("dense", "hashed"):
+        cluster.drop_table(name)
+    cluster.restore(path)
+    assert_same(rows(cluster), before)
+    present = cluster.table("dense").present(np.arange(5_000))
+    assert set(np.flatnonzero(present)) <= set(IDS.tolist()), "a row came to be that was never written"
+
+
+def test_damage_is_named_and_nothing_of_the_snapshot_stays(cluster: Cluster, tmp_path: Path) -> None:
+    make_tables(cluster)
+    train(cluster, range(2))
+    path = cluster.snapshot(tmp_path, "a").result(60)
+    block = sorted(path.glob("rows-hashed-*"))[-1]
+    data = bytearray(block.read_bytes())
+    data[len(data) // 2] ^= 16
+    block.write_bytes(data)
+    for name in ("dense", "hashed"):
+        cluster.drop_table(name)
+    with pytest.raises(errors.SnapshotDamaged, match=rf"{block.name}.*checksum.*table 'hashed'"):
+        cluster.restore(path)
+    assert cluster.status().tables == ()
+    with pytest.raises(errors.SnapshotNotFound):
+        cluster.restore(tmp_path / "b")
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_training_and_the_last_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with local(2) as cluster:
+        make_tables(cluster)
+        train(cluster, range(2))
+        cluster.snapshot(tmp_path, step=2).result(60)
+        before = rows(cluster)
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(disk, "write", full)
+            pending = cluster.snapshot(tmp_path, step=3)
+            with pytest.raises(errors.SnapshotFailed, match=r"No space left.*Free space"):
+                pending.result(60)
+        assert [listed.name for listed in list_snapshots(tmp_path)] == ["step-000000002"]
+        assert not list(tmp_path.glob(".staging-*"))
+        assert_same(rows(cluster), before)
+        train(cluster, range(2, 4))
+        moment = rows(cluster)
+        cluster.snapshot(tmp_path, step=4).result(60)
+        newest = latest(tmp_path)
+    with local(3) as other:
+        other.restore(newest.path)
+        assert_same(rows(other), moment)
+
+
+def test_a_name_is_used_once_and_names_are_checked(tmp_path: Path) -> None:
+    with local() as cluster:
+        cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
+        cluster.snapshot(tmp_path, "a").result(60)
+        with pytest.raises(errors.SnapshotFailed, match="already exists"):
+            cluster.snapshot(tmp_path, "a")
+        with pytest.raises(errors.InvalidArgument, match=r"name is '\.\./a'"):
+            cluster.snapshot(tmp_path, "../a")
+        with pytest.raises(errors.InvalidArgument, match="JSON"):
+            cluster.snapshot(tmp_path, "b", values={"x": float("nan")}).result(60)
+        cluster.snapshot(tmp_path, "b").result(60)  # no freeze was left behind
+
+
+def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> None:
+    from geartrain.ams.messages import Freeze
+
+    with local() as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
+        cluster._calls.on_all_shards(Freeze(snapshot_id="0" * 32))
+        table.push(np.arange(9), np.ones((9, 2), np.float32))
+        path = cluster.snapshot(tmp_path, "a").result(60)
+    with local() as other:
+        other.restore(path)
+        assert (other.table("t").pull(np.arange(9)) == -1).all()
