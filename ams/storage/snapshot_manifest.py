@@ -22,7 +22,7 @@ JOB = "job"
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = "xxh3_128"
 
-Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\Z")]
+Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
