@@ -44,7 +44,7 @@ def take_snapshot(root: Path, name: str, step: int = 1, created: float = 1000.0)
         num_shards=2,
         tables=[{"name": "sku", "dim": 4, "seed": 2**64 - 1}, {"name": "a/b ü", "dim": 4}],
         files=files,
-        job={"cursor": [1, 2], "lr": 0.1},
+        job={"big": 1e30, "cursor": [1, 2], "note": "\x1f"},
     )
 
 

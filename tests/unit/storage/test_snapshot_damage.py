@@ -118,7 +118,7 @@ def test_three_hundred_damages_are_all_found_and_named(tmp_path: Path, take: Tak
 def test_every_bit_of_a_manifest_counts(tmp_path: Path, take: Take) -> None:
     path = take(tmp_path, "a") / MANIFEST
     data = path.read_bytes()
-    start = data.index(b'"job"')
+    start = data.index(b'"job": {')
     for position in [*range(40), *range(start, start + 80), *range(len(data) - 60, len(data))]:
         for bit in range(8):
             changed = bytearray(data)

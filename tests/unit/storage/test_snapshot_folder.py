@@ -43,7 +43,7 @@ def test_a_manifest_comes_back_as_it_was_given(tmp_path: Path, take: Take) -> No
     manifest = open_snapshot(take(tmp_path, "a", step=7, created=1.5)).manifest
     assert (manifest.step, manifest.created, manifest.num_shards, manifest.parent) == (7, 1.5, 2, None)
     assert manifest.tables[0] == {"name": "sku", "dim": 4, "seed": 2**64 - 1}
-    assert manifest.job == {"cursor": [1, 2], "lr": 0.1}
+    assert manifest.job == {"big": 1e30, "cursor": [1, 2], "note": "\x1f"}
     assert {(entry.kind, entry.table, entry.shard, entry.index) for entry in manifest.files} == {
         *(("rows", table, shard, index) for table, index in (("sku", 0), ("sku", 1), ("a/b ü", 0)) for shard in (0, 1)),
         ("job", None, None, 0),
