@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from geartrain.ams.tables.row_table import RowTable
 
 ROWS = "rows"
 """Kind of the blocks: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
+
+_WRITERS = 2
+"""Blocks written side by side: while one waits for the disk another is copied and hashed."""
 
 _READ_BYTES = 2 << 20
 """Read at a time: a table's writers wait no longer than this takes to copy."""
@@ -43,30 +48,37 @@ class FrozenTables:
             raise
 
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
-        """Write every row once, in blocks of about 64 MiB, synced; may run beside the shard's work.
+        """Write every row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
 
         Raises SnapshotFailed if the disk fails or the freeze was ended meanwhile.
         """
-        entries = []
-        for name, table in self._tables.items():
-            written = 0
-            for index, arrays in enumerate(_blocks(table)):
-                entry = write_block(
-                    folder,
-                    snapshot_id=self.snapshot_id,
-                    kind=ROWS,
-                    table=name,
-                    shard=shard,
-                    index=index,
-                    arrays=arrays,
-                )
-                entries.append(entry)
-                written += entry.num_rows
-            if self._thawed.is_set() or written != self._num_rows[name]:
-                raise SnapshotFailed(
-                    f"snapshot {self.snapshot_id} of shard {shard} was given up while it was written: table {name!r} "
-                    f"has {written} of {self._num_rows[name]} rows; take it again"
-                )
+        entries: list[FileEntry] = []
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
+            for name, table in self._tables.items():
+                written = 0
+                under_way: deque[Future[FileEntry]] = deque()
+                for index, arrays in enumerate(_blocks(table)):
+                    written += len(arrays["ids"])
+                    under_way.append(
+                        pool.submit(
+                            write_block,
+                            folder,
+                            snapshot_id=self.snapshot_id,
+                            kind=ROWS,
+                            table=name,
+                            shard=shard,
+                            index=index,
+                            arrays=arrays,
+                        )
+                    )
+                    if len(under_way) == _WRITERS:  # no more blocks in memory than are being written
+                        entries.append(under_way.popleft().result())
+                entries += [block.result() for block in under_way]
+                if self._thawed.is_set() or written != self._num_rows[name]:
+                    raise SnapshotFailed(
+                        f"snapshot {self.snapshot_id} of shard {shard} was given up while it was written: table "
+                        f"{name!r} has {written} of {self._num_rows[name]} rows; take it again"
+                    )
         return tuple(entries)
 
     def thaw(self, *, kept: bool) -> None:

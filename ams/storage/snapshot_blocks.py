@@ -23,8 +23,9 @@ from geartrain.ams.storage.durable import failed, write_file
 from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, block_path, in_words, job_path
 from geartrain.ams.words import counted
 
-BLOCK_BYTES = 64 << 20
-"""Target size of a block, by which callers cut their rows: large enough for a disk, small enough to hold twice."""
+BLOCK_BYTES = 8 << 20
+"""Target size of a block, by which a caller cuts its rows. Buffers of this size are recycled by malloc; from 16 MiB on,
+fresh pages for the copies took longer than the disk."""
 
 _DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),

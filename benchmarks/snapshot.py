@@ -1,0 +1,115 @@
+"""A snapshot of 1M rows of 64 values with momentum: how long writes wait for it, and how fast it reaches the disk.
+
+A worker pushes 10,000 random rows again and again while the shard writes. A push's wait is the time that it took beyond
+the median of those without a snapshot; its rival is the 20 ms that a step should not notice. The rate is that of all
+bytes of the snapshot, synced, beside ``dd conv=fdatasync`` of as many zeros into the same folder; each side's files are
+removed before its next turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.specs import SparseMomentum
+from geartrain.ams.storage.snapshot_folder import prune
+
+NUM_ROWS = 1_000_000
+DIM = 64
+PUSHED = 10_000
+ROUNDS = 3
+PAUSE_BUDGET_MS = 20.0
+FOLDER = Path(".cache")
+"""On the disk of the checkout; the system's temporary folder may be memory."""
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, local() as cluster:
+        pusher = _Pusher(cluster)
+        usual = statistics.median(pusher.push() for _ in range(100))
+        freezes, pushes, ours, theirs, size = [], [], [], [], 0
+        for number in range(ROUNDS * (3 if full else 1)):
+            started = time.perf_counter()
+            pending = cluster.snapshot(folder, step=number)
+            freezes.append(time.perf_counter() - started)
+            while not pending.done():
+                pushes.append(pusher.push() - usual)
+            path = pending.result()
+            ours.append(_written_beside(cluster, folder, number))
+            size = sum(file.stat().st_size for file in path.iterdir())
+            theirs.append(_dd(Path(folder), size))
+            prune(folder, 1)
+        case = f"of {NUM_ROWS:,} rows of {DIM} with momentum"
+        yield _pause(f"freeze {case}", max(freezes))
+        yield _pause(f"push of {PUSHED:,} rows beside a snapshot {case}, median wait", statistics.median(pushes))
+        yield _pause(f"the same, 99th percentile of {len(pushes)}", sorted(pushes)[int(0.99 * len(pushes))])
+        yield {
+            "case": f"snapshot {case}, {size / 2**20:.0f} MiB, synced",
+            "ours": round(size / 2**20 / statistics.median(ours), 1),
+            "rival": "dd conv=fdatasync",
+            "theirs": round(size / 2**20 / statistics.median(theirs), 1),
+            "unit": "MiB/s",
+            "ratio": round(statistics.median(theirs) / statistics.median(ours), 2),
+            "target": 0.6,
+        }
+
+
+class _Pusher:
+    """Pushes the same number of fresh random rows each time."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._random = np.random.default_rng(0)
+        self._table = cluster.create_table(
+            "bench", dim=DIM, optimizer=SparseMomentum(lr=0.1, momentum=0.9), num_rows=NUM_ROWS
+        )
+        for start in range(0, NUM_ROWS, 50_000):
+            ids = np.arange(start, start + 50_000)
+            self._table.push(ids, self._random.standard_normal((50_000, DIM)).astype(np.float32))
+        self._gradients = self._random.standard_normal((PUSHED, DIM)).astype(np.float32)
+
+    def push(self) -> float:
+        """Seconds that a push took."""
+        ids = np.sort(self._random.choice(NUM_ROWS, PUSHED, replace=False))
+        started = time.perf_counter()
+        self._table.push(ids, self._gradients)
+        return time.perf_counter() - started
+
+
+def _written_beside(cluster: Cluster, folder: str, number: int) -> float:
+    """Seconds of a snapshot that has the machine to itself."""
+    started = time.perf_counter()
+    cluster.snapshot(folder, f"alone-{number}").result()
+    return time.perf_counter() - started
+
+
+def _dd(folder: Path, size: int) -> float:
+    target = folder / "zeros"
+    command = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={max(1, size >> 20)}", "conv=fdatasync"]
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    seconds = time.perf_counter() - started
+    target.unlink()
+    return seconds
+
+
+def _pause(case: str, seconds: float) -> dict[str, Any]:
+    milliseconds = max(seconds * 1e3, 0.001)
+    return {
+        "case": case,
+        "ours": round(milliseconds, 2),
+        "rival": "budget of a step",
+        "theirs": PAUSE_BUDGET_MS,
+        "unit": "ms",
+        "ratio": round(PAUSE_BUDGET_MS / milliseconds, 2),
+        "target": 1.0,
+    }
