@@ -316,6 +316,11 @@ class ShardServer:
         return [held.address for held in self._held]
 
     @property
+    def bound_addresses(self) -> list[str]:
+        """Where each shard listens; clients may know it by another address (``advertise``)."""
+        return [held.server.address for held in self._held]
+
+    @property
     def shards(self) -> list[int]:
         """The numbers of the shards held."""
         return [held.shard.shard for held in self._held if held.shard is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -72,7 +73,21 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.so_reuseport", 0),
+        # A new channel is a new connection, rather than another user of one that may be dead.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
+
+
+class _Connection:
+    """A channel and its calls under way; closed once it is retired and the last of them has ended."""
+
+    def __init__(self, address: str, options: list[tuple[str, Any]]) -> None:
+        self.channel = grpc.insecure_channel(address, options=options)
+        self.methods: dict[str, Any] = {
+            name: self.channel.unary_unary(f"/{SHARD_SERVICE}/{name}") for name in SHARD_METHODS
+        }
+        self.calls = 0
+        self.is_retired = False
 
 
 class GrpcCarrier:
@@ -81,10 +96,10 @@ class GrpcCarrier:
     def __init__(self, address: str, *, part_bytes: int = 16 * MIB, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._address = address
         self._part_bytes = part_bytes
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
-        self._methods: dict[str, Any] = {
-            name: self._channel.unary_unary(f"/{SHARD_SERVICE}/{name}") for name in SHARD_METHODS
-        }
+        self._options = channel_options(max_message_bytes)
+        self._lock = threading.Lock()
+        self._connection = _Connection(address, self._options)
+        self._is_closed = False
 
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
@@ -127,8 +142,26 @@ class GrpcCarrier:
                 return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
 
     def close(self) -> None:
-        """Close the channel; calls under way fail with AttemptFailed."""
-        self._channel.close()
+        """Close the connection; calls under way fail with AttemptFailed."""
+        with self._lock:
+            self._is_closed = True
+        self._connection.channel.close()
+
+    def _begin(self) -> _Connection:
+        with self._lock:
+            self._connection.calls += 1
+            return self._connection
+
+    def _end(self, connection: _Connection, *, timed_out: bool) -> None:
+        """Leave a connection. One without an answer in time may be dead without a sign: the next call has another."""
+        with self._lock:
+            connection.calls -= 1
+            if timed_out and connection is self._connection and not self._is_closed:
+                connection.is_retired = True
+                self._connection = _Connection(self._address, self._options)
+            is_unused = connection.is_retired and connection.calls == 0
+        if is_unused:
+            connection.channel.close()
 
     def _call(
         self,
@@ -140,20 +173,29 @@ class GrpcCarrier:
         alone: bool = False,
     ) -> Future[Reply]:
         future: Future[Reply] = Future()
+        connection = self._begin()
+        send = connection.methods[method]
 
         def settle(reply: Callable[[], bytes]) -> None:
+            timed_out = False
+            outcome: Reply | Exception
             try:
-                future.set_result(decode(reply()))
+                outcome = decode(reply())
             except grpc.RpcError as exc:
-                future.set_exception(error_from(exc, f"shard at {self._address}"))
+                timed_out = isinstance(exc, grpc.Call) and exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                outcome = error_from(exc, f"shard at {self._address}")
             except (grpc.FutureCancelledError, _ChannelClosed):
-                future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
+                outcome = AttemptFailed(f"shard at {self._address}: the connection is closed")
             except GeartrainError as exc:
-                future.set_exception(exc)
+                outcome = exc
             except Exception as exc:  # a defect here must not leave the caller waiting for ever
-                future.set_exception(InternalError(f"reply of the shard at {self._address}: {exc!r}"))
+                outcome = InternalError(f"reply of the shard at {self._address}: {exc!r}")
+            self._end(connection, timed_out=timed_out)  # first, so that a retry finds the next connection
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
-        send = self._methods[method]
         if alone:
             settle(lambda: _unless_closed(send, data, timeout_seconds))
             return future
@@ -161,6 +203,7 @@ class GrpcCarrier:
             call = _unless_closed(send.future, data, timeout_seconds)
         except _ChannelClosed:
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
+            self._end(connection, timed_out=False)
             return future
         # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
         call.add_done_callback(lambda call: settle(call.result))

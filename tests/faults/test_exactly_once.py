@@ -1,0 +1,98 @@
+"""Exactly once against a faulty network. The oracle is outside: integer gradients whose exact sum is known."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.messages import CallContext, Done
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.marks import WriteMarks
+from geartrain.ams.server.service import ShardServer
+from geartrain.ams.specs import SGD, Constant
+from tests.faults.proxy import FaultyProxy
+
+NUM_ROWS = 4096
+DIM = 16
+PUSHES = int(os.environ.get("GEARTRAIN_PROXY_PUSHES", "500"))
+CONFIG = ClientConfig(
+    attempt_timeout_seconds=0.5, recovery_timeout_seconds=120, connect_timeout_seconds=60, part_bytes=64 << 10
+)
+
+
+@contextmanager
+def behind_proxies(num_shards: int, seed: int) -> Iterator[tuple[Cluster, list[FaultyProxy]]]:
+    """A cluster whose shards are reached only through proxies; the way to the scheduler is straight."""
+    with ExitStack() as stack:
+        scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=num_shards, lease_seconds=60))
+        address = scheduler.start()
+        stack.callback(scheduler.stop, 0)
+        proxies = [stack.enter_context(FaultyProxy(seed * 1000 + shard)) for shard in range(num_shards)]
+        for shard, proxy in enumerate(proxies):
+            server = ShardServer(ServerConfig(scheduler=address, shard=shard, advertise=proxy.address))
+            server.start()
+            stack.callback(server.stop, 0)
+            proxy.forward_to(server.bound_addresses[0])
+        cluster = stack.enter_context(connect(address, config=CONFIG))
+        yield cluster, proxies
+
+
+def attack(seed: int, num_pushes: int) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+    """Push integers from two threads through faulty proxies; return the rows, what they must be, and the faults met."""
+    with behind_proxies(2, seed) as (cluster, proxies):
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
+        expected = np.zeros((NUM_ROWS, DIM))
+        lock = threading.Lock()
+        failures: list[BaseException] = []
+        for proxy in proxies:
+            proxy.begin_faults()
+
+        def work(worker: int) -> None:
+            own = np.random.default_rng([seed, worker])
+            try:
+                for _ in range(num_pushes // 2):
+                    # Now and then more than a part, so that parts of one write meet different faults.
+                    ids = np.sort(own.choice(NUM_ROWS, int(own.choice([5, 200, 2500])), replace=False))
+                    gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
+                    table.push(ids, gradients)
+                    with lock:
+                        expected[ids] -= gradients
+            except BaseException as exc:
+                failures.append(exc)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for proxy in proxies:
+            proxy.end_faults()
+        assert not failures, failures
+        return table.pull(np.arange(NUM_ROWS)), expected, proxies[0].counts + proxies[1].counts
+
+
+def test_every_push_is_applied_once_through_a_faulty_network() -> None:
+    rows, expected, met = attack(seed=1, num_pushes=PUSHES)
+    np.testing.assert_array_equal(rows, expected)
+    assert {kind.split()[0] for kind in met} == {"cut", "blackhole", "delay", "replay"}, met
+    assert sum(met.values()) >= PUSHES / 25, met
+
+
+def test_the_attack_finds_a_shard_that_forgets_what_it_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = WriteMarks.applied
+
+    def forgetting(self: WriteMarks, context: CallContext, done: Done) -> None:
+        whole(self, context, done)
+        self._streams[context.stream].done.clear()
+
+    monkeypatch.setattr(WriteMarks, "applied", forgetting)
+    rows, expected, _ = attack(seed=1, num_pushes=PUSHES // 4)
+    assert (rows != expected).any()
