@@ -6,6 +6,7 @@ rows as itemsize·N·D bytes; ids that occur twice travel once.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -38,6 +39,8 @@ from geartrain.ams.words import counted
 from geartrain.ams.writes import Write, WriteStream
 
 Outcome = Reply | BaseException
+logger = logging.getLogger(__name__)
+
 _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
 _ASYNC_THREADS = 4
@@ -142,6 +145,9 @@ class ShardCalls:
             try:
                 return future.result()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
+                if patience.is_fresh:
+                    seconds = self.config.recovery_timeout_seconds
+                    logger.warning("shard %d does not answer, waiting for it up to %g s: %s", shard, seconds, exc)
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(
@@ -173,6 +179,11 @@ class _Patience:
         self._seconds = seconds
         self._deadline: float | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was waited for yet."""
+        return self._deadline is None and self._seconds > 0
 
     def pause(self) -> bool:
         if self._deadline is None:  # counted from the first failure

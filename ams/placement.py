@@ -15,9 +15,11 @@ BucketShards = npt.NDArray[np.uint16]
 
 
 def even_placement(num_shards: int) -> BucketShards:
-    """Return the shard of each bucket, [4096] uint16, when ``num_shards`` shards own even runs of buckets."""
-    buckets = np.arange(NUM_BUCKETS, dtype=np.int64)
-    return (buckets * num_shards // NUM_BUCKETS).astype(np.uint16)
+    """Return the shard of each bucket, [4096] uint16, when ``num_shards`` shards own the buckets in turn.
+
+    In turn, so that a dense table of fewer rows than buckets is spread evenly too.
+    """
+    return (np.arange(NUM_BUCKETS) % num_shards).astype(np.uint16)
 
 
 def buckets_of_shard(bucket_shards: BucketShards, shard: int) -> Ids:

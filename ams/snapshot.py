@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.ams.client import ShardCalls
-from geartrain.ams.errors import SnapshotDamaged, SnapshotFailed
+from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound, TableExists
 from geartrain.ams.messages import Done, Freeze, Restore, Thaw, WriteFrozen, Written
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
-from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry
+from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
+from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, FileEntry
 
 ROWS = "rows"
 
@@ -64,6 +64,9 @@ def begin_snapshot(
     ``root`` must mean the same folder here and on every shard. ``tables`` asks which tables there are. Raises
     InvalidArgument, SnapshotFailed, ShardUnavailable.
     """
+    for label, data in job.files.items():
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"file {label!r} is {type(data).__name__}; it must be bytes")
     staging = new_staging(Path(root).absolute(), name)
     try:
         _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id)))
@@ -109,8 +112,10 @@ def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: Jo
 
 def _give_up(calls: ShardCalls, staging: Staging) -> None:
     """Best effort: a shard that cannot be told lets go when the next snapshot freezes it."""
-    calls.on_all_shards(Thaw(snapshot_id=staging.id, kept=False))
-    staging.abandon()
+    try:
+        calls.on_all_shards(Thaw(snapshot_id=staging.id, kept=False))
+    finally:
+        staging.abandon()
 
 
 def restore_snapshot(
@@ -124,12 +129,21 @@ def restore_snapshot(
     ``path`` must mean the same folder here and on every shard. If anything fails, the tables made so far are dropped.
     Raises TableExists, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
-    snapshot = open_snapshot(Path(path).absolute())
+    folder = Path(path).absolute()
+    if not (folder / MANIFEST).exists() and (inside := [listed.name for listed in list_snapshots(folder)]):
+        raise SnapshotNotFound(f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them")
+    snapshot = open_snapshot(folder)
     specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
     created: list[str] = []
     try:
+        job_files(snapshot)  # all of it is sound, or nothing of it is used
         for spec in specs:
-            create(spec)
+            try:
+                create(spec)
+            except TableExists as exc:
+                raise TableExists(
+                    f"table {spec.name!r} of the snapshot exists already; drop it, or restore into an empty cluster"
+                ) from exc
             created.append(spec.name)
         request = Restore(folder=str(snapshot.path), tables=tuple(created))
         replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))

@@ -177,6 +177,14 @@ class TableSpec:
             f"num_rows is {self.num_rows!r}; it must be a positive integer or None",
         )
         _require(0 <= self.seed < 2**64, f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+        _require(
+            isinstance(self.optimizer, SGD | Momentum | SparseMomentum),
+            f"optimizer is {self.optimizer!r}; it must be an instance of SGD, Momentum or SparseMomentum of geartrain",
+        )
+        _require(
+            isinstance(self.initializer, Constant | Uniform | Normal),
+            f"initializer is {self.initializer!r}; it must be an instance of Constant, Uniform or Normal of geartrain",
+        )
         for label, value in (("dtype", self.dtype), ("slot_dtype", self.slot_dtype)):
             _require(value in DTYPES, f"{label} is {value!r}; it must be one of {', '.join(DTYPES)}")
 

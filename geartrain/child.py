@@ -46,6 +46,7 @@ class Child:
         The callbacks run on threads of the child's own.
         """
         self.name = name
+        self.arguments = tuple(arguments)
         self.facts: dict[str, Any] | None = None
         """What its ready line said; None before."""
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)

@@ -23,6 +23,9 @@ def up(
     scheduler_listen: Annotated[
         str | None, typer.Option("--scheduler-listen", help="host:port of the scheduler; port 0 picks a free one.")
     ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="Start a role that dies again, or end the cluster.")
+    ] = True,
     insecure: Insecure = None,
     as_json: Json = False,
 ) -> None:
@@ -43,7 +46,7 @@ def up(
             print(json.dumps({"ready": "cluster", **dataclasses.asdict(facts)}), flush=True)
         else:
             print(f"ready: scheduler {facts.scheduler} · {counted(len(facts.shards), 'shard')}", flush=True)
-        launcher.wait()
+        launcher.wait(restart=restart)
 
 
 def _print_log_line(line: str) -> None:

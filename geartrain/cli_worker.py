@@ -57,7 +57,9 @@ Resume = Annotated[
         show_default="a new run",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out already holds.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Start over in --out; the run there is put aside as OUT.previous.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.", show_default="0")]
 Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.", show_default="0.2")]
 Scheduler = Annotated[

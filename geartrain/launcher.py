@@ -1,7 +1,8 @@
 """``geartrain up``: a scheduler and its servers as processes of this machine, from ready to ended.
 
-One thread decides: what children do and which signals arrive comes to it through one queue. A child that exits although
-nobody told it to ends the whole cluster with an error that quotes the child's last lines.
+One thread decides: what children do and which signals arrive comes to it through one queue. A role that dies is
+started again where it was, so that its cluster finds it; one that dies again and again ends the whole cluster with an
+error that quotes its last lines.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from geartrain.child import Child
 from geartrain.role import KILL_AFTER_SECONDS
 
 START_TIMEOUT_SECONDS = 60.0
+MAX_RESTARTS = 5
+"""Restarts of one role within RESTART_WINDOW_SECONDS; one more, and the cluster ends."""
+RESTART_WINDOW_SECONDS = 600.0
+_SCHEDULER = "scheduler"
 
 
 class ChildFailed(GeartrainError):
@@ -73,10 +78,13 @@ class Launcher:
                 "leave it out, or start the servers one by one with 'geartrain server'"
             )
         self._server = config.server
+        self._scheduler_listen = config.scheduler.listen
         self._on_line = on_line
         self._environ = configuration.to_environment(config)
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
         self._children: list[Child] = []
+        self._restarts: dict[str, list[float]] = {}
+        """When each role was started again, by its name."""
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,7 +106,7 @@ class Launcher:
             ChildFailed: a child exited, or took longer than START_TIMEOUT_SECONDS.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        told = self._await_ready([self._spawn("scheduler", "scheduler")], deadline)
+        told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)
         if told is None:
             return None
         scheduler = str(told[0]["address"])
@@ -109,18 +117,51 @@ class Launcher:
         shards = tuple(address for facts in told for address in facts["addresses"])
         return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children})
 
-    def wait(self) -> None:
-        """Serve until told to end by SIGTERM or SIGINT.
+    def wait(self, *, restart: bool = True) -> None:
+        """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
 
         Raises:
-            ChildFailed: a child exited by itself.
+            ChildFailed: a role died without ``restart``, or for the MAX_RESTARTS + 1st time in RESTART_WINDOW_SECONDS,
+                or before it was ready again.
         """
-        event = self._events.get()
-        if isinstance(event, Exited):
-            raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
+        while not isinstance(event := self._events.get(), signal.Signals):
+            if isinstance(event, Exited):
+                if not restart:
+                    raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
+                self._restart(event.child)
+
+    def _restart(self, dead: Child) -> None:
+        now = time.monotonic()
+        recent = [at for at in self._restarts.get(dead.name, ()) if now - at < RESTART_WINDOW_SECONDS]
+        # Several shards of one process would come back at other ports, which the scheduler refuses within their lease.
+        is_one_shard = dead.name == _SCHEDULER or self._server.shards == 1
+        if dead.facts is None or not is_one_shard or len(recent) >= MAX_RESTARTS:
+            times = f" for the {len(recent) + 1}th time in {RESTART_WINDOW_SECONDS / 60:g} minutes" if recent else ""
+            raise _failure(dead, f"ended by itself ({dead.exit_text}){times}")
+        self._restarts[dead.name] = [*recent, now]
+        self._on_line(f"{dead.name} | ended by itself ({dead.exit_text}); starting it again")
+        self._children[self._children.index(dead)] = self._child(dead.name, self._arguments_again(dead))
+
+    def _arguments_again(self, dead: Child) -> list[str]:
+        """What the role was started with, but the port that it had: others know it by that."""
+        assert dead.facts is not None
+        if dead.name == _SCHEDULER:
+            listen, address = self._scheduler_listen, str(dead.facts["address"])
+        else:
+            listen, address = self._server.listen, str(dead.facts["addresses"][0])
+            if self._server.advertise is not None:
+                return list(dead.arguments)
+        host, port = split_address(listen)[0], split_address(address)[1]
+        host = f"[{host}]" if ":" in host else host
+        return [*(one for one in dead.arguments if not one.startswith("--listen=")), f"--listen={host}:{port}"]
 
     def _spawn(self, name: str, *arguments: str) -> Child:
-        child = Child(
+        child = self._child(name, arguments)
+        self._children.append(child)
+        return child
+
+    def _child(self, name: str, arguments: Sequence[str]) -> Child:
+        return Child(
             name,
             arguments,
             self._environ,
@@ -128,8 +169,6 @@ class Launcher:
             on_ready=lambda child: self._events.put(Ready(child)),
             on_exit=lambda child: self._events.put(Exited(child)),
         )
-        self._children.append(child)
-        return child
 
     def _spawn_server(self, index: int, scheduler: str) -> Child:
         host, port = split_address(self._server.listen)

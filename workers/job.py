@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from rich.console import Console
 
 from geartrain.ams.cluster import Cluster, connect, local
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
 from geartrain.ams.specs import SGD
 from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
@@ -38,9 +39,11 @@ from geartrain.workers.mistakes import draw_mistakes
 from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.recipe import Recipe
 from geartrain.workers.row_timing import TimedCluster
-from geartrain.workers.run_folder import remove_run, require_new_run
+from geartrain.workers.run_folder import has_checkpoint, put_aside, require_new_run
 
 _QUICK_LOOK_IMAGES = 2000
+_LOST = (ShardRestarted, Unavailable, StaleCluster)
+"""What it means for a job that a role of its cluster died."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class JobOptions:
     """Start over where ``out`` holds a run already."""
     scheduler: str | None = None
     """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
+    max_recoveries: int = 10
+    """How often the job goes back to its last checkpoint when shards were lost, before it gives up."""
     device: str = "auto"
 
 
@@ -92,6 +97,20 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
     started = time.perf_counter()
     if not options.resume and not options.overwrite:
         require_new_run(options.out)
+    recoveries = 0
+    while True:
+        try:
+            return _run_once(options, load, console, started)
+        except _LOST:
+            # Under torchrun the ranks come back together: torchrun starts them again.
+            can_go_back = options.scheduler is not None and "WORLD_SIZE" not in os.environ
+            if not can_go_back or recoveries == options.max_recoveries or not has_checkpoint(options.out):
+                raise
+            recoveries += 1
+            options = replace(options, resume=True, overwrite=False)
+
+
+def _run_once(options: JobOptions, load: Callable[[Console], JobData], console: Console, started: float) -> JobResult:
     with ExitStack() as stack:
         ranks = stack.enter_context(joined_ranks(options.device))
         console = console if ranks.is_first else Console(quiet=True)
@@ -131,6 +150,9 @@ class _Run:
         self._model_folder = options.out / "model"
         self._settings, backbone, recipe, progress, saved = self._plan()
         self._recipe = recipe
+        if saved is not None and ranks.is_first:
+            cluster.drop_table(progress.table)  # its rows come from the checkpoint, whatever the cluster still has
+        ranks.any(False)
         timed = TimedCluster(cluster)
         head = ClassHead(
             timed,
@@ -141,7 +163,6 @@ class _Run:
             margin=CosFace(scale=recipe.scale, margin=recipe.margin),
             optimizer=SGD(lr=recipe.row_lr),
             seed=recipe.seed,
-            reuse=saved is not None,
             sync=ranks.world_size > 1,
         )
         self._trainer = Trainer(
@@ -156,6 +177,7 @@ class _Run:
         )
         self._head = head
         self._saved = saved
+        self._saved_at = (progress.step, time.perf_counter())
         self._centers = None if saved is None else load_model(self._model_folder).centers
 
     def _plan(self) -> tuple[dict[str, Any], StrokeNet, Recipe, Progress, TrainingState | None]:
@@ -182,7 +204,9 @@ class _Run:
         """Start or restore, train, and finish."""
         trainer, first = self._trainer, self._ranks.is_first
         if first and self._saved is None and self._options.overwrite:
-            remove_run(self._options.out)
+            aside = put_aside(self._options.out)
+            if aside is not None:
+                self._say(f"The run that was in {self._options.out} is now in {aside}")
         events = Events(self._options.out / "events" / trainer.progress.table if first else None)
         try:
             self._begin(events)
@@ -197,6 +221,13 @@ class _Run:
             report = self._conclude(events, seconds) if first else None
             self._ranks.any(False)  # the other ranks keep the cluster's clients alive until the first is done
             return JobResult(True, report, trainer.progress.step)
+        except _LOST as exc:
+            step, saved_at = self._saved_at
+            lost = counted(trainer.progress.step - step, "step")
+            seconds_lost = time.perf_counter() - saved_at
+            self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {exc}")
+            self._say(f"The last checkpoint is of step {step}: {lost} ({seconds_lost:.0f} s) are lost")
+            raise
         finally:
             events.close()
 
@@ -205,6 +236,8 @@ class _Run:
             classes = counted(len(self._data.class_names), "class", "classes")
             self._say(f"Training {classes} on {counted(len(self._data.train), 'image')}")
             self._trainer.start()
+            if self._options.scheduler is not None:
+                self._save()  # something to go back to, should a shard be lost
             self._quick_look(events)
             return
         if self._ranks.is_first and self._centers is not None:
@@ -236,6 +269,7 @@ class _Run:
         )
         state = TrainingState(self._recipe, trainer.progress, trainer.momentum(), self._data.source)
         save_model(self._model_folder, model, state)
+        self._saved_at = (trainer.progress.step, time.perf_counter())
 
     def _conclude(self, events: Events, seconds: dict[str, float]) -> dict[str, Any]:
         """Evaluate, draw the mistakes, write the report."""

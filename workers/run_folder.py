@@ -21,7 +21,7 @@ _FILES = ("report.json", "mistakes.png")
 def require_new_run(folder: Path) -> None:
     """Raise ConfigError, with the remedies, if ``folder`` holds a finished or interrupted run or is no folder."""
     require_folder(folder, "--out")
-    has_model = complete_folder(folder / "model").exists()
+    has_model = has_checkpoint(folder)
     if not has_model and not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
         return
     go_on = f"go on with it (--resume {folder}), " if has_model else ""
@@ -31,6 +31,11 @@ def require_new_run(folder: Path) -> None:
     )
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run can be resumed."""
+    return complete_folder(folder / "model").exists()
+
+
 def require_folder(path: Path, flag: str) -> None:
     """Raise ConfigError if ``path``, given as ``flag``, is no folder and cannot be made one: a file is in its way."""
     existing = next((place for place in (path, *path.parents) if place.exists()), None)
@@ -38,10 +43,18 @@ def require_folder(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} is {path}, but {existing} is not a folder; give a folder, or one to be made")
 
 
-def remove_run(folder: Path) -> None:
-    """Remove the run in ``folder``, so that no part of it is taken for the next one's; other files stay."""
-    for name in _FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        shutil.rmtree(previous_folder(folder / name), ignore_errors=True)
-    for name in _FILES:
-        (folder / name).unlink(missing_ok=True)
+def put_aside(folder: Path) -> Path | None:
+    """Move the run in ``folder`` to the folder NAME.previous beside it, in the place of one put aside before.
+
+    No part of it is then taken for the next run's; other files stay. Returns that folder, None if there was no run.
+    """
+    aside = folder.with_name(f"{folder.name}.previous")
+    parts = [*_FOLDERS, *(previous_folder(Path(name)).name for name in _FOLDERS), *_FILES]
+    there = [name for name in parts if (folder / name).exists()]
+    if not there:
+        return None
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for name in there:
+        (folder / name).rename(aside / name)
+    return aside

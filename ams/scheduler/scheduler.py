@@ -196,7 +196,10 @@ class Scheduler:
         for shard in candidates:
             if self._is_free(shard, address, incarnation):
                 return shard
-        raise ConfigError(f"this cluster has {counted(self._num_shards, 'shard')}, all held by living processes")
+        raise ConfigError(
+            f"this cluster has {counted(self._num_shards, 'shard')}, all held by living processes; "
+            f"a dead one's shard is free {self.lease_seconds:g} s after its last sign of life"
+        )
 
     def _is_free(self, shard: int, address: str, incarnation: int) -> bool:
         member = self._members.get(shard)

@@ -76,8 +76,9 @@ class FrozenTables:
                 entries += [block.result() for block in under_way]
                 if self._thawed.is_set() or written != self._num_rows[name]:
                     raise SnapshotFailed(
-                        f"snapshot {self.snapshot_id} of shard {shard} was given up while it was written: table "
-                        f"{name!r} has {written} of {self._num_rows[name]} rows; take it again"
+                        f"snapshot {self.snapshot_id} of shard {shard} was given up while it was written, or another "
+                        f"one was begun (a shard writes one at a time): {written} of {self._num_rows[name]} rows of "
+                        f"table {name!r} were written; take it again"
                     )
         return tuple(entries)
 

@@ -103,5 +103,5 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only: give another folder",
     errno.EACCES: "Let this user write there or give another folder",
     errno.EPERM: "Let this user write there or give another folder",
-    errno.ENOENT: "The folder is gone, as after the snapshot was abandoned: take the snapshot again",
+    errno.ENOENT: "The folder cannot be made, or the snapshot was abandoned: give a folder that can be written",
 }

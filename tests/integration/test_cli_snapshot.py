@@ -34,7 +34,7 @@ def test_a_cluster_is_saved_and_restored_on_another_number_of_shards(tmp_path: P
         facts = json.loads(created.stdout)
         assert (facts["name"], facts["step"], facts["rows"]) == ("step-000000007", 7, {"t": 500})
         again = geartrain("snapshot", "restore", str(tmp_path), *at)
-        assert_one_line_error(again, 1, "table 't' exists", "drop it")
+        assert_one_line_error(again, 1, "table 't' of the snapshot exists already", "drop it")
     with role("up", "--shards=3", "--scheduler-listen=127.0.0.1:0", "--json") as ready:
         at = ["--scheduler", ready["scheduler"]]
         restored = geartrain("snapshot", "restore", str(tmp_path), *at)

@@ -26,7 +26,7 @@ def test_a_dead_shard_is_named(served: Callable[..., object]) -> None:
         cluster.servers[1].stop(0)  # type: ignore[attr-defined]
         with pytest.raises(errors.ShardUnavailable, match=r"shard 1 at 127\.0\.0\.1"):
             table.pull(np.arange(4096))
-        assert table.pull(np.arange(100)).shape == (100, 4)  # shard 0 still serves its rows
+        assert table.pull(np.arange(0, 100, 2)).shape == (50, 4)  # shard 0 still serves its rows
         assert [shard.state for shard in ours.status().shards] == ["up", "lost"]
 
 

@@ -18,6 +18,8 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.cluster import cluster_status
+from geartrain.ams.config import ClientConfig
+from geartrain.launcher import MAX_RESTARTS
 
 GONE_WITHIN_SECONDS = 20.0
 
@@ -65,6 +67,15 @@ def up(*arguments: str) -> Iterator[Up]:
         finally:
             process.kill()
             running.assert_no_child_is_left()
+
+
+def kill_child(parent: psutil.Process, role: str) -> None:
+    """Kill the first living child of that role."""
+    for child in parent.children():
+        if child.status() != psutil.STATUS_ZOMBIE and role in child.cmdline():
+            child.kill()
+            return
+    raise AssertionError(f"no {role} lives")
 
 
 def test_a_cluster_serves_as_soon_as_up_says_ready() -> None:
@@ -115,14 +126,53 @@ def test_no_child_outlives_a_parent_that_was_killed() -> None:
 
 
 @pytest.mark.parametrize("name", ["scheduler", "server 1"])
-def test_a_child_that_dies_ends_the_cluster_and_is_named(name: str) -> None:
-    with up("--shards=2") as running:
+def test_without_restarts_a_child_that_dies_ends_the_cluster_and_is_named(name: str) -> None:
+    with up("--shards=2", "--no-restart") as running:
         psutil.Process(running.facts["pids"][name]).kill()
         _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
         assert running.process.returncode == 1
         assert f"error: {name} (pid {running.facts['pids'][name]}) ended by itself (killed by SIGKILL)" in log
         assert "Traceback" not in log
         running.assert_no_child_is_left()
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server 1"])
+def test_a_role_that_dies_comes_back_where_it_was(name: str) -> None:
+    with up("--shards=2") as running:
+        config = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=60)
+        with gt.connect(running.facts["scheduler"], config=config) as cluster:
+            table = cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), num_rows=8192)
+            ids = np.array([0, 8191])
+            table.push(ids, np.ones((2, 2), np.float32))
+            before = table.pull(ids)
+            psutil.Process(running.facts["pids"][name]).kill()
+            if name == "scheduler":  # the shards, which still hold all rows, tell it what there is
+                assert running.process.stderr is not None
+                while "scheduler | ended by itself" not in running.process.stderr.readline():
+                    pass
+                with gt.connect(running.facts["scheduler"], config=config) as again:
+                    np.testing.assert_array_equal(again.table("t").pull(ids), before)
+            else:
+                with pytest.raises(gt.errors.ShardRestarted, match="shard 1 was restarted"):
+                    table.pull(ids)
+                assert table.pull(ids[:1]).shape == (1, 2)
+        assert running.process.poll() is None
+        running.process.terminate()
+        _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
+        assert running.process.returncode == 0, log
+
+
+def test_a_role_that_dies_again_and_again_ends_the_cluster() -> None:
+    with up("--shards=1") as running:
+        parent = psutil.Process(running.process.pid)
+        assert running.process.stderr is not None
+        for _ in range(MAX_RESTARTS + 1):
+            while "serves at" not in running.process.stderr.readline():
+                pass
+            kill_child(parent, "server")
+        _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
+        assert running.process.returncode == 1
+        assert "ended by itself (killed by SIGKILL) for the 6th time in 10 minutes" in log
 
 
 def test_a_port_in_use_is_reported_in_words() -> None:

@@ -1,0 +1,85 @@
+"""A job whose cluster loses a role goes back to its last checkpoint by itself, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from geartrain.ams import errors
+from geartrain.workers import jobs
+from geartrain.workers.job import JobOptions, JobResult
+from geartrain.workers.loop import Trainer
+from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, draw
+from tests.integration.test_up import kill_child, up
+
+STEPS = 24
+JOB = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, save_every=5)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for shape in SHAPES:
+        (tmp_path / "images" / shape).mkdir(parents=True)
+        for seed in range(4):
+            draw(shape, seed).save(tmp_path / "images" / shape / f"{seed}.png")
+    return tmp_path / "images"
+
+
+def train(out: Path, images: Path, **changes: Any) -> tuple[JobResult, str]:
+    told = io.StringIO()
+    options = JobOptions(out=out, recipe=JOB, preprocessing=LOOK, device="cpu", **changes)
+    result = jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
+    return result, told.getvalue()
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_job_survives_the_death_of_a_role(
+    role: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        straight, broken = tmp_path / "straight", tmp_path / "broken"
+        train(straight, images)
+        with up("--shards=2") as running:
+            parent, whole, kills = psutil.Process(running.process.pid), Trainer._step, [13]
+
+            def step(self: Trainer, number: int) -> torch.Tensor:
+                if kills and number == kills[0]:
+                    kills.pop()
+                    kill_child(parent, role)
+                return whole(self, number)
+
+            monkeypatch.setattr(Trainer, "_step", step)
+            result, told = train(broken, images, scheduler=running.facts["scheduler"])
+        assert result.finished
+        assert result.step == STEPS
+        if role == "server":
+            assert "The last checkpoint is of step 10: 3 steps" in told, told
+            assert "Going on at step 10" in told
+        for name in ("backbone", "centers", "training"):
+            expected = load_file(straight / "model" / f"{name}.safetensors")
+            found = load_file(broken / "model" / f"{name}.safetensors")
+            for key, value in expected.items():
+                assert torch.equal(value, found[key]), f"{name}: {key}"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_job_that_may_not_go_back_says_what_was_lost(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> torch.Tensor:
+        raise errors.ShardRestarted("shard 1 was restarted")
+
+    monkeypatch.setattr(Trainer, "_step", lost)
+    with up("--shards=1") as running, pytest.raises(errors.ShardRestarted):
+        train(tmp_path / "run", images, scheduler=running.facts["scheduler"], max_recoveries=2)
