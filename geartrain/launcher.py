@@ -85,6 +85,8 @@ class Launcher:
         self._children: list[Child] = []
         self._restarts: dict[str, list[float]] = {}
         """When each role was started again, by its name."""
+        self._facts: dict[str, dict[str, Any]] = {}
+        """What each role said when it was last ready, by its name."""
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,8 +123,7 @@ class Launcher:
         """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
 
         Raises:
-            ChildFailed: a role died without ``restart``, or for the MAX_RESTARTS + 1st time in RESTART_WINDOW_SECONDS,
-                or before it was ready again.
+            ChildFailed: a role died without ``restart``, or for the MAX_RESTARTS + 1st time in RESTART_WINDOW_SECONDS.
         """
         while not isinstance(event := self._events.get(), signal.Signals):
             if isinstance(event, Exited):
@@ -135,7 +136,9 @@ class Launcher:
         recent = [at for at in self._restarts.get(dead.name, ()) if now - at < RESTART_WINDOW_SECONDS]
         # Several shards of one process would come back at other ports, which the scheduler refuses within their lease.
         is_one_shard = dead.name == _SCHEDULER or self._server.shards == 1
-        if dead.facts is None or not is_one_shard or len(recent) >= MAX_RESTARTS:
+        if dead.facts is not None:
+            self._facts[dead.name] = dead.facts
+        if dead.name not in self._facts or not is_one_shard or len(recent) >= MAX_RESTARTS:
             times = f" for the {len(recent) + 1}th time in {RESTART_WINDOW_SECONDS / 60:g} minutes" if recent else ""
             raise _failure(dead, f"ended by itself ({dead.exit_text}){times}")
         self._restarts[dead.name] = [*recent, now]
@@ -144,11 +147,11 @@ class Launcher:
 
     def _arguments_again(self, dead: Child) -> list[str]:
         """What the role was started with, but the port that it had: others know it by that."""
-        assert dead.facts is not None
+        facts = self._facts[dead.name]
         if dead.name == _SCHEDULER:
-            listen, address = self._scheduler_listen, str(dead.facts["address"])
+            listen, address = self._scheduler_listen, str(facts["address"])
         else:
-            listen, address = self._server.listen, str(dead.facts["addresses"][0])
+            listen, address = self._server.listen, str(facts["addresses"][0])
             if self._server.advertise is not None:
                 return list(dead.arguments)
         host, port = split_address(listen)[0], split_address(address)[1]
