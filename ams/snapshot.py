@@ -19,9 +19,7 @@ from geartrain.ams.messages import Done, Freeze, Restore, Thaw, WriteFrozen, Wri
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, FileEntry
-
-ROWS = "rows"
+from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, ROWS, FileEntry
 
 
 @dataclass(frozen=True, kw_only=True)

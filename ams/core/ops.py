@@ -30,7 +30,6 @@ __all__ = [
     "merge_duplicates",
     "route",
     "sample_permutation",
-    "scatter_rows",
     "splitmix64",
 ]
 
@@ -148,39 +147,6 @@ def route(
     order, counts = np.empty_like(ids), np.empty(num_shards, np.int64)
     _core.route(ids, np.ascontiguousarray(bucket_to_shard), dense, order, counts)
     return order, counts
-
-
-def scatter_rows(out: npt.NDArray[Any], positions: Ids, rows: npt.NDArray[Any]) -> None:
-    """Write ``out[positions[i]] = rows[i]``; of repeated positions the last wins.
-
-    Args:
-        out: [M, D], C-contiguous, of the dtype of ``rows``.
-        positions: [N] in [0, M).
-        rows: [N, D].
-
-    Raises:
-        InvalidRows: shapes or dtypes disagree, ``out`` is not contiguous, or a position is outside ``out``. Nothing
-            is written then.
-    """
-    bits, code = as_bits(rows)
-    out_bits, out_code = as_bits(out, "out")
-    if out.ndim != 2 or bits.ndim != 2 or code != out_code or out.shape[1] != bits.shape[1]:
-        raise InvalidRows(
-            f"rows is {rows.dtype} {list(rows.shape)}, out {out.dtype} {list(out.shape)};"
-            " they must agree in dtype and width"
-        )
-    if not out.flags.carray:
-        raise InvalidRows("out must be writable and C-contiguous; pass a fresh array and copy from it")
-    positions = checked_ids(positions, "positions")
-    if len(positions) != len(bits):
-        raise InvalidRows(f"{len(positions)} positions for {len(bits)} rows; there must be one per row")
-    try:
-        _core.scatter_rows(out_bits, positions, bits)
-    except Refused as refused:
-        index = refused.args[1]
-        raise InvalidRows(
-            f"positions[{index}] is {positions[index]}; it must lie in [0, {len(out)}), the rows of out"
-        ) from refused
 
 
 def sample_permutation(num_ids: int, count: int, seed: int, step: int, first: int = 0) -> Ids:

@@ -18,11 +18,8 @@ from geartrain.ams.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block
 from geartrain.ams.storage.snapshot_folder import open_snapshot
-from geartrain.ams.storage.snapshot_manifest import FileEntry
+from geartrain.ams.storage.snapshot_manifest import ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable
-
-ROWS = "rows"
-"""Kind of the blocks: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
 
 _WRITERS = 2
 """Blocks written side by side: while one waits for the disk another is copied and hashed."""

@@ -19,6 +19,9 @@ from geartrain.ams.errors import InvalidArgument
 FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
 JOB = "job"
+"""Kind of the job's files, opaque here."""
+ROWS = "rows"
+"""Kind of the blocks of rows: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = "xxh3_128"
 

@@ -63,13 +63,6 @@ void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, b
   for (int64_t i = 0; i < count; ++i) order[next[shards[static_cast<size_t>(i)]]++] = i;
 }
 
-void scatter_rows(char* out, int64_t out_rows, const int64_t* positions, int64_t count, const char* rows, size_t row_bytes) {
-  for (int64_t i = 0; i < count; ++i)
-    if (positions[i] < 0 || positions[i] >= out_rows) throw Refusal{Reason::bad_position, i};
-  for (int64_t i = 0; i < count; ++i)
-    std::memcpy(out + static_cast<size_t>(positions[i]) * row_bytes, rows + static_cast<size_t>(i) * row_bytes, row_bytes);
-}
-
 int64_t first_non_finite(const void* values, DType dtype, int64_t count) {
   constexpr int64_t kBlock = 4096;
   const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(dtype)];

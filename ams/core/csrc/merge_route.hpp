@@ -19,9 +19,6 @@ void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t cou
 void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards, int64_t* order,
            int64_t* counts);
 
-// out[positions[i]] = rows[i]; refuses (bad_position) before it writes.
-void scatter_rows(char* out, int64_t out_rows, const int64_t* positions, int64_t count, const char* rows, size_t row_bytes);
-
 // Index of the first value that is NaN or infinite, or -1.
 int64_t first_non_finite(const void* values, DType dtype, int64_t count);
 

@@ -56,15 +56,6 @@ void route_checked(const IdArray& ids, const ShardMap& bucket_to_shard, bool den
         counts.data());
 }
 
-void scatter_rows_checked(const MatrixOutput& out, const IdArray& positions, const Matrix& rows) {
-  require(out.dtype() == rows.dtype() && out.shape(1) == rows.shape(1), "out and rows must agree in dtype and width");
-  require(positions.size() == rows.shape(0), "positions must be as long as rows");
-  const size_t row_bytes = rows.shape(1) * rows.itemsize();
-  nb::gil_scoped_release release;
-  scatter_rows(static_cast<char*>(out.data()), static_cast<int64_t>(out.shape(0)), positions.data(),
-               static_cast<int64_t>(positions.size()), static_cast<const char*>(rows.data()), row_bytes);
-}
-
 int64_t first_non_finite_checked(const AnyArray& values, int dtype_code) {
   const DType dtype = checked_dtype(values, dtype_code);
   nb::gil_scoped_release release;
@@ -109,8 +100,6 @@ NB_MODULE(_core, m) {
         nb::arg("sums").noconvert());
   m.def("route", &route_checked, nb::arg("ids").noconvert(), nb::arg("bucket_to_shard").noconvert(), nb::arg("dense"),
         nb::arg("order").noconvert(), nb::arg("counts").noconvert());
-  m.def("scatter_rows", &scatter_rows_checked, nb::arg("out").noconvert(), nb::arg("positions").noconvert(),
-        nb::arg("rows").noconvert());
   m.def("first_non_finite", &first_non_finite_checked, nb::arg("values").noconvert(), nb::arg("dtype_code"));
   m.def("bytes_with_room", &bytes_with_room, nb::arg("head"), nb::arg("room"));
   m.def("sample_permutation", &sample_checked, nb::arg("num_ids"), nb::arg("first"), nb::arg("seed"), nb::arg("step"),

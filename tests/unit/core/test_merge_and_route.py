@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.core import ops, reference
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.ams.errors import InvalidArgument, InvalidIds
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 few_ids = st.lists(st.integers(0, 12) | st.integers(0, 2**63 - 1), max_size=60).map(lambda x: np.array(x, np.int64))
@@ -57,25 +57,6 @@ def test_routing_checks_its_map() -> None:
         ops.route(ids, np.full(4096, 3, np.uint16), True, num_shards=3)
     with pytest.raises(InvalidIds, match="float64"):
         ops.route(np.ones(3), np.zeros(4096, np.uint16), True)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rows_are_scattered_to_their_positions(dtype: np.dtype) -> None:
-    rows = np.arange(12).reshape(4, 3).astype(dtype)
-    out = np.zeros((6, 3), dtype)
-    ops.scatter_rows(out, np.array([5, 0, 2, 3]), rows)
-    np.testing.assert_array_equal(out[[5, 0, 2, 3]], rows)
-    np.testing.assert_array_equal(out[[1, 4]], np.zeros((2, 3), dtype))
-
-
-def test_a_position_outside_the_output_writes_nothing() -> None:
-    out, rows = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
-    for bad in (-1, 2):
-        with pytest.raises(InvalidRows, match=rf"positions\[1\] is {bad}"):
-            ops.scatter_rows(out, np.array([0, bad]), rows)
-    with pytest.raises(InvalidRows, match="agree in dtype and width"):
-        ops.scatter_rows(out, np.array([0, 1]), rows.astype(np.float16))
-    assert not out.any()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
