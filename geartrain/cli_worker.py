@@ -94,6 +94,7 @@ def glyphs(
 
     Without --scheduler the rows live in this process. Under torchrun the ranks train in step (--scheduler is needed).
     """
+    _refuse_with_resume(resume, batch_size=batch_size, seed=seed, lr=lr, sample_rate=sample_rate, classes=classes)
     console = _console(as_json)
     options = _options(out, resume, overwrite, steps, scheduler, device)
     recipe = _recipe(options.recipe, steps, batch_size, seed, lr, sample_rate)
@@ -131,6 +132,7 @@ def classify(
     as_json: Json = False,
 ) -> None:
     """Train on your own images: one sub-folder a class, pictures of any size and colour."""
+    _refuse_with_resume(resume, batch_size=batch_size, seed=seed, lr=lr, sample_rate=sample_rate)
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
@@ -145,6 +147,15 @@ def classify(
     )
     options = replace(options, recipe=recipe, preprocessing=preprocessing)
     _end(train_folder(options, folder=data, held_out=held_out, console=console), as_json)
+
+
+def _refuse_with_resume(resume: Path | None, **given: object) -> None:
+    """A resumed run goes on with its own settings."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if resume is not None and names:
+        raise ConfigError(
+            f"{', '.join(names)} cannot change for the run that --resume {resume} goes on with; leave out"
+        )
 
 
 def _options(

@@ -190,6 +190,10 @@ def test_a_run_is_never_started_over_unasked(images: Path, tmp_path: Path) -> No
     train(out, images, recipe=recipe, overwrite=True)
     assert len(list((out / "events").iterdir())) == 1  # what is shown beside the new run is its own
     assert (out / "notes.txt").read_text() == "mine"
+    aside = tmp_path / "run.previous"
+    assert {path.relative_to(aside) for path in aside.rglob("*")} == {
+        path.relative_to(out) for path in before if path.name != "notes.txt"
+    }
 
 
 def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Path, tmp_path: Path) -> None:
@@ -212,6 +216,11 @@ def test_what_cannot_be_trained_on_leaves_the_run_to_be_overwritten(images: Path
 def test_a_run_is_not_both_resumed_and_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--overwrite .* --resume"):
         invoke("worker", "classify", "--resume", str(tmp_path), "--overwrite")
+
+
+def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--batch-size, --seed cannot change"):
+        invoke("worker", "classify", "--resume", str(tmp_path), "--batch-size", "7", "--seed", "1")
 
 
 def test_a_run_is_resumed_by_its_own_command(images: Path, tmp_path: Path) -> None:
