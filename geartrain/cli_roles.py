@@ -38,8 +38,7 @@ def scheduler(
     role.warn_if_open(config.listen)
     service = SchedulerServer(config)
     address = service.start()
-    role.print_ready("scheduler", address=address, num_shards=config.num_shards)
-    role.serve("scheduler", service)
+    role.serve("scheduler", service, address=address, num_shards=config.num_shards)
 
 
 def server(
@@ -75,5 +74,4 @@ def server(
     role.warn_if_open(config.listen)
     service = ShardServer(config)
     addresses = service.start()
-    role.print_ready("server", addresses=addresses)
-    role.serve("server", service)
+    role.serve("server", service, addresses=addresses)

@@ -60,8 +60,8 @@ def warn_if_open(listen: str) -> None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 
-def serve(role: str, service: Service) -> None:
-    """Serve until SIGTERM or SIGINT, then stop in good order.
+def serve(role: str, service: Service, **facts: object) -> None:
+    """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
 
     Raises:
         RoleEnded: the service ended by itself.
@@ -80,6 +80,7 @@ def serve(role: str, service: Service) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    print_ready(role, **facts)  # whoever reads it may end this process at once: the handlers are in place
     threading.Thread(target=watch, name="service-watch", daemon=True).start()
     ended.wait()
     service.stop(STOP_GRACE_SECONDS)
