@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.errors import SnapshotFailed, SpecMismatch
+from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block
@@ -28,6 +28,10 @@ _READ_BYTES = 2 << 20
 """Read at a time: a table's writers wait no longer than this takes to copy."""
 
 
+Part = tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]
+"""Ids [N], rows [N, D] and slots [N, D]."""
+
+
 class FrozenTables:
     """The tables of a shard as they were when this was made. Writes go on; :meth:`thaw` ends it."""
 
@@ -35,7 +39,9 @@ class FrozenTables:
         self.snapshot_id = snapshot_id
         self._tables: dict[str, RowTable] = {}
         self._num_rows: dict[str, int] = {}
-        self._thawed = threading.Event()
+        self._is_thawed = False
+        self._lock = threading.Lock()
+        """Between a read of rows and the end of the freeze: a table may be frozen anew, for another, right after it."""
         try:
             for name, table in tables.items():
                 self._num_rows[name] = table.freeze()
@@ -47,14 +53,15 @@ class FrozenTables:
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
         """Write every row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
 
-        Raises SnapshotFailed if the disk fails or the freeze was ended meanwhile.
+        Raises SnapshotFailed if the disk fails, or the freeze was ended before or meanwhile.
         """
+        self._require_frozen()
         entries: list[FileEntry] = []
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
             for name, table in self._tables.items():
                 written = 0
                 under_way: deque[Future[FileEntry]] = deque()
-                for index, arrays in enumerate(_blocks(table)):
+                for index, arrays in enumerate(self._blocks(table)):
                     written += len(arrays["ids"])
                     under_way.append(
                         pool.submit(
@@ -71,42 +78,52 @@ class FrozenTables:
                     if len(under_way) == _WRITERS:  # no more blocks in memory than are being written
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
-                if self._thawed.is_set() or written != self._num_rows[name]:
-                    raise SnapshotFailed(
-                        f"snapshot {self.snapshot_id} of shard {shard} was given up while it was written, or another "
-                        f"one was begun (a shard writes one at a time): {written} of {self._num_rows[name]} rows of "
-                        f"table {name!r} were written; take it again"
-                    )
+                self._require_frozen()
+                if written != self._num_rows[name]:
+                    raise InternalError(f"{written} of {self._num_rows[name]} frozen rows of table {name!r} were read")
         return tuple(entries)
 
     def thaw(self, *, kept: bool) -> None:
         """Let go of the moment; ``kept`` says whether the snapshot was completed. Idempotent."""
-        self._thawed.set()
-        for table in self._tables.values():
-            table.thaw(kept=kept)
-        self._tables = {}
+        with self._lock:
+            if self._is_thawed:
+                return
+            self._is_thawed = True
+            for table in self._tables.values():
+                table.thaw(kept=kept)
+
+    def _require_frozen(self) -> None:
+        if self._is_thawed:
+            raise SnapshotFailed(
+                f"snapshot {self.snapshot_id} was given up, or another one was begun before it was written (a shard "
+                "writes one at a time); take it again"
+            )
+
+    def _read(self, table: RowTable, most: int) -> Part:
+        with self._lock:
+            self._require_frozen()
+            return table.read_frozen(most)
+
+    def _blocks(self, table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        spec = table.spec
+        slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
+        item_bytes = 8 + spec.row_bytes + slot_bytes
+        most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
+        parts: list[Part] = []
+        held = 0
+        while True:
+            part = self._read(table, min(most, per_block - held))
+            held += len(part[0])
+            if len(part[0]):
+                parts.append(part)
+            if parts and (held == per_block or not len(part[0])):
+                yield _joined(parts)
+                parts, held = [], 0
+            if not len(part[0]):
+                return
 
 
-def _blocks(table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    spec = table.spec
-    slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
-    item_bytes = 8 + spec.row_bytes + slot_bytes
-    most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
-    parts: list[tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]] = []
-    held = 0
-    while True:
-        part = table.read_frozen(min(most, per_block - held))
-        held += len(part[0])
-        if len(part[0]):
-            parts.append(part)
-        if parts and (held == per_block or not len(part[0])):
-            yield _joined(parts)
-            parts, held = [], 0
-        if not len(part[0]):
-            return
-
-
-def _joined(parts: list[tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]]) -> dict[str, npt.NDArray[Any]]:
+def _joined(parts: list[Part]) -> dict[str, npt.NDArray[Any]]:
     arrays = {
         "ids": np.concatenate([ids for ids, _, _ in parts]),
         "rows": np.concatenate([rows for _, rows, _ in parts]),

@@ -101,8 +101,8 @@ class Shard:
         self._marks = WriteMarks()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._frozen: FrozenTables | None = None
-        self._writing: dict[str, Future[Reply]] = {}
-        """The writing of the present freeze, by snapshot: a repeated request joins it."""
+        self._writing: Future[Reply] | None = None
+        """The writing of the present freeze: a repeated request joins it."""
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._closed = False
@@ -330,7 +330,7 @@ class Shard:
         if self._frozen is not None:
             self._frozen.thaw(kept=kept)
         self._frozen = None
-        self._writing = {}
+        self._writing = None
 
     def _in_background(self, request: WriteFrozen | Restore) -> Future[Reply]:
         """Begin work on files on a thread of its own: the shard goes on."""
@@ -343,9 +343,9 @@ class Shard:
                 f"shard {self.shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or superseded; "
                 "take the snapshot again"
             )
-        if request.snapshot_id not in self._writing:
-            self._writing[request.snapshot_id] = self._files.submit(self._write_frozen, frozen, request.folder)
-        return self._writing[request.snapshot_id]
+        if self._writing is None:
+            self._writing = self._files.submit(self._write_frozen, frozen, request.folder)
+        return self._writing
 
     def _write_frozen(self, frozen: FrozenTables, folder: str) -> Reply:
         return Written(files=tuple(entry.model_dump_json() for entry in frozen.write(folder, self.shard)))

@@ -1,4 +1,4 @@
-// Compiled once per instruction set, GEARTRAIN_ISA_NAME; see CMakeLists.txt. Everything but the table at the end has
+// Compiled once per instruction set, as GEARTRAIN_CLASS_PASS; see CMakeLists.txt. Everything but the table at the end has
 // internal linkage, and no inline function of another header is used: it might be merged with that of a lesser CPU.
 #include "class_pass.hpp"
 
