@@ -39,11 +39,15 @@ from geartrain.workers.mistakes import draw_mistakes
 from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.recipe import Recipe
 from geartrain.workers.row_timing import TimedCluster
-from geartrain.workers.run_folder import has_checkpoint, put_aside, require_new_run
+from geartrain.workers.run_folder import put_aside, require_new_run
 
 _QUICK_LOOK_IMAGES = 2000
 _LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""
+
+
+class _GoBack(Exception):
+    """A role was lost, and this job has a checkpoint of its own to go on from; the cause says which."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +101,16 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
     started = time.perf_counter()
     if not options.resume and not options.overwrite:
         require_new_run(options.out)
-    recoveries = 0
+    recoveries, can_go_back = 0, False
     while True:
         try:
             return _run_once(options, load, console, started)
-        except _LOST:
-            # Under torchrun the ranks come back together: torchrun starts them again.
-            can_go_back = options.scheduler is not None and "WORLD_SIZE" not in os.environ
-            if not can_go_back or recoveries == options.max_recoveries or not has_checkpoint(options.out):
-                raise
+        except (_GoBack, *_LOST) as exc:
+            # Once there is something to go back to, a role that is not back yet is worth another attempt too. Under
+            # torchrun the ranks come back together: torchrun starts them again.
+            can_go_back |= isinstance(exc, _GoBack) and "WORLD_SIZE" not in os.environ
+            if not can_go_back or recoveries == options.max_recoveries:
+                raise (exc.__cause__ if isinstance(exc, _GoBack) and exc.__cause__ else exc) from None
             recoveries += 1
             options = replace(options, resume=True, overwrite=False)
 
@@ -177,7 +182,9 @@ class _Run:
         )
         self._head = head
         self._saved = saved
-        self._saved_at = (progress.step, time.perf_counter())
+        self._checkpoint = None if saved is None else progress
+        """Where going back leads to; None before this job has saved anything."""
+        self._checkpoint_time = time.perf_counter()
         self._centers = None if saved is None else load_model(self._model_folder).centers
 
     def _plan(self) -> tuple[dict[str, Any], StrokeNet, Recipe, Progress, TrainingState | None]:
@@ -222,12 +229,13 @@ class _Run:
             self._ranks.any(False)  # the other ranks keep the cluster's clients alive until the first is done
             return JobResult(True, report, trainer.progress.step)
         except _LOST as exc:
-            step, saved_at = self._saved_at
-            lost = counted(trainer.progress.step - step, "step")
-            seconds_lost = time.perf_counter() - saved_at
             self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {exc}")
-            self._say(f"The last checkpoint is of step {step}: {lost} ({seconds_lost:.0f} s) are lost")
-            raise
+            if self._checkpoint is None or self._checkpoint.is_complete:
+                raise  # nothing to go back to, or nothing to train any more
+            lost = counted(trainer.progress.step - self._checkpoint.step, "step")
+            seconds_lost = time.perf_counter() - self._checkpoint_time
+            self._say(f"The last checkpoint is of step {self._checkpoint.step}: {lost} ({seconds_lost:.0f} s) are lost")
+            raise _GoBack from exc
         finally:
             events.close()
 
@@ -269,7 +277,7 @@ class _Run:
         )
         state = TrainingState(self._recipe, trainer.progress, trainer.momentum(), self._data.source)
         save_model(self._model_folder, model, state)
-        self._saved_at = (trainer.progress.step, time.perf_counter())
+        self._checkpoint, self._checkpoint_time = trainer.progress, time.perf_counter()
 
     def _conclude(self, events: Events, seconds: dict[str, float]) -> dict[str, Any]:
         """Evaluate, draw the mistakes, write the report."""

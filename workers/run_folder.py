@@ -21,7 +21,7 @@ _FILES = ("report.json", "mistakes.png")
 def require_new_run(folder: Path) -> None:
     """Raise ConfigError, with the remedies, if ``folder`` holds a finished or interrupted run or is no folder."""
     require_folder(folder, "--out")
-    has_model = has_checkpoint(folder)
+    has_model = complete_folder(folder / "model").exists()
     if not has_model and not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
         return
     go_on = f"go on with it (--resume {folder}), " if has_model else ""
@@ -29,11 +29,6 @@ def require_new_run(folder: Path) -> None:
         f"{folder} already holds a run{'' if has_model else ' that saved no model'}; "
         f"{go_on}give another --out, or replace it with --overwrite"
     )
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a run can be resumed."""
-    return complete_folder(folder / "model").exists()
 
 
 def require_folder(path: Path, flag: str) -> None:

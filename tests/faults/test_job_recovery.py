@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from geartrain.ams import errors
-from geartrain.workers import jobs
+from geartrain.ams.config import ClientConfig
+from geartrain.workers import job, jobs
+from geartrain.workers.checkpoint import load_training
 from geartrain.workers.job import JobOptions, JobResult
 from geartrain.workers.loop import Trainer
 from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, draw
@@ -72,6 +75,40 @@ def test_a_job_survives_the_death_of_a_role(
                 assert torch.equal(value, found[key]), f"{name}: {key}"
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_job_that_never_began_goes_back_to_no_earlier_run(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "run", images)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    tried: list[bool] = []
+    whole = job.connect
+
+    def connecting(address: str) -> Any:
+        tried.append(True)
+        return whole(address, config=ClientConfig(connect_timeout_seconds=0.2))
+
+    monkeypatch.setattr(job, "connect", connecting)
+    with pytest.raises(errors.SchedulerUnavailable):
+        train(tmp_path / "run", images, scheduler=nobody, overwrite=True)
+    assert len(tried) == 1
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_job_that_has_ended_its_training_does_not_train_on(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        raise errors.ShardRestarted("shard 0 was restarted")
+
+    monkeypatch.setattr(job, "answer", lost)
+    with up("--shards=1") as running, pytest.raises(errors.ShardRestarted):
+        monkeypatch.setattr(job._Run, "_quick_look", lambda *_: None)
+        train(tmp_path / "run", images, scheduler=running.facts["scheduler"])
+    assert load_training(tmp_path / "run" / "model").progress.step == STEPS
 
 
 def test_a_job_that_may_not_go_back_says_what_was_lost(
