@@ -307,10 +307,9 @@ class Table:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
         if looks:
             _require_finite_product(rows, scale)
-        checked = merged
         requests = [
             (shard, Push(table=self.spec.name, ids=part, gradients=part_rows, lr=lr, scale=scale, group=group))
-            for shard, part, part_rows in self._split(checked, rows, every_shard=group is not None)
+            for shard, part, part_rows in self._split(merged, rows, every_shard=group is not None)
         ]
         return Write(self._stream, requests, self._calls.deliver)
 

@@ -217,3 +217,11 @@ def test_only_heads_are_trained() -> None:
         RowOptimizer(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="rows only"):
         RowOptimizer(make_head()[0]).add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+
+
+def test_streamed_micro_batches_of_different_types_are_refused() -> None:
+    head, _ = make_head(select=FullSoftmax(), rows_cache_bytes=0)
+    labels = torch.tensor([0, 1])
+    head(torch.randn(2, head.dim), labels).backward()
+    with pytest.raises(InvalidArgument, match="same autocast, dtype and device"):
+        head(torch.randn(2, head.dim, dtype=torch.float64), labels).backward()
