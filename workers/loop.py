@@ -21,7 +21,8 @@ from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.workers.backbones import Projected, StrokeNet
 from geartrain.workers.checkpoint import Progress
-from geartrain.workers.data.images import BatchOrder, ImageSet
+from geartrain.workers.data.images import ImageSet
+from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.devices import has_native_bfloat16, images_at_once
 from geartrain.workers.discriminants import fit_projection
 from geartrain.workers.live import Events, LiveLine
@@ -77,7 +78,7 @@ class Trainer:
         self._ranks = ranks
         self._device = device
         self._row_times = row_times
-        self._order = BatchOrder(len(images), recipe.batch_size, recipe.seed)
+        self._order = JointOrder(len(images), recipe.batch_size, recipe.seed)
         self._bfloat16 = has_native_bfloat16(device)
         self._replica: nn.Module = self.backbone
         self._optimizer = torch.optim.SGD(

@@ -3,33 +3,8 @@ import torch
 
 from geartrain.ams.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.augment import Augmentation
-from geartrain.workers.data.images import BatchOrder, ImageSet
+from geartrain.workers.data.images import ImageSet
 from geartrain.workers.recipe import Recipe
-
-
-def test_every_epoch_shows_every_image_once_in_a_new_order() -> None:
-    order = BatchOrder(num_images=30, batch_size=7, seed=3)
-    shown = torch.cat([order.indices(step) for step in range(90)])[:60]
-    assert sorted(shown[:30].tolist()) == list(range(30))
-    assert sorted(shown[30:60].tolist()) == list(range(30))
-    assert shown[:30].tolist() != shown[30:60].tolist()
-
-
-def test_the_batch_of_a_step_does_not_depend_on_the_steps_before() -> None:
-    straight = BatchOrder(num_images=30, batch_size=7, seed=3)
-    batches = [straight.indices(step) for step in range(10)]
-    resumed = BatchOrder(num_images=30, batch_size=7, seed=3)
-    assert torch.equal(resumed.indices(8), batches[8])
-    assert torch.equal(resumed.indices(4), batches[4])
-    assert not torch.equal(BatchOrder(num_images=30, batch_size=7, seed=4).indices(8), batches[8])
-
-
-def test_a_batch_may_be_larger_than_the_set() -> None:
-    assert BatchOrder(num_images=3, batch_size=8, seed=0).indices(0).bincount().tolist() in (
-        [3, 3, 2],
-        [3, 2, 3],
-        [2, 3, 3],
-    )
 
 
 def test_distortion_is_a_function_of_seed_and_step_and_not_of_the_ranks() -> None:

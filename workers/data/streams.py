@@ -1,0 +1,263 @@
+"""Data as a fixed number of logical streams, so that a cursor into them outlives any number of workers.
+
+Sample i of N belongs to a stream for good; a stream's order in an epoch is a function of (seed, epoch, stream). Workers
+read whole streams (:class:`StreamReader`), or all of them in turn as one sequence that ranks cut into equal parts
+(:class:`JointOrder`). Either way a cursor says, for each stream, its epoch and how many samples of it are consumed.
+
+Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import ConfigError, InvalidArgument
+from geartrain.ams.words import counted
+
+NUM_STREAMS = 64
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in one stream: ``epoch`` passes are behind it, and ``consumed`` samples of the present one."""
+
+    epoch: int = 0
+    consumed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0 or self.consumed < 0:
+            raise InvalidArgument(f"position is epoch {self.epoch}, {self.consumed} consumed; both must be >= 0")
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What was consumed of all streams, and of which data."""
+
+    num_samples: int | None
+    """Samples of the data; None if that is unknown (iterable data)."""
+    seed: int
+    positions: tuple[Position, ...]
+    """One for each stream."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Cursor:
+        """What :meth:`to_json` returned. Raises ConfigError."""
+        try:
+            positions = tuple(Position(**position) for position in values["positions"])
+            return cls(values["num_samples"], values["seed"], positions)
+        except (KeyError, TypeError) as exc:
+            raise ConfigError(f"{dict(values)!r:.200} is not a cursor: {exc!r}") from exc
+
+    @property
+    def consumed(self) -> int:
+        """Samples consumed in all. Raises InvalidArgument if the data have no known size."""
+        if self.num_samples is None:
+            raise InvalidArgument("these data have no known size")
+        sizes = stream_sizes(self.num_samples, len(self.positions))
+        return sum(at.epoch * size + at.consumed for at, size in zip(self.positions, sizes, strict=True))
+
+
+def stream_sizes(num_samples: int, num_streams: int = NUM_STREAMS) -> list[int]:
+    """Samples of each stream; they differ by at most one."""
+    return [len(range(stream, num_samples, num_streams)) for stream in range(num_streams)]
+
+
+class StreamOrder:
+    """Which of N samples each stream gives, in which order. The same for everyone with the same arguments."""
+
+    def __init__(self, num_samples: int, seed: int, num_streams: int = NUM_STREAMS) -> None:
+        if num_samples < 1 or num_streams < 1:
+            raise ConfigError(f"{num_samples} samples cannot be split into {num_streams} streams; both must be >= 1")
+        self.num_samples = num_samples
+        self.num_streams = num_streams
+        self.seed = seed
+        # Neighbours in a dataset are often alike (sorted by class): they shall not be one stream.
+        self._assigned = torch.randperm(num_samples, generator=_generator(seed, -1, 0))
+
+    def indices(self, epoch: int, stream: int) -> Tensor:
+        """Indices of the stream's samples in the order of that epoch: int64 [size of the stream]."""
+        mine = self._assigned[stream :: self.num_streams]
+        return mine[torch.randperm(len(mine), generator=_generator(self.seed, epoch, stream))]
+
+    def require(self, cursor: Cursor) -> None:
+        """Raise ConfigError unless ``cursor`` was made for these data, this seed and this number of streams."""
+        made_for = (cursor.num_samples, cursor.seed, len(cursor.positions))
+        if made_for != (self.num_samples, self.seed, self.num_streams):
+            raise ConfigError(
+                f"the cursor was made for {counted(made_for[0] or 0, 'sample')}, seed {made_for[1]} and {made_for[2]} "
+                f"streams, not for {self.num_samples}, {self.seed} and {self.num_streams}: the data changed since. "
+                "Bring the old ones back, or start a new run"
+            )
+
+
+class JointOrder:
+    """All streams in turn, one sample each, as one endless sequence of batches; ranks take equal parts of a batch.
+
+    The sequence does not depend on the number of ranks, so a job goes on with another number of them exactly. A batch
+    may run over from one epoch into the next.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int, num_streams: int = NUM_STREAMS) -> None:
+        self._streams = StreamOrder(num_samples, seed, num_streams)
+        self._batch_size = batch_size
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def indices(self, step: int) -> Tensor:
+        """Indices [B] of the samples of ``step``, from 0."""
+        position, end = step * self._batch_size, (step + 1) * self._batch_size
+        num_samples = self._streams.num_samples
+        parts = []
+        while position < end:
+            epoch, start = divmod(position, num_samples)
+            stop = min(num_samples, start + end - position)
+            parts.append(self._sequence(epoch)[start:stop])
+            position += stop - start
+        return torch.cat(parts)
+
+    def cursor(self, step: int) -> Cursor:
+        """What is consumed when ``step`` steps are done."""
+        streams = self._streams
+        epoch, consumed = divmod(step * self._batch_size, streams.num_samples)
+        positions = stream_sizes(consumed, streams.num_streams)
+        return Cursor(streams.num_samples, streams.seed, tuple(Position(epoch, at) for at in positions))
+
+    def require(self, cursor: Cursor, step: int) -> None:
+        """Raise ConfigError unless ``cursor`` is where these data stand after ``step`` steps."""
+        self._streams.require(cursor)
+        if cursor != self.cursor(step):
+            raise ConfigError(
+                f"the cursor has consumed {cursor.consumed} samples, {counted(step, 'step')} of {self._batch_size} "
+                f"consume {step * self._batch_size}: rows, backbone and data do not belong together"
+            )
+
+    def _sequence(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            order = torch.empty(self._streams.num_samples, dtype=torch.int64)
+            for stream in range(self._streams.num_streams):
+                order[stream :: self._streams.num_streams] = self._streams.indices(epoch, stream)
+            self._order, self._epoch = order, epoch
+        return self._order
+
+
+class Indexable(Protocol[T_co]):
+    """A map-style dataset."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """One of them."""
+
+
+OpenStream = Callable[[int, int, int], Iterable[T]]
+"""``(stream, num_streams, epoch)`` -> the samples of that stream, always the same ones in the same order."""
+
+
+class StreamReader(Generic[T]):
+    """Reads some streams of a dataset, one sample of each in turn, and knows what was consumed.
+
+    A sample counts as consumed when the next one is asked for, or :meth:`done` says so: so a sample that was handed out
+    to a process that then died is read again. Not thread-safe. Reads one epoch, then ends; the next iteration reads the
+    next one.
+    """
+
+    def __init__(
+        self,
+        data: Indexable[T] | OpenStream[T],
+        positions: Mapping[int, Position],
+        *,
+        seed: int = 0,
+        num_streams: int = NUM_STREAMS,
+    ) -> None:
+        """``positions`` are the streams to read, by number, and where to begin in each.
+
+        ``data`` is a map-style dataset, shuffled here, or a function that opens one stream of iterable data. Of the
+        latter, what was consumed is read and dropped when a stream is opened in its middle.
+        """
+        wrong = [stream for stream in positions if not 0 <= stream < num_streams]
+        if wrong:
+            raise InvalidArgument(f"streams {wrong} do not exist; there are streams 0 … {num_streams - 1}")
+        self._data = data
+        self._num_streams = num_streams
+        self._positions = dict(sorted(positions.items()))
+        self._order = None if callable(data) else StreamOrder(len(data), seed, num_streams)
+        self._handed_out: int | None = None
+        """The stream whose sample is with the caller."""
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """What was consumed of each stream."""
+        return dict(self._positions)
+
+    def done(self) -> None:
+        """The sample handed out last is consumed."""
+        if self._handed_out is not None:
+            at = self._positions[self._handed_out]
+            self._positions[self._handed_out] = Position(at.epoch, at.consumed + 1)
+            self._handed_out = None
+
+    def drop(self, streams: Iterable[int]) -> None:
+        """Read these no more: their lease has ended."""
+        for stream in streams:
+            self._positions.pop(stream, None)
+            if self._handed_out == stream:
+                self._handed_out = None
+
+    def add(self, positions: Mapping[int, Position]) -> None:
+        """Read these too, from the next iteration on."""
+        self._positions = dict(sorted({**self._positions, **positions}.items()))
+
+    def __iter__(self) -> Iterator[T]:
+        """The rest of the lowest epoch that a stream is in."""
+        self._handed_out = None  # of an iteration that was given up: it is read again
+        epoch = min((at.epoch for at in self._positions.values()), default=0)
+        turns = {stream: self._open(stream) for stream, at in self._positions.items() if at.epoch == epoch}
+        while turns:
+            for stream, samples in list(turns.items()):
+                if stream not in self._positions:
+                    del turns[stream]
+                    continue
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    self._positions[stream] = Position(epoch + 1)
+                    del turns[stream]
+                    continue
+                self._handed_out = stream
+                yield sample
+                self.done()
+
+    def _open(self, stream: int) -> Iterator[T]:
+        at = self._positions[stream]
+        if self._order is not None:
+            data: Any = self._data
+            indices = self._order.indices(at.epoch, stream)[at.consumed :]
+            return (data[int(index)] for index in indices)
+        opened: Any = self._data
+        return islice(iter(opened(stream, self._num_streams, at.epoch)), at.consumed, None)
+
+
+def divided(num_streams: int, worker: int, num_workers: int) -> Sequence[int]:
+    """Return the streams of one worker where nobody leases: every ``num_workers``-th from ``worker`` on."""
+    if not 0 <= worker < num_workers:
+        raise InvalidArgument(f"worker {worker} of {num_workers} does not exist")
+    return range(worker, num_streams, num_workers)
+
+
+def _generator(seed: int, epoch: int, stream: int) -> torch.Generator:
+    mixed = np.random.SeedSequence([seed, epoch + 1, stream]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed[0]) >> 1)
