@@ -29,7 +29,7 @@ def predict(
 
     Exits with 1 if an image could not be read; the others are named all the same.
     """
-    from geartrain.workers.checkpoint import (
+    from geartrain.workers.model import (
         load_model,
     )  # torch is loaded only after the arguments are known to be right
     from geartrain.workers.predict import image_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +16,8 @@ from geartrain.cli_options import Json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from geartrain.workers.job import JobOptions, JobResult
     from geartrain.workers.recipe import Recipe
+    from geartrain.workers.run import JobOptions, JobResult
 
 INTERRUPTED = 130
 
@@ -65,6 +65,26 @@ Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of th
 Scheduler = Annotated[
     str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
 ]
+AllowFallback = Annotated[
+    bool, typer.Option("--allow-fallback", help="With --resume: if the newest snapshot is damaged, take one before it.")
+]
+RowMomentum = Annotated[
+    float | None, typer.Option("--row-momentum", help="Momentum of the class centers.", show_default="0.0")
+]
+Snapshots = Annotated[
+    str | None,
+    typer.Option(
+        "--snapshots", help="Folder or URL for snapshots; the shards must see it, too.", show_default="OUT/snapshots"
+    ),
+]
+SnapshotSteps = Annotated[
+    int | None, typer.Option("--snapshot-steps", help="Steps between snapshots.", show_default="200")
+]
+SnapshotMinutes = Annotated[
+    float | None,
+    typer.Option("--snapshot-minutes", help="Take one at least so often, too.", show_default="by steps alone"),
+]
+Keep = Annotated[int, typer.Option("--keep", min=1, help="Snapshots that stay.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
 Cache = Annotated[
     Path, typer.Option("--cache", envvar="GEARTRAIN_CACHE", help="Folder for downloaded fonts and drawn characters.")
@@ -85,6 +105,12 @@ def glyphs(
         int | None,
         typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
     ] = None,
+    row_momentum: RowMomentum = None,
+    snapshots: Snapshots = None,
+    snapshot_steps: SnapshotSteps = None,
+    snapshot_minutes: SnapshotMinutes = None,
+    keep: Keep = 2,
+    allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
     cache: Cache = Path(".cache"),
@@ -94,10 +120,19 @@ def glyphs(
 
     Without --scheduler the rows live in this process. Under torchrun the ranks train in step (--scheduler is needed).
     """
-    _refuse_with_resume(resume, batch_size=batch_size, seed=seed, lr=lr, sample_rate=sample_rate, classes=classes)
+    own: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "lr": lr,
+        "sample_rate": sample_rate,
+        "row_momentum": row_momentum,
+        "snapshot_steps": snapshot_steps,
+    }
+    _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
     console = _console(as_json)
-    options = _options(out, resume, overwrite, steps, scheduler, device)
-    recipe = _recipe(options.recipe, steps, batch_size, seed, lr, sample_rate)
+    kept = _Kept(snapshots, snapshot_minutes, keep, allow_fallback)
+    options = _options(out, resume, overwrite, steps, kept, scheduler, device)
+    recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.jobs import train_glyphs
 
     _end(train_glyphs(replace(options, recipe=recipe), cache=cache, num_classes=classes, console=console), as_json)
@@ -127,21 +162,36 @@ def classify(
     ] = "photo",
     image_size: Annotated[int, typer.Option("--image-size", help="Side in pixels, a multiple of 32.")] = 64,
     grey: Annotated[bool, typer.Option("--grey", help="Ignore colours.")] = False,
+    row_momentum: RowMomentum = None,
+    snapshots: Snapshots = None,
+    snapshot_steps: SnapshotSteps = None,
+    snapshot_minutes: SnapshotMinutes = None,
+    keep: Keep = 2,
+    allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Train on your own images: one sub-folder a class, pictures of any size and colour."""
-    _refuse_with_resume(resume, batch_size=batch_size, seed=seed, lr=lr, sample_rate=sample_rate)
+    own: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "lr": lr,
+        "sample_rate": sample_rate,
+        "row_momentum": row_momentum,
+        "snapshot_steps": snapshot_steps,
+    }
+    _refuse_with_resume(resume, **own, snapshots=snapshots)
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
-    options = _options(out, resume, overwrite, steps, scheduler, device)
+    kept = _Kept(snapshots, snapshot_minutes, keep, allow_fallback)
+    options = _options(out, resume, overwrite, steps, kept, scheduler, device)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
     few: dict[str, Any] = FEW_CLASSES
-    recipe = _recipe(replace(options.recipe, **few), steps, batch_size, seed, lr, sample_rate)
+    recipe = _recipe(replace(options.recipe, **few), steps=steps, **own)
     preprocessing = Preprocessing(
         kind="ink" if look == "ink" else "photo", size=image_size, channels=1 if grey or look == "ink" else 3
     )
@@ -158,14 +208,32 @@ def _refuse_with_resume(resume: Path | None, **given: object) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The flags about snapshots that a resumed run may change."""
+
+    snapshots: str | None
+    minutes: float | None
+    keep: int
+    allow_fallback: bool
+
+
 def _options(
-    out: Path, resume: Path | None, overwrite: bool, steps: int | None, scheduler: str | None, device: str
+    out: Path,
+    resume: Path | None,
+    overwrite: bool,
+    steps: int | None,
+    kept: _Kept,
+    scheduler: str | None,
+    device: str,
 ) -> JobOptions:
+    if kept.allow_fallback and resume is None:
+        raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     from geartrain.workers.data.bitmaps import Preprocessing
-    from geartrain.workers.job import JobOptions
     from geartrain.workers.recipe import Recipe
+    from geartrain.workers.run import JobOptions
 
     return JobOptions(
         out=resume or out,
@@ -174,26 +242,17 @@ def _options(
         resume=resume is not None,
         resume_steps=steps,
         overwrite=overwrite,
+        allow_fallback=kept.allow_fallback,
+        snapshots=kept.snapshots,
+        snapshot_minutes=kept.minutes,
+        keep_snapshots=kept.keep,
         scheduler=scheduler,
         device=device,
     )
 
 
-def _recipe(
-    recipe: Recipe,
-    steps: int | None,
-    batch_size: int | None,
-    seed: int | None,
-    lr: float | None,
-    sample_rate: float | None,
-) -> Recipe:
-    given: dict[str, Any] = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "seed": seed,
-        "lr": lr,
-        "sample_rate": sample_rate,
-    }
+def _recipe(recipe: Recipe, *, snapshot_steps: int | None, **given: Any) -> Recipe:
+    given["save_every"] = snapshot_steps
     return replace(recipe, **{name: value for name, value in given.items() if value is not None})
 
 

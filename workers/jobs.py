@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from geartrain.ams.errors import ConfigError
-from geartrain.workers.checkpoint import load_model, load_training
 from geartrain.workers.data.folder import load_folder
 from geartrain.workers.data.glyphs import load_glyphs
-from geartrain.workers.job import JobData, JobOptions, JobResult, run_job
-from geartrain.workers.run_folder import require_folder
+from geartrain.workers.job import run_job
+from geartrain.workers.job_state import find_state
+from geartrain.workers.run import JobData, JobOptions, JobResult
+from geartrain.workers.run_folder import read_run, require_folder
 
 GLYPH_SIZE = 32
 
@@ -54,10 +55,10 @@ def train_folder(options: JobOptions, *, folder: Path | None, held_out: float, c
 
 def resumed(options: JobOptions, job: str) -> tuple[JobOptions, dict[str, Any]]:
     """Options with the saved run's recipe and preprocessing, and where its data came from."""
-    folder = options.out / "model"
-    model, training = load_model(folder), load_training(folder)
-    if training.data.get("job") != job:
+    run = read_run(options.out)
+    _, state = find_state(run.snapshots, run.job, allow_fallback=options.allow_fallback)
+    if state.data.get("job") != job:
         raise ConfigError(
-            f"{options.out} was trained by 'geartrain worker {training.data.get('job')}', not '{job}'; resume it so"
+            f"{options.out} was trained by 'geartrain worker {state.data.get('job')}', not '{job}'; resume it so"
         )
-    return replace(options, recipe=training.recipe, preprocessing=model.preprocessing), training.data
+    return replace(options, recipe=state.recipe, preprocessing=state.preprocessing), state.data

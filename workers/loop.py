@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.ams.errors import ConfigError
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.bridge.state import set_random_state
 from geartrain.workers.backbones import Projected, StrokeNet
-from geartrain.workers.checkpoint import Progress
 from geartrain.workers.data.images import ImageSet
-from geartrain.workers.data.streams import JointOrder
+from geartrain.workers.data.streams import Cursor, JointOrder
 from geartrain.workers.devices import has_native_bfloat16, images_at_once
 from geartrain.workers.discriminants import fit_projection
+from geartrain.workers.job_state import JobState, Progress
 from geartrain.workers.live import Events, LiveLine
 from geartrain.workers.ranks import Ranks
 from geartrain.workers.recipe import Recipe
@@ -103,57 +106,86 @@ class Trainer:
         # The trunk adds nothing yet, so the projection alone gives the same features, five times faster.
         self._imprint(Projected(self.backbone))
 
-    def restore(self, momentum: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint whose parameters and rows are in place already."""
-        parameters = dict(self.backbone.named_parameters())
-        for name, buffer in momentum.items():
-            if name not in parameters:
-                raise ConfigError(f"the checkpoint has the momentum of {name!r}, which the backbone does not have")
-            self._optimizer.state[parameters[name]]["momentum_buffer"] = buffer.to(self._device)
-        self.head.row_update.step = self.progress.step
-        self._replicate()
+    def restore(self, state: JobState) -> None:
+        """Go on from a state whose parameters and rows are in place already.
 
-    def momentum(self) -> dict[str, Tensor]:
-        """Momentum of the backbone's parameters by name."""
-        state = self._optimizer.state
-        named = self.backbone.named_parameters()
-        return {name: state[p]["momentum_buffer"] for name, p in named if "momentum_buffer" in state[p]}
+        Ranks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
+        state is that of other images.
+        """
+        self._order.require(state.cursor, self.progress.step)
+        self._optimizer.load_state_dict(state.optimizer)
+        self.head.set_extra_state(state.head)
+        self._replicate()
+        if self._ranks.rank < len(state.random):
+            set_random_state(state.random[self._ranks.rank], self._device)
+        else:
+            mixed = np.random.SeedSequence([self.recipe.seed, self.progress.step, self._ranks.rank])
+            torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]) >> 1)
+
+    @property
+    def cursor(self) -> Cursor:
+        """Which images are consumed."""
+        return self._order.cursor(self.progress.step)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """``state_dict`` of the backbone's optimizer."""
+        state: dict[str, Any] = self._optimizer.state_dict()
+        return state
 
     def imprint(self) -> None:
         """Put each class center at the mean feature of its images."""
         self._imprint(self.backbone)
 
-    def run(self, *, stop: Callable[[], bool], save: Callable[[], None], line: LiveLine | None, events: Events) -> bool:
-        """Train to the end of the stage; return False if ``stop`` ended it before. ``save`` runs every few steps."""
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool],
+        due: Callable[[], bool],
+        save: Callable[[], None],
+        line: LiveLine | None,
+        events: Events,
+    ) -> bool:
+        """Train to the end of the stage; return False if ``stop`` ended it before.
+
+        ``save`` runs on every rank, every ``recipe.save_every`` steps and after a step before which a rank was ``due``.
+        """
         before = self.progress.step
         seconds = self.phases.seconds.get("steps", 0.0)
         finished = True
 
         def steps() -> None:
             nonlocal finished
-            finished = self._steps(stop, save, line, events)
+            finished = self._steps(stop, due, save, line, events)
 
         self.phases.measured("steps", steps)
         elapsed = self.phases.seconds["steps"] - seconds
         self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
         return finished
 
-    def _steps(self, stop: Callable[[], bool], save: Callable[[], None], line: LiveLine | None, events: Events) -> bool:
+    def _steps(
+        self,
+        stop: Callable[[], bool],
+        due: Callable[[], bool],
+        save: Callable[[], None],
+        line: LiveLine | None,
+        events: Events,
+    ) -> bool:
         self._replica.train()
         self.head.train()
         window = _Window(self._row_times, self.progress.step)
         while not self.progress.is_complete:
-            if self._ranks.any(stop()):
+            is_told, is_due = self._ranks.any_of(stop(), due())
+            if is_told:
                 return False
             loss = self._step(self.progress.step)
-            self.progress = self._next(self.progress)
+            self.progress = replace(self.progress, step=self.progress.step + 1)
             step = self.progress.step
             if step % SHOW_EVERY == 0 or self.progress.is_complete:
                 numbers = window.close(step, float(loss), self.recipe.batch_size)
                 events.scalars("train", {**numbers, "lr": self._optimizer.param_groups[0]["lr"]}, step)
                 if line is not None:
                     line.show(step, numbers)
-            if step % self.recipe.save_every == 0 and not self.progress.is_complete:
+            if (is_due or step % self.recipe.save_every == 0) and not self.progress.is_complete:
                 save()
         return True
 
@@ -197,15 +229,6 @@ class Trainer:
         """From here on the ranks' backbones are equal (rank 0's) and stay so."""
         if self._ranks.world_size > 1:
             self._replica = DistributedDataParallel(self.backbone)
-
-    @staticmethod
-    def _next(progress: Progress) -> Progress:
-        return Progress(
-            step=progress.step + 1,
-            stage_start=progress.stage_start,
-            stage_steps=progress.stage_steps,
-            table=progress.table,
-        )
 
 
 class _Window:

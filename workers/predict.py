@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 
 from geartrain.ams.errors import InvalidArgument
-from geartrain.workers.checkpoint import Model
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, open_picture
 from geartrain.workers.evaluate import best_centers
+from geartrain.workers.model import Model
 
 _AT_ONCE = 256
 

@@ -37,11 +37,29 @@ class Ranks:
 
     def any(self, value: bool) -> bool:
         """Whether ``value`` is true on some rank."""
+        return self.any_of(value)[0]
+
+    def any_of(self, *values: bool) -> tuple[bool, ...]:
+        """For each value, whether it is true on some rank."""
         if self.world_size == 1:
-            return value
-        shared = torch.tensor([int(value)], device=self._device())
+            return values
+        shared = torch.tensor([int(value) for value in values], device=self._device())
         dist.all_reduce(shared, dist.ReduceOp.MAX)
-        return bool(shared.item())
+        return tuple(bool(value) for value in shared.tolist())
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The ``data`` of all ranks in rank order, on every rank; lengths may differ."""
+        if self.world_size == 1:
+            return [data]
+        device = self._device()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+        lengths = [int(size.item()) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded)
+        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def new_job_id(self) -> str:
         """Eight hexadecimal digits, the same on all ranks, that no other job has."""

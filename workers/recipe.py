@@ -23,6 +23,8 @@ class Recipe:
     """Peak learning rate of the backbone (SGD with Nesterov momentum)."""
     row_lr: float = 0.2
     """Peak learning rate of the class centers."""
+    row_momentum: float = 0.0
+    """Of the class centers' optimizer (SparseMomentum); 0 is plain SGD."""
     warmup_steps: int = 50
     """Steps over which both rates rise linearly; then they fall along a cosine to zero."""
     momentum: float = 0.9
@@ -42,7 +44,7 @@ class Recipe:
     seed: int = 0
     """Decides initial weights, order of the images, distortions and sampled classes."""
     save_every: int = 200
-    """Steps between checkpoints."""
+    """Steps between snapshots."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     """Distortions of the training images."""
 
@@ -53,6 +55,8 @@ class Recipe:
         for name in ("lr", "row_lr", "weight_decay", "margin", "warmup_steps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be finite and >= 0")
+        if not 0 <= self.row_momentum < 1:
+            raise ConfigError(f"row_momentum is {self.row_momentum!r}; it must lie in [0, 1)")
         if self.width % 8 or self.width < 8:
             raise ConfigError(f"width is {self.width!r}; it must be a positive multiple of 8")
         if not 0 < self.sample_rate <= 1:

@@ -1,6 +1,8 @@
 """Whether a folder holds a training run, and how one makes room for the next.
 
-model/         see :mod:`geartrain.workers.checkpoint`
+run.json       which job this is, where its snapshots are, who launched it
+snapshots/     what it goes on from, unless they are elsewhere
+model/         see :mod:`geartrain.workers.model`
 events/        TensorBoard
 report.json    of a finished run
 mistakes.png   of a finished run
@@ -8,27 +10,73 @@ mistakes.png   of a finished run
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from geartrain.ams.errors import ConfigError
-from geartrain.workers.atomic import complete_folder, previous_folder
+from geartrain.ams.storage.snapshot_folder import list_snapshots
+from geartrain.workers.atomic import previous_folder, write_json
 
-_FOLDERS = ("model", "events")
-_FILES = ("report.json", "mistakes.png")
+_FOLDERS = ("model", "events", "snapshots")
+_RUN = "run.json"
+_FILES = (_RUN, "report.json", "mistakes.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What ``run.json`` says."""
+
+    job: str
+    """Name of the job's table, which no other job has."""
+    snapshots: str
+    """Folder or URL."""
+    launch: str | None
+    """Names the launcher that began the run, if it can start it again."""
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Note which run ``folder`` holds."""
+    write_json(folder / _RUN, asdict(run))
+
+
+def read_run(folder: Path) -> Run:
+    """Return which run ``folder`` holds. Raises ConfigError if none can be read."""
+    path = folder / _RUN
+    try:
+        return Run(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{path} does not exist; is {folder} the folder of a run?") from exc
+    except (OSError, ValueError, TypeError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+
+
+def has_snapshot(run: Run) -> bool:
+    """Whether there is something to go on from."""
+    return bool(list_snapshots(run.snapshots))
 
 
 def require_new_run(folder: Path) -> None:
     """Raise ConfigError, with the remedies, if ``folder`` holds a finished or interrupted run or is no folder."""
     require_folder(folder, "--out")
-    has_model = complete_folder(folder / "model").exists()
-    if not has_model and not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
+    if not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
         return
-    go_on = f"go on with it (--resume {folder}), " if has_model else ""
+    can_go_on = (folder / _RUN).exists() and has_snapshot(read_run(folder))
+    go_on = f"go on with it (--resume {folder}), " if can_go_on else ""
     raise ConfigError(
-        f"{folder} already holds a run{'' if has_model else ' that saved no model'}; "
+        f"{folder} already holds a run{'' if can_go_on else ' that took no snapshot'}; "
         f"{go_on}give another --out, or replace it with --overwrite"
     )
+
+
+def require_new_snapshots(root: str) -> None:
+    """Raise ConfigError if ``root`` holds snapshots: those of another job are never gone on with, or removed."""
+    if listed := list_snapshots(root):
+        raise ConfigError(
+            f"{root} already holds snapshots ({listed[0].name!r} is the newest); give another --snapshots, or move "
+            "them away"
+        )
 
 
 def require_folder(path: Path, flag: str) -> None:

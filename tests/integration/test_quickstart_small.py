@@ -17,12 +17,13 @@ from PIL import Image, ImageFont
 from rich.console import Console
 from safetensors.torch import load_file
 
+from geartrain.ams.storage.snapshot_folder import list_snapshots
 from geartrain.workers import jobs
 from geartrain.workers.data import glyphs
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.fonts import FACES, FontFile
-from geartrain.workers.job import JobOptions
 from geartrain.workers.recipe import Recipe
+from geartrain.workers.run import JobOptions
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghijmnqrtuy23456789"
 FIRST_CODE = 0x4E00
@@ -95,10 +96,8 @@ def test_the_quickstart_leaves_a_report_a_model_mistakes_and_events(tmp_path: Pa
     assert {path.name for path in (out / "model").iterdir()} == {
         "backbone.safetensors",
         "centers.safetensors",
-        "training.safetensors",
         "classes.json",
         "config.json",
-        "training.json",
     }
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     assert load_file(out / "model" / "centers.safetensors")["centers"].shape == (len(LETTERS), 32)
@@ -133,6 +132,5 @@ def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
     more = options(out, resume=True, resume_steps=7)
     result = jobs.train_glyphs(more, cache=tmp_path / "cache", num_classes=None, console=QUIET)
     assert result.step == RECIPE.steps + 7
-    state = json.loads((out / "model" / "training.json").read_text())
-    assert state["progress"]["step"] == RECIPE.steps + 7
+    assert list_snapshots(out / "snapshots")[0].name == f"step-{RECIPE.steps + 7:09}"
     assert len(json.loads((out / "model" / "classes.json").read_text())) == 20

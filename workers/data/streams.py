@@ -10,7 +10,7 @@ Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -50,15 +50,16 @@ class Cursor:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return asdict(self)
+        positions = [[at.epoch, at.consumed] for at in self.positions]
+        return {"num_samples": self.num_samples, "seed": self.seed, "positions": positions}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cursor:
         """What :meth:`to_json` returned. Raises ConfigError."""
         try:
-            positions = tuple(Position(**position) for position in values["positions"])
+            positions = tuple(Position(epoch, consumed) for epoch, consumed in values["positions"])
             return cls(values["num_samples"], values["seed"], positions)
-        except (KeyError, TypeError) as exc:
+        except (KeyError, TypeError, ValueError) as exc:
             raise ConfigError(f"{dict(values)!r:.200} is not a cursor: {exc!r}") from exc
 
     @property

@@ -1,20 +1,18 @@
-"""A trained model on disk: what prediction needs, and what a resumed training needs besides. No pickle.
+"""A trained model on disk: what prediction needs, and no cluster. No pickle.
 
     model/config.json             backbone, preprocessing, class count
     model/backbone.safetensors    parameters
     model/centers.safetensors     class centers [C, D]
     model/classes.json            name of each class
-    model/training.json           step, stage, recipe
-    model/training.safetensors    momentum of the backbone's parameters
 
-The folder is replaced as a whole: a crash leaves the old one or the new one. The centers' optimizer keeps no slots
-(SGD), so that these files are the complete state.
+The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
+snapshots (:mod:`geartrain.workers.job_state`).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from geartrain.ams.errors import ConfigError
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 from geartrain.workers.backbones import StrokeNet, build_backbone
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.recipe import Recipe
 
 FORMAT = 1
 
@@ -45,39 +42,8 @@ class Model:
     preprocessing: Preprocessing
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a training has come."""
-
-    step: int
-    """Updates applied since the beginning."""
-    stage_start: int
-    """Step at which the current stage began."""
-    stage_steps: int
-    """Steps of the current stage."""
-    table: str
-    """Name of the table of class centers."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the stage has ended."""
-        return self.step >= self.stage_start + self.stage_steps
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What a resumed training needs besides the model."""
-
-    recipe: Recipe
-    progress: Progress
-    momentum: dict[str, Tensor]
-    """Parameter name -> momentum; empty before the first step."""
-    data: dict[str, Any]
-    """Where the images came from."""
-
-
-def save_model(folder: Path, model: Model, training: TrainingState) -> None:
-    """Replace ``folder`` with this model and training state."""
+def save_model(folder: Path, model: Model) -> None:
+    """Replace ``folder`` with this model."""
     config = {
         "format": FORMAT,
         "backbone": {"name": "stroke_net", "settings": model.backbone_settings},
@@ -86,15 +52,12 @@ def save_model(folder: Path, model: Model, training: TrainingState) -> None:
         "dim": model.centers.shape[1],
         "score": "cosine of feature and class center",
     }
-    state = {"recipe": training.recipe.to_json(), "progress": asdict(training.progress), "data": training.data}
     with replacing_folder(folder) as staging:
         save_file(_on_host(model.backbone.state_dict()), staging / "backbone.safetensors")
         save_file({"centers": model.centers.detach().cpu().contiguous()}, staging / "centers.safetensors")
-        save_file(_on_host(training.momentum), staging / "training.safetensors")
         for tensors in staging.glob("*.safetensors"):
             tensors.chmod(0o644)  # the library creates them for their owner alone; a model is made to be handed on
         write_json(staging / "classes.json", model.class_names)
-        write_json(staging / "training.json", state)
         write_json(staging / "config.json", config)
 
 
@@ -116,17 +79,6 @@ def load_model(folder: Path) -> Model:
     if tuple(centers.shape) != expected or len(names) != len(centers):
         raise ConfigError(f"{folder} disagrees with itself: centers {tuple(centers.shape)}, {len(names)} class names")
     return Model(backbone.eval(), config["backbone"]["settings"], centers.float(), names, preprocessing)
-
-
-def load_training(folder: Path) -> TrainingState:
-    """Read the training state beside a model. Raises ConfigError."""
-    folder = complete_folder(folder)
-    state = _read_json(folder / "training.json")
-    try:
-        recipe, progress = Recipe.from_json(state["recipe"]), Progress(**state["progress"])
-        return TrainingState(recipe, progress, _read_tensors(folder / "training.safetensors"), state["data"])
-    except (KeyError, TypeError) as exc:
-        raise ConfigError(f"{folder / 'training.json'} cannot be resumed from: {exc}") from exc
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,117 @@
+"""The snapshots of one job: when they are due, taken beside the training, and the old ones removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from geartrain.ams.cluster import Cluster
+from geartrain.ams.errors import SnapshotError, SnapshotFailed
+from geartrain.ams.snapshot import PendingSnapshot
+from geartrain.ams.storage.snapshot_folder import list_snapshots, prune
+from geartrain.workers.job_state import JobState, Progress
+
+_WORTH_SAYING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step at which a snapshot was taken."""
+
+    progress: Progress
+    seconds: float
+    """On the clock."""
+
+
+class JobSnapshots:
+    """Takes snapshots of a job's table with the job's state. Used by the first rank only, from one thread.
+
+    One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
+    goes on, and the one before stays.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        root: str,
+        *,
+        keep: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``keep`` whole snapshots stay in ``root``, which no other job may write to."""
+        self._cluster = cluster
+        self._root = root
+        self._keep = keep
+        self._say = say
+        self._clock = clock
+        self._pending: tuple[PendingSnapshot, Moment] | None = None
+        self._begun = clock()
+        self.last: Moment | None = None
+        """Of the newest whole snapshot that this object took."""
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the last one was begun."""
+        return self._clock() - self._begun
+
+    def begin(self, state: JobState) -> None:
+        """Hold this moment, and go on while it is written. Waits for the one before to be whole.
+
+        May raise what it means to lose a shard; not that a disk fails.
+        """
+        self.settle()
+        moment = Moment(state.progress, self._clock())
+        self._begun = moment.seconds
+        try:
+            pending = self._cluster.snapshot(
+                self._root,
+                self._free_name(state.progress.step),
+                step=state.progress.step,
+                values=state.values(),
+                files=state.files(),
+                tables=[state.progress.table],
+            )
+        except SnapshotError as exc:
+            self._tell(moment, exc)
+            return
+        self._pending = pending, moment
+
+    def settle(self) -> None:
+        """Wait until what was begun is whole, or is known to have failed."""
+        if self._pending is None:
+            return
+        (pending, moment), self._pending = self._pending, None
+        started = self._clock()
+        try:
+            pending.result()
+            self.last = moment
+            prune(self._root, self._keep)
+        except SnapshotError as exc:
+            self._tell(moment, exc)
+        if (waited := self._clock() - started) > _WORTH_SAYING_SECONDS:
+            self._say(f"Waited {waited:.0f} s for the snapshot of step {moment.progress.step}; take them less often")
+
+    def require(self, state: JobState) -> None:
+        """Take one that must succeed. Raises SnapshotFailed."""
+        failures: list[str] = []
+        tell, self._say = self._say, failures.append
+        try:
+            self.begin(state)
+            self.settle()
+        finally:
+            self._say = tell
+        if self.last is None or self.last.progress != state.progress:
+            raise SnapshotFailed(
+                f"{'; '.join(failures)}. Snapshots are written by the shards: give a folder or URL that they and "
+                "this worker see alike (--snapshots)"
+            )
+
+    def _free_name(self, step: int) -> str:
+        """A name for this step. Another one has it if the job went back behind a damaged snapshot of it."""
+        name, taken = f"step-{step:09}", {listed.name for listed in list_snapshots(self._root)}
+        return next(free for free in (name, *(f"{name}-{again}" for again in range(2, 10**6))) if free not in taken)
+
+    def _tell(self, moment: Moment, exc: SnapshotError) -> None:
+        self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")
