@@ -50,6 +50,11 @@ class FrozenTables:
             self.thaw(kept=False)
             raise
 
+    @property
+    def tables(self) -> frozenset[RowTable]:
+        """The tables that are held."""
+        return frozenset(self._tables.values())
+
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
         """Write every row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
 
@@ -95,8 +100,8 @@ class FrozenTables:
     def _require_frozen(self) -> None:
         if self._is_thawed:
             raise SnapshotFailed(
-                f"snapshot {self.snapshot_id} was given up, or another one was begun before it was written (a shard "
-                "writes one at a time); take it again"
+                f"snapshot {self.snapshot_id} was given up, or another one of the same tables was begun before it was "
+                "written (a shard writes one at a time); take it again"
             )
 
     def _read(self, table: RowTable, most: int) -> Part:
