@@ -165,6 +165,7 @@ class Cluster:
         values: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
         tables: Sequence[str] | None = None,
+        parent: str | Path | None = None,
     ) -> PendingSnapshot:
         """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
 
@@ -174,11 +175,17 @@ class Cluster:
         travel with it, for the job's own state. ``root`` must mean the same folder here and on every shard.
         ``tables`` are the names of those to write; None: all. A shard holds a table for one snapshot at a time: a
         second one of the same table ends the first, one of other tables does not.
-        Raises InvalidArgument, TableNotFound, SnapshotFailed (also if ``name`` exists), ShardUnavailable.
+        With ``parent``, an earlier snapshot of the same root, only the rows written since are written, and the parent
+        is needed to restore. A shard can tell only what was written since the last snapshot that was completed of a
+        table, or that it was restored from: if that is not the parent, it writes the whole table.
+        Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
+        if ``name`` exists), ShardUnavailable.
         """
         job = JobState(step=step, values=values or {}, files=files or {})
         name = f"step-{step:09}" if name is None else name
-        return begin_snapshot(self._calls, lambda: self._describe().tables, root, name, job, tables=tables)
+        return begin_snapshot(
+            self._calls, lambda: self._describe().tables, root, name, job, tables=tables, parent=parent
+        )
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
         """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.

@@ -25,8 +25,9 @@ from geartrain.ams.errors import (
 from geartrain.ams.messages import Done, Freeze, Restore, Thaw, WriteFrozen, Written
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
+from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, FileEntry, Parent
 
 _TELL_SECONDS = 2.0
 """How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
@@ -72,38 +73,44 @@ def begin_snapshot(
     job: JobState,
     *,
     tables: Sequence[str] | None = None,
+    parent: str | Path | None = None,
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
     ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
-    are those to write, None: all. Raises InvalidArgument, TableNotFound, SnapshotFailed, ShardUnavailable.
+    are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
+    same root, writes all of its rows. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
+    parent), SnapshotFailed, ShardUnavailable.
     """
+    root = Path(root).absolute()
+    older = None if parent is None else _parent(root, parent)
     chosen = None if tables is None else _chosen(tables, [spec.name for spec in existing()], "cluster")
     for label, data in job.files.items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"file {label!r} is {type(data).__name__}; it must be bytes")
-    staging = new_staging(Path(root).absolute(), name)
+    staging = new_staging(root, name)
     try:
-        _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id, tables=chosen or ())))
+        parent_id = "" if older is None else older.manifest.moment_id
+        _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
-        work = calls.background(_finish, calls, staging, specs, job)
+        work = calls.background(_finish, calls, staging, specs, job, older)
     except BaseException:
         _give_up(calls, staging)
         raise
     return PendingSnapshot(staging.root / name, work)
 
 
-def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState) -> Path:
+def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None) -> Path:
     try:
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
-        replies = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
-        files = [
-            FileEntry.model_validate_json(text)
-            for reply in replies
-            if isinstance(reply, Written)
-            for text in reply.files
-        ]
-        unknown = {entry.table for entry in files} - {spec.name for spec in specs}
+        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
+        replies = [reply for reply in outcomes if isinstance(reply, Written)]
+        files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
+        deltas: dict[str, list[int]] = {}
+        for shard, reply in enumerate(replies):
+            for table in reply.deltas:
+                deltas.setdefault(table, []).append(shard)
+        unknown = {entry.table for entry in files}.union(deltas) - {spec.name for spec in specs}
         if unknown:
             raise SnapshotFailed(f"tables {sorted(map(str, unknown))} came or went at that moment; take it again")
         files += [
@@ -117,6 +124,8 @@ def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: Jo
             tables=[spec.to_dict() for spec in specs],
             files=sorted(files, key=lambda entry: entry.path),
             job=job.values,
+            parent=None if older is None else Parent(name=older.name, id=older.manifest.id),
+            deltas=deltas,
         )
     except BaseException:
         _give_up(calls, staging)
@@ -130,6 +139,16 @@ def _give_up(calls: ShardCalls, staging: Staging) -> None:
         _tell(calls, Thaw(snapshot_id=staging.id, kept=False))
     finally:
         staging.abandon()
+
+
+def _parent(root: Path, parent: str | Path) -> Snapshot:
+    """The snapshot to add to, itself whole with all that it adds to, as far as manifests tell."""
+    path = root / parent
+    if path.absolute().parent != root:
+        raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
+    snapshot = open_snapshot(path)
+    snapshot.chain()
+    return snapshot
 
 
 def _tell(calls: ShardCalls, thaw: Thaw) -> None:
@@ -172,6 +191,10 @@ def restore_snapshot(
     if tables is not None:
         chosen = _chosen(tables, [spec.name for spec in specs], "snapshot")
         specs = [spec for spec in specs if spec.name in chosen]
+    chain = snapshot.chain()
+    expected = sum(
+        entry.num_rows for spec in specs for layer in layers_of(chain, spec.name) for entry in layer.blocks()
+    )
     created: list[str] = []
     try:
         job_files(snapshot)  # all of it is sound, or nothing of it is used
@@ -190,9 +213,6 @@ def restore_snapshot(
         request = Restore(folder=str(snapshot.path), tables=tuple(created))
         replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
-        expected = sum(
-            entry.num_rows for entry in snapshot.manifest.files if entry.kind == ROWS and entry.table in created
-        )
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
     except BaseException:

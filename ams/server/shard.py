@@ -47,7 +47,6 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.frozen import FrozenTables, restore_tables
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
@@ -326,7 +325,7 @@ class Shard:
         for other in list(self._frozen.values()):
             if not other.tables.isdisjoint(tables.values()):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
-        self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables)
+        self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables, request.parent_id)
         return Done()
 
     def _thaw(self, snapshot_id: str, *, kept: bool) -> None:
@@ -351,15 +350,11 @@ class Shard:
         return self._writing[request.snapshot_id]
 
     def _write_frozen(self, frozen: FrozenTables, folder: str) -> Reply:
-        return Written(files=tuple(entry.model_dump_json() for entry in frozen.write(folder, self.shard)))
+        entries = frozen.write(folder, self.shard)
+        return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
     def _restore(self, folder: str, tables: dict[str, RowTable]) -> Reply:
-        mine = set(self._owned_buckets.tolist())
-
-        def reads_shard(num_shards: int, shard: int) -> bool:
-            return not mine.isdisjoint(buckets_of_shard(even_placement(num_shards), shard).tolist())
-
-        return Done(created=restore_tables(folder, tables, self._owned_buckets, reads_shard, self._turn))
+        return Done(created=restore_tables(folder, tables, self._owned_buckets, self._turn))
 
     def _describe(self) -> ShardState:
         tables = tuple(
