@@ -74,11 +74,17 @@ class ShardCalls:
         return self._view
 
     def deliver(
-        self, calls: Sequence[tuple[int, Request]], context: CallContext, timeout_seconds: float | None = None
+        self,
+        calls: Sequence[tuple[int, Request]],
+        context: CallContext,
+        timeout_seconds: float | None = None,
+        *,
+        recovery_seconds: float | None = None,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
-        An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``.
+        An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
+        answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
 
         Returns only when no carrier uses the requests' arrays any more.
         """
@@ -87,7 +93,8 @@ class ShardCalls:
         attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
         futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
         outcomes: list[Outcome] = []
-        patience = _Patience(self.config.recovery_timeout_seconds)  # one for all, or dead shards would add up
+        # One for all, or dead shards would add up.
+        patience = _Patience(self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds)
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
                 outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
@@ -104,10 +111,12 @@ class ShardCalls:
             replies.append(outcome)
         return replies
 
-    def on_all_shards(self, request: Request, timeout_seconds: float | None = None) -> list[Outcome]:
+    def on_all_shards(
+        self, request: Request, timeout_seconds: float | None = None, *, recovery_seconds: float | None = None
+    ) -> list[Outcome]:
         """:meth:`deliver` the same request, which is no write, to every shard."""
         calls = [(shard, request) for shard in range(self._view.num_shards)]
-        return self.deliver(calls, CallContext(), timeout_seconds)
+        return self.deliver(calls, CallContext(), timeout_seconds, recovery_seconds=recovery_seconds)
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Run ``function`` on a thread of the client's own."""
@@ -146,12 +155,13 @@ class ShardCalls:
                 return future.result()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 if patience.is_fresh:
-                    seconds = self.config.recovery_timeout_seconds
-                    logger.warning("shard %d does not answer, waiting for it up to %g s: %s", shard, seconds, exc)
+                    logger.warning(
+                        "shard %d does not answer, waiting for it up to %g s: %s", shard, patience.seconds, exc
+                    )
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(
-                        f"shard {shard} at {address} did not answer within {self.config.recovery_timeout_seconds:g} s: "
+                        f"shard {shard} at {address} did not answer within {patience.seconds:g} s: "
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from exc
                 self._look_again(shard)
@@ -176,18 +186,18 @@ class _Patience:
     """Waits between attempts, longer each time, until the time is used up."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._deadline: float | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
 
     @property
     def is_fresh(self) -> bool:
         """Whether nothing was waited for yet."""
-        return self._deadline is None and self._seconds > 0
+        return self._deadline is None and self.seconds > 0
 
     def pause(self) -> bool:
         if self._deadline is None:  # counted from the first failure
-            self._deadline = time.monotonic() + self._seconds
+            self._deadline = time.monotonic() + self.seconds
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False

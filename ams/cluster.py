@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,31 +164,44 @@ class Cluster:
         step: int = 0,
         values: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
+        tables: Sequence[str] | None = None,
+        parent: str | Path | None = None,
     ) -> PendingSnapshot:
-        """Begin a snapshot of all tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
+        """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
 
         Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
         waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
         meanwhile a shard may hold some and another not, so call it at a step boundary. ``values`` (JSON) and ``files``
         travel with it, for the job's own state. ``root`` must mean the same folder here and on every shard.
-        Raises InvalidArgument, SnapshotFailed (also if ``name`` exists), ShardUnavailable.
+        ``tables`` are the names of those to write; None: all. A shard holds a table for one snapshot at a time: a
+        second one of the same table ends the first, one of other tables does not.
+        With ``parent``, an earlier snapshot of the same root, only the rows written since are written, and the parent
+        is needed to restore. A shard can tell only what was written since the last snapshot that was completed of a
+        table, or that it was restored from: if that is not the parent, it writes the whole table.
+        Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
+        if ``name`` exists), ShardUnavailable.
         """
         job = JobState(step=step, values=values or {}, files=files or {})
         name = f"step-{step:09}" if name is None else name
-        return begin_snapshot(self._calls, lambda: self._describe().tables, root, name, job)
+        return begin_snapshot(
+            self._calls, lambda: self._describe().tables, root, name, job, tables=tables, parent=parent
+        )
 
-    def restore(self, path: str | Path) -> Snapshot:
+    def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
         """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.
 
-        The number of shards may differ from that which wrote it. All or nothing: if anything fails, none of its tables
-        stays. Raises TableExists (a job never goes on with other rows by accident), SnapshotNotFound, SnapshotDamaged
-        (naming the file; checked before any of its rows is written), ShardUnavailable.
+        The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
+        All or nothing: if anything fails, none of its tables stays. With ``replace=True`` (a job that goes back) tables
+        of these names are dropped first, but only after every byte of the snapshot was read and found sound.
+        Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
+        the snapshot has not), SnapshotNotFound, SnapshotDamaged (naming the file; checked before any of its rows is
+        written), ShardUnavailable.
         """
 
         def create(spec: TableSpec) -> None:
             self._create(spec, reuse=False)
 
-        return restore_snapshot(self._calls, path, create, self.drop_table)
+        return restore_snapshot(self._calls, path, create, self.drop_table, tables=tables, replace=replace)
 
     def close(self) -> None:
         """Close connections; an embedded cluster ends with its rows. Idempotent."""

@@ -110,9 +110,13 @@ class Describe:
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot."""
+    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables."""
 
     snapshot_id: str
+    tables: tuple[str, ...] = ()
+    """Names; none: all tables."""
+    parent_id: str = ""
+    """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +189,8 @@ class Written:
 
     files: tuple[str, ...]
     """The files written, each as JSON of ``storage.snapshot_manifest.FileEntry``."""
+    deltas: tuple[str, ...] = ()
+    """Tables of which only the rows written since the parent were held; all rows of the others."""
 
 
 Reply = Done | ShardState | Written

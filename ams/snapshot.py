@@ -14,12 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.ams.client import ShardCalls
-from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound, TableExists
+from geartrain.ams.errors import (
+    InvalidArgument,
+    SnapshotDamaged,
+    SnapshotFailed,
+    SnapshotNotFound,
+    TableExists,
+    TableNotFound,
+)
 from geartrain.ams.messages import Done, Freeze, Restore, Thaw, WriteFrozen, Written
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
+from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, FileEntry, Parent
+
+_TELL_SECONDS = 2.0
+"""How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,38 +66,51 @@ class PendingSnapshot:
 
 
 def begin_snapshot(
-    calls: ShardCalls, tables: Callable[[], Sequence[TableSpec]], root: str | Path, name: str, job: JobState
+    calls: ShardCalls,
+    existing: Callable[[], Sequence[TableSpec]],
+    root: str | Path,
+    name: str,
+    job: JobState,
+    *,
+    tables: Sequence[str] | None = None,
+    parent: str | Path | None = None,
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
-    ``root`` must mean the same folder here and on every shard. ``tables`` asks which tables there are. Raises
-    InvalidArgument, SnapshotFailed, ShardUnavailable.
+    ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
+    are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
+    same root, writes all of its rows. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
+    parent), SnapshotFailed, ShardUnavailable.
     """
+    root = Path(root).absolute()
+    older = None if parent is None else _parent(root, parent)
+    chosen = None if tables is None else _chosen(tables, [spec.name for spec in existing()], "cluster")
     for label, data in job.files.items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"file {label!r} is {type(data).__name__}; it must be bytes")
-    staging = new_staging(Path(root).absolute(), name)
+    staging = new_staging(root, name)
     try:
-        _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id)))
-        specs = list(tables())
-        work = calls.background(_finish, calls, staging, specs, job)
+        parent_id = "" if older is None else older.manifest.moment_id
+        _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)))
+        specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
+        work = calls.background(_finish, calls, staging, specs, job, older)
     except BaseException:
         _give_up(calls, staging)
         raise
     return PendingSnapshot(staging.root / name, work)
 
 
-def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState) -> Path:
+def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None) -> Path:
     try:
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
-        replies = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
-        files = [
-            FileEntry.model_validate_json(text)
-            for reply in replies
-            if isinstance(reply, Written)
-            for text in reply.files
-        ]
-        unknown = {entry.table for entry in files} - {spec.name for spec in specs}
+        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
+        replies = [reply for reply in outcomes if isinstance(reply, Written)]
+        files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
+        deltas: dict[str, list[int]] = {}
+        for shard, reply in enumerate(replies):
+            for table in reply.deltas:
+                deltas.setdefault(table, []).append(shard)
+        unknown = {entry.table for entry in files}.union(deltas) - {spec.name for spec in specs}
         if unknown:
             raise SnapshotFailed(f"tables {sorted(map(str, unknown))} came or went at that moment; take it again")
         files += [
@@ -100,20 +124,47 @@ def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: Jo
             tables=[spec.to_dict() for spec in specs],
             files=sorted(files, key=lambda entry: entry.path),
             job=job.values,
+            parent=None if older is None else Parent(name=older.name, id=older.manifest.id),
+            deltas=deltas,
         )
     except BaseException:
         _give_up(calls, staging)
         raise
-    calls.on_all_shards(Thaw(snapshot_id=staging.id, kept=True))
+    _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
 
 
 def _give_up(calls: ShardCalls, staging: Staging) -> None:
-    """Best effort: a shard that cannot be told lets go when the next snapshot freezes it."""
     try:
-        calls.on_all_shards(Thaw(snapshot_id=staging.id, kept=False))
+        _tell(calls, Thaw(snapshot_id=staging.id, kept=False))
     finally:
         staging.abandon()
+
+
+def _parent(root: Path, parent: str | Path) -> Snapshot:
+    """The snapshot to add to, itself whole with all that it adds to, as far as manifests tell."""
+    path = root / parent
+    if path.absolute().parent != root:
+        raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
+    snapshot = open_snapshot(path)
+    snapshot.chain()
+    return snapshot
+
+
+def _tell(calls: ShardCalls, thaw: Thaw) -> None:
+    """Best effort: a shard that cannot be told lets go when the next snapshot freezes the same tables."""
+    calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
+
+
+def _chosen(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:
+    """The names, each once. Raises TableNotFound if one does not exist, InvalidArgument if there are none."""
+    if isinstance(names, str) or not names:
+        raise InvalidArgument(f"tables is {names!r}; it must be a list of names, or None for all tables")
+    unknown = [name for name in names if name not in existing]
+    if unknown:
+        known = ", ".join(map(repr, existing)) or "none"
+        raise TableNotFound(f"there is no table {unknown[0]!r}; tables of this {where}: {known}")
+    return tuple(dict.fromkeys(names))
 
 
 def restore_snapshot(
@@ -121,20 +172,36 @@ def restore_snapshot(
     path: str | Path,
     create: Callable[[TableSpec], None],
     drop: Callable[[str], None],
+    *,
+    tables: Sequence[str] | None = None,
+    replace: bool = False,
 ) -> Snapshot:
     """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
 
-    ``path`` must mean the same folder here and on every shard. If anything fails, the tables made so far are dropped.
-    Raises TableExists, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
+    ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. If anything
+    fails, the tables made so far are dropped. With ``replace`` tables of these names are dropped first, once the whole
+    snapshot was read and found sound: that is one more read of all of it, here.
+    Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
     folder = Path(path).absolute()
     if not (folder / MANIFEST).exists() and (inside := [listed.name for listed in list_snapshots(folder)]):
         raise SnapshotNotFound(f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them")
     snapshot = open_snapshot(folder)
     specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
+    if tables is not None:
+        chosen = _chosen(tables, [spec.name for spec in specs], "snapshot")
+        specs = [spec for spec in specs if spec.name in chosen]
+    chain = snapshot.chain()
+    expected = sum(
+        entry.num_rows for spec in specs for layer in layers_of(chain, spec.name) for entry in layer.blocks()
+    )
     created: list[str] = []
     try:
         job_files(snapshot)  # all of it is sound, or nothing of it is used
+        if replace:
+            _all_of(snapshot.verify())
+            for spec in specs:
+                drop(spec.name)
         for spec in specs:
             try:
                 create(spec)
@@ -146,7 +213,6 @@ def restore_snapshot(
         request = Restore(folder=str(snapshot.path), tables=tuple(created))
         replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
-        expected = sum(entry.num_rows for entry in snapshot.manifest.files if entry.kind == ROWS)
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
     except BaseException:

@@ -1,4 +1,4 @@
-"""``geartrain snapshot``: take, list, check, restore and remove snapshots of a cluster."""
+"""``geartrain snapshot``: take, list, check, restore, compact and remove snapshots of a cluster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 FAILED = 1
 
-app = typer.Typer(no_args_is_help=True, help="Take, list, check, restore and remove snapshots of a cluster.")
+app = typer.Typer(no_args_is_help=True, help="Take, list, check, restore, compact and remove snapshots of a cluster.")
 
 Root = Annotated[Path, typer.Argument(help="Folder that holds the snapshots; the same for all servers.")]
 Where = Annotated[Path, typer.Argument(help="A snapshot, or a folder of snapshots (then the newest one).")]
 Fallback = Annotated[
     bool, typer.Option("--allow-fallback", help="If the newest snapshot is damaged, use the newest one that is not.")
 ]
+Tables = Annotated[list[str] | None, typer.Option("--table", help="Only this table; may be given again.")]
 
 
 @app.command()
@@ -37,13 +38,17 @@ def create(
     root: Root,
     name: Annotated[str | None, typer.Option(help="Name of its folder.", show_default="step-NNNNNNNNN")] = None,
     step: Annotated[int, typer.Option(min=0, help="Step of the job, for the listing's order.")] = 0,
+    table: Tables = None,
+    parent: Annotated[
+        str | None, typer.Option(help="Snapshot of the same folder to add to: only rows written since are written.")
+    ] = None,
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Snapshot all tables of a running cluster, at a moment at which no worker is in the middle of a step."""
+    """Snapshot the tables of a running cluster, at a moment at which no worker is in the middle of a step."""
     with _connected(file, scheduler) as cluster:
-        path = cluster.snapshot(root, name, step=step).result()
+        path = cluster.snapshot(root, name, step=step, tables=table or None, parent=parent).result()
     from geartrain.ams.storage.snapshot_folder import open_snapshot
 
     facts = _facts(open_snapshot(path))
@@ -98,6 +103,10 @@ def verify(where: Where, as_json: Json = False) -> None:
 def restore(
     where: Where,
     allow_fallback: Fallback = False,
+    table: Tables = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Drop tables of these names first, once the snapshot was found sound.")
+    ] = False,
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
@@ -107,8 +116,28 @@ def restore(
 
     path = where if (where / "manifest.json").exists() else latest(_folder(where), allow_fallback=allow_fallback).path
     with _connected(file, scheduler) as cluster:
-        facts = _facts(cluster.restore(path))
+        facts = _facts(cluster.restore(path, tables=table or None, replace=replace))
     print(json.dumps(facts) if as_json else f"restored {path}: {_summary(facts)}")
+
+
+@app.command()
+def compact(
+    root: Root,
+    name: Annotated[
+        str | None, typer.Argument(help="The newest of a chain.", show_default="the newest snapshot")
+    ] = None,
+    new_name: Annotated[
+        str | None, typer.Option("--as", help="Name of the new one.", show_default="NAME-whole")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Merge a snapshot and those it adds to into a new one that stands alone; 'prune' then removes the others."""
+    from geartrain.ams.storage.snapshot_compaction import compact as compact_chain
+    from geartrain.ams.storage.snapshot_folder import latest, open_snapshot
+
+    path = compact_chain(root, latest(_folder(root)).name if name is None else name, new_name=new_name)
+    facts = _facts(open_snapshot(path))
+    print(json.dumps(facts) if as_json else f"{path}: {_summary(facts)}")
 
 
 @app.command()
@@ -117,7 +146,7 @@ def prune(
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest snapshots stay.")],
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots and what interrupted ones left; the last sound one is never removed."""
+    """Remove old snapshots and what interrupted ones left; never the last sound one, nor what a kept one adds to."""
     from geartrain.ams.storage.snapshot_folder import prune as prune_folder
 
     removed = prune_folder(_folder(root), keep)
@@ -172,6 +201,7 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "step": manifest.step,
         "created": datetime.fromtimestamp(manifest.created, UTC).isoformat(timespec="seconds"),
         "num_shards": manifest.num_shards,
+        "parent": None if manifest.parent is None else manifest.parent.name,
         "rows": rows,
         "bytes": sum(entry.bytes for entry in manifest.files),
     }
@@ -182,4 +212,5 @@ def _summary(facts: dict[str, Any]) -> str:
     return (
         f"step {facts['step']}, {facts['created']}, {counted(tables, 'table')}, {counted(rows, 'row')}, "
         f"{facts['bytes'] / 2**20:.1f} MiB from {counted(facts['num_shards'], 'shard')}"
+        + (f", added to {facts['parent']}" if facts["parent"] else "")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +17,7 @@ from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block
+from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import open_snapshot
 from geartrain.ams.storage.snapshot_manifest import ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable
@@ -33,10 +34,15 @@ Part = tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]
 
 
 class FrozenTables:
-    """The tables of a shard as they were when this was made. Writes go on; :meth:`thaw` ends it."""
+    """Tables of a shard as they were when this was made. Writes go on; :meth:`thaw` ends it.
 
-    def __init__(self, snapshot_id: str, tables: Mapping[str, RowTable]) -> None:
+    Of a table whose last kept freeze is ``parent_id``, only the rows written since are held: they are named in
+    ``deltas``. Any other table is held whole, so that a snapshot never rests on rows that its parent has not.
+    """
+
+    def __init__(self, snapshot_id: str, tables: Mapping[str, RowTable], parent_id: str = "") -> None:
         self.snapshot_id = snapshot_id
+        self.deltas = tuple(name for name, table in tables.items() if parent_id and table.kept_as == parent_id)
         self._tables: dict[str, RowTable] = {}
         self._num_rows: dict[str, int] = {}
         self._is_thawed = False
@@ -44,14 +50,19 @@ class FrozenTables:
         """Between a read of rows and the end of the freeze: a table may be frozen anew, for another, right after it."""
         try:
             for name, table in tables.items():
-                self._num_rows[name] = table.freeze()
+                self._num_rows[name] = table.freeze(only_touched=name in self.deltas)
                 self._tables[name] = table
         except BaseException:
             self.thaw(kept=False)
             raise
 
+    @property
+    def tables(self) -> frozenset[RowTable]:
+        """The tables that are held."""
+        return frozenset(self._tables.values())
+
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
-        """Write every row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
+        """Write every held row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
 
         Raises SnapshotFailed if the disk fails, or the freeze was ended before or meanwhile.
         """
@@ -91,12 +102,14 @@ class FrozenTables:
             self._is_thawed = True
             for table in self._tables.values():
                 table.thaw(kept=kept)
+                if kept:
+                    table.kept_as = self.snapshot_id
 
     def _require_frozen(self) -> None:
         if self._is_thawed:
             raise SnapshotFailed(
-                f"snapshot {self.snapshot_id} was given up, or another one was begun before it was written (a shard "
-                "writes one at a time); take it again"
+                f"snapshot {self.snapshot_id} was given up, or another one of the same tables was begun before it was "
+                "written (a shard writes one at a time); take it again"
             )
 
     def _read(self, table: RowTable, most: int) -> Part:
@@ -133,38 +146,35 @@ def _joined(parts: list[Part]) -> dict[str, npt.NDArray[Any]]:
 
 
 def restore_tables(
-    folder: str,
-    tables: Mapping[str, RowTable],
-    owned_buckets: Ids,
-    reads_shard: Callable[[int, int], bool],
-    turn: AbstractContextManager[Any],
+    folder: str, tables: Mapping[str, RowTable], owned_buckets: Ids, turn: AbstractContextManager[Any]
 ) -> int:
-    """Write the rows of ``tables`` that a snapshot has and this shard owns; return their number.
+    """Write the rows of ``tables`` that a snapshot, and those it adds to, have and this shard owns.
 
-    Every block is checked before any of its rows is written, and written while holding ``turn``.
-    ``reads_shard(num_shards, shard)`` says whether what shard ``shard`` of ``num_shards`` wrote can hold rows for this
-    one. Raises SnapshotError, SpecMismatch.
+    Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
+    checked before any of its rows is written, and written while holding ``turn``. Raises SnapshotError, SpecMismatch.
     """
     snapshot = open_snapshot(Path(folder))
+    chain = snapshot.chain()
     specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
     for name, table in tables.items():
         if specs.get(name) != table.spec:
             raise SpecMismatch(f"table {name!r} is {table.spec}, in the snapshot {specs.get(name)}")
     owned = np.zeros(NUM_BUCKETS, np.bool_)
     owned[owned_buckets] = True
-    restored = 0
-    for entry in snapshot.manifest.files:
-        if entry.kind != ROWS or entry.table not in tables:
-            continue
-        assert entry.table is not None and entry.shard is not None
-        if not reads_shard(snapshot.manifest.num_shards, entry.shard):
-            continue
-        table, arrays = tables[entry.table], snapshot.read(entry)
-        ids, rows, slots = arrays["ids"], arrays["rows"], arrays.get("slots")
-        mine = owned[bucket_of(ids, dense=table.spec.num_rows is not None)]
-        if not mine.all():
-            ids, rows, slots = ids[mine], rows[mine], None if slots is None else slots[mine]
+    num_read = 0
+    for name, table in tables.items():
+        for layer in reversed(layers_of(chain, name)):  # the oldest first: what comes later holds
+            for entry in layer.blocks(owned):
+                arrays = layer.snapshot.read(entry)
+                ids, rows, slots = arrays["ids"], arrays["rows"], arrays.get("slots")
+                buckets = bucket_of(ids, dense=table.spec.num_rows is not None)
+                num_read += int(np.count_nonzero(owned[buckets]))
+                mine = owned[buckets] & layer.buckets[buckets]
+                if not mine.all():
+                    ids, rows, slots = ids[mine], rows[mine], None if slots is None else slots[mine]
+                with turn:
+                    table.restore(ids, rows, slots)
         with turn:
-            table.restore(ids, rows, slots)
-        restored += len(ids)
-    return restored
+            # A table that was kept before may hold other rows, which count as written only since then.
+            table.kept_as = table.kept_as or snapshot.manifest.moment_id
+    return num_read

@@ -170,9 +170,9 @@ class ShardService:
         return codec.state_to_pb(state).SerializeToString()
 
     def freeze(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Hold all tables as they are now."""
+        """Hold tables as they are now."""
         request = framing.parse(data, shard_pb2.FreezeRequest)
-        freeze = Freeze(snapshot_id=request.snapshot_id)
+        freeze = Freeze(snapshot_id=request.snapshot_id, tables=tuple(request.tables), parent_id=request.parent_id)
         return _encoded(await_reply(self._submit(request.context, freeze), servicer_context))
 
     def write_frozen(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
@@ -180,7 +180,7 @@ class ShardService:
         request = framing.parse(data, shard_pb2.WriteFrozenRequest)
         write = WriteFrozen(snapshot_id=request.snapshot_id, folder=request.folder)
         written = await_reply(self._submit(request.context, write), servicer_context)
-        return shard_pb2.WriteFrozenReply(files=written.files).SerializeToString()
+        return shard_pb2.WriteFrozenReply(files=written.files, deltas=written.deltas).SerializeToString()
 
     def thaw(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """End a freeze."""

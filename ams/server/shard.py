@@ -47,7 +47,6 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.frozen import FrozenTables, restore_tables
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
@@ -100,9 +99,10 @@ class Shard:
         self._specs: dict[str, TableSpec] = {}
         self._marks = WriteMarks()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
-        self._frozen: FrozenTables | None = None
-        self._writing: Future[Reply] | None = None
-        """The writing of the present freeze: a repeated request joins it."""
+        self._frozen: dict[str, FrozenTables] = {}
+        """By snapshot; no table is in two."""
+        self._writing: dict[str, Future[Reply]] = {}
+        """The writing of each freeze: a repeated request joins it."""
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._closed = False
@@ -180,7 +180,8 @@ class Shard:
                 self._calls.put(None)
         self._thread.join()
         with self._turn:
-            self._thaw(kept=False)
+            for snapshot_id in list(self._frozen):
+                self._thaw(snapshot_id, kept=False)
         self._files.shutdown(wait=True, cancel_futures=True)
 
     def _shut_down(self) -> ShardUnavailable:
@@ -253,10 +254,9 @@ class Shard:
             case Describe():
                 return self._describe()
             case Freeze():
-                return self._freeze(request.snapshot_id)
+                return self._freeze(request)
             case Thaw():
-                if self._frozen is not None and self._frozen.snapshot_id == request.snapshot_id:
-                    self._thaw(kept=request.kept)
+                self._thaw(request.snapshot_id, kept=request.kept)
                 return Done()
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
@@ -318,45 +318,43 @@ class Shard:
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done(duplicate=not existed)
 
-    def _freeze(self, snapshot_id: str) -> Done:
-        if self._frozen is not None:
-            if self._frozen.snapshot_id == snapshot_id:
-                return Done(duplicate=True)
-            self._thaw(kept=False)  # whoever asked for that one is gone, or has given it up
-        self._frozen = FrozenTables(snapshot_id, {name: table.rows for name, table in self._tables.items()})
+    def _freeze(self, request: Freeze) -> Done:
+        if request.snapshot_id in self._frozen:
+            return Done(duplicate=True)
+        tables = {name: self._table(name).rows for name in request.tables or self._tables}
+        for other in list(self._frozen.values()):
+            if not other.tables.isdisjoint(tables.values()):
+                self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
+        self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables, request.parent_id)
         return Done()
 
-    def _thaw(self, *, kept: bool) -> None:
-        if self._frozen is not None:
-            self._frozen.thaw(kept=kept)
-        self._frozen = None
-        self._writing = None
+    def _thaw(self, snapshot_id: str, *, kept: bool) -> None:
+        frozen = self._frozen.pop(snapshot_id, None)
+        self._writing.pop(snapshot_id, None)
+        if frozen is not None:
+            frozen.thaw(kept=kept)
 
     def _in_background(self, request: WriteFrozen | Restore) -> Future[Reply]:
         """Begin work on files on a thread of its own: the shard goes on."""
         if isinstance(request, Restore):
             tables = {name: self._table(name).rows for name in request.tables}
             return self._files.submit(self._restore, request.folder, tables)
-        frozen = self._frozen
-        if frozen is None or frozen.snapshot_id != request.snapshot_id:
+        frozen = self._frozen.get(request.snapshot_id)
+        if frozen is None:
             raise SnapshotFailed(
                 f"shard {self.shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or superseded; "
                 "take the snapshot again"
             )
-        if self._writing is None:
-            self._writing = self._files.submit(self._write_frozen, frozen, request.folder)
-        return self._writing
+        if request.snapshot_id not in self._writing:
+            self._writing[request.snapshot_id] = self._files.submit(self._write_frozen, frozen, request.folder)
+        return self._writing[request.snapshot_id]
 
     def _write_frozen(self, frozen: FrozenTables, folder: str) -> Reply:
-        return Written(files=tuple(entry.model_dump_json() for entry in frozen.write(folder, self.shard)))
+        entries = frozen.write(folder, self.shard)
+        return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
     def _restore(self, folder: str, tables: dict[str, RowTable]) -> Reply:
-        mine = set(self._owned_buckets.tolist())
-
-        def reads_shard(num_shards: int, shard: int) -> bool:
-            return not mine.isdisjoint(buckets_of_shard(even_placement(num_shards), shard).tolist())
-
-        return Done(created=restore_tables(folder, tables, self._owned_buckets, reads_shard, self._turn))
+        return Done(created=restore_tables(folder, tables, self._owned_buckets, self._turn))
 
     def _describe(self) -> ShardState:
         tables = tuple(

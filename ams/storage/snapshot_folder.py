@@ -40,6 +40,7 @@ from geartrain.ams.storage.snapshot_manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    Parent,
     decode_manifest,
     encode_manifest,
     in_words,
@@ -76,15 +77,30 @@ class Staging:
         tables: Sequence[Mapping[str, Any]],
         files: Sequence[FileEntry],
         job: Mapping[str, Any] | None = None,
+        parent: Parent | None = None,
+        deltas: Mapping[str, Sequence[int]] | None = None,
+        moment: str | None = None,
     ) -> Path:
         """Make the snapshot appear, whole and safe from a loss of power, and return its folder.
 
-        ``created`` is Unix time in seconds; ``tables`` and ``job`` hold JSON values. Raises InvalidArgument for
-        values that cannot be a manifest, and SnapshotFailed; then the staging folder is removed and nothing new listed.
+        ``created`` is Unix time in seconds; ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there
+        are no ``deltas``. Raises InvalidArgument for values that cannot be a manifest, and SnapshotFailed; then the
+        staging folder is removed and nothing new listed.
         """
         final = self.root / self.name
         try:
-            data = encode_manifest(self._manifest(step, created, num_shards, tables, files, job))
+            manifest = self._manifest(
+                step=step,
+                created=created,
+                num_shards=num_shards,
+                tables=[dict(table) for table in tables],
+                job=dict(job or {}),
+                files=sorted(files, key=lambda entry: entry.path),
+                parent=parent if deltas else None,
+                deltas={table: sorted(shards) for table, shards in (deltas or {}).items()},
+                moment=moment,
+            )
+            data = encode_manifest(manifest)
             self._require_files(files)
             write_file(Path(self.path) / MANIFEST, data)
             sync_folder(Path(self.path))
@@ -102,25 +118,9 @@ class Staging:
         """Remove the staging folder. What cannot be removed stays hidden until :func:`prune`."""
         remove_quietly(Path(self.path))
 
-    def _manifest(
-        self,
-        step: int,
-        created: float,
-        num_shards: int,
-        tables: Sequence[Mapping[str, Any]],
-        files: Sequence[FileEntry],
-        job: Mapping[str, Any] | None,
-    ) -> Manifest:
+    def _manifest(self, **fields: Any) -> Manifest:
         try:
-            return Manifest(
-                id=self.id,
-                step=step,
-                created=created,
-                num_shards=num_shards,
-                tables=[dict(table) for table in tables],
-                job=dict(job or {}),
-                files=sorted(files, key=lambda entry: entry.path),
-            )
+            return Manifest(id=self.id, **fields)
         except ValidationError as exc:
             raise InvalidArgument(in_words(exc)) from exc
 
@@ -175,8 +175,26 @@ class Snapshot:
             return read_file(self.path, entry)
         return read_block(self.path, self.manifest.id, entry)[0]
 
+    def chain(self) -> list[Snapshot]:
+        """Return this snapshot and those that it adds to, the newest first; the last one is whole.
+
+        Only manifests are read. Raises SnapshotDamaged if one is missing, damaged or another one of that name.
+        """
+        found, ids = [self], {self.manifest.id}
+        while (parent := found[-1].manifest.parent) is not None:
+            adds = f"{found[-1].path} is damaged: it adds to snapshot {parent.name!r} ({parent.id}), "
+            try:
+                older = open_snapshot(self.path.parent / parent.name)
+            except SnapshotNotFound as exc:
+                raise SnapshotDamaged(f"{adds}which is missing. {_INSTEAD_OF_PARENT}") from exc
+            if older.manifest.id != parent.id or parent.id in ids:
+                raise SnapshotDamaged(f"{adds}but the one of that name is {older.manifest.id}. {_INSTEAD_OF_PARENT}")
+            found.append(older)
+            ids.add(parent.id)
+        return found
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[SnapshotDamaged]:
-        """Read everything and return all damage found, in order of file; empty if the snapshot is sound.
+        """Read everything, of those that it adds to as well, and return all damage found; empty if it is sound.
 
         ``progress`` is called with (bytes checked, bytes in all) after each file. Files that the manifest does not list
         are damage, except those whose names begin with a dot.
@@ -188,16 +206,22 @@ class Snapshot:
             return [SnapshotDamaged(str(exc))]
         except SnapshotDamaged as exc:
             damage.append(exc)
-        done, total = 0, sum(entry.bytes for entry in self.manifest.files)
-        for entry in self.manifest.files:
+        try:
+            chain = self.chain()
+        except SnapshotDamaged as exc:
+            damage.append(exc)
+            chain = [self]
+        files = [(snapshot, entry) for snapshot in chain for entry in snapshot.manifest.files]
+        done, total = 0, sum(entry.bytes for _, entry in files)
+        for snapshot, entry in files:
             try:
-                self.read_bytes(entry)
+                snapshot.read_bytes(entry)
             except SnapshotDamaged as exc:
                 damage.append(exc)
             done += entry.bytes
             if progress is not None:
                 progress(done, total)
-        return damage + self._extra_files()
+        return damage + [extra for snapshot in chain for extra in snapshot._extra_files()]
 
     def _extra_files(self) -> list[SnapshotDamaged]:
         known = {MANIFEST, *(entry.path for entry in self.manifest.files)}
@@ -319,25 +343,25 @@ def prune(
 ) -> list[str]:
     """Remove all but the newest ``keep`` snapshots, what earlier prunes left, and stale staging folders.
 
-    Returns the names of the removed snapshots. If none of those to keep is sound, the newest sound one of the others is
-    kept too, which costs reading them; one with a damaged manifest is neither counted nor removed. A staging folder is
+    Returns the names of the removed snapshots. Those that a kept one adds to are kept too. If none of those to keep is
+    sound, so is the newest sound one of the others, which costs reading them; one with a damaged manifest is neither
+    counted nor removed. A staging folder is
     stale when nothing was written to it in the ``stale_seconds`` before ``now`` (Unix time in seconds; None: the
     clock's). Raises InvalidArgument, and SnapshotFailed for the first that cannot be removed.
     """
     if keep < 1:
         raise InvalidArgument(f"keep is {keep}; it must be >= 1")
     root = Path(root)
-    whole = [listed for listed in list_snapshots(root) if listed.snapshot is not None]
-    kept, old = whole[:keep], whole[keep:]
-    if old and all(_damage(listed) for listed in kept):
-        spared = next((listed for listed in old if not _damage(listed)), None)
-        old = [listed for listed in old if listed is not spared]
+    known = [listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None]
+    kept, old = known[:keep], known[keep:]
+    if old and all(snapshot.verify() for snapshot in kept):
+        kept += [snapshot for snapshot in old if not snapshot.verify()][:1]
     removed = []
     try:
-        for listed in reversed(old):
-            hidden = _hide(listed.path)
+        for snapshot in _children_first(_without_ancestors(old, kept)):
+            hidden = _hide(snapshot.path)
             sync_folder(root)
-            removed.append(listed.name)
+            removed.append(snapshot.name)
             disk.remove_folder(hidden)
         _remove_leftovers(root, (time.time() if now is None else now) - stale_seconds)
     except OSError as exc:
@@ -346,6 +370,30 @@ def prune(
 
 
 _INSTEAD = "Bring the file back from a copy, or use another snapshot and move this one away"
+_INSTEAD_OF_PARENT = "Bring that one back from a copy, or use another snapshot"
+
+
+def _without_ancestors(old: Sequence[Snapshot], kept: Sequence[Snapshot]) -> list[Snapshot]:
+    """Those of ``old`` that none of ``kept`` adds to, or is."""
+    by_id = {snapshot.manifest.id: snapshot for snapshot in [*old, *kept]}
+    needed: set[str] = set()
+    for snapshot in kept:
+        found: Snapshot | None = snapshot
+        while found is not None and found.manifest.id not in needed:
+            needed.add(found.manifest.id)
+            found = by_id.get(found.manifest.parent.id) if found.manifest.parent else None
+    return [snapshot for snapshot in old if snapshot.manifest.id not in needed]
+
+
+def _children_first(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """In an order of removal that leaves no snapshot without what it adds to; else the last one first."""
+    left, order = list(snapshots), []
+    while left:
+        needed = {snapshot.manifest.parent.id for snapshot in left if snapshot.manifest.parent}
+        free = next((snapshot for snapshot in reversed(left) if snapshot.manifest.id not in needed), left[-1])
+        left.remove(free)
+        order.append(free)
+    return order
 
 
 def _hide(folder: Path) -> Path:

@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from geartrain.ams.errors import InvalidArgument
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
+_READABLE = (1, FORMAT)
+"""Format 1 had neither parents nor deltas."""
 MANIFEST = "manifest.json"
 JOB = "job"
 """Kind of the job's files, opaque here."""
@@ -63,12 +65,21 @@ class FileEntry(BaseModel):
         return self
 
 
+class Parent(BaseModel):
+    """The snapshot of the same root that another one adds to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str
+    id: Hex128
+
+
 class Manifest(BaseModel):
     """The content of ``manifest.json``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[1] = FORMAT
+    format: Literal[1, 2] = FORMAT
     """Version of the folder's layout."""
     id: Hex128
     """Identity of the snapshot, also inside every block."""
@@ -82,8 +93,13 @@ class Manifest(BaseModel):
     """Specification of each table."""
     job: dict[str, JsonValue]
     """What the job needs to go on: cursors, settings."""
-    parent: None = None
-    """Snapshot that this one adds to; every snapshot of this format is whole."""
+    parent: Parent | None = None
+    """Snapshot that this one adds to; None: it is whole."""
+    deltas: dict[str, list[Count]] = {}
+    """By table, the shards that wrote only the rows touched since the parent. The others wrote all rows of theirs, so
+    that nothing of the parent counts in their buckets."""
+    moment: Hex128 | None = None
+    """Snapshot of the same moment that this one was compacted from."""
     files: list[FileEntry]
     """Every file but the manifest, in order of path."""
 
@@ -95,7 +111,16 @@ class Manifest(BaseModel):
         foreign = [entry for entry in self.files if entry.shard is not None and entry.shard >= self.num_shards]
         if foreign:
             raise ValueError(f"{foreign[0].path!r} is of shard {foreign[0].shard}; num_shards is {self.num_shards}")
+        if (self.parent is None) != (not self.deltas):
+            raise ValueError(f"parent is {self.parent}, deltas are {self.deltas}; one needs the other")
+        if any(not shards or max(shards) >= self.num_shards for shards in self.deltas.values()):
+            raise ValueError(f"deltas are {self.deltas}; each must list shards below num_shards, {self.num_shards}")
         return self
+
+    @property
+    def moment_id(self) -> str:
+        """Identity of the moment that it holds: equal for a snapshot and what it was compacted into."""
+        return self.moment or self.id
 
 
 def block_path(kind: str, table: str, shard: int, index: int) -> str:
@@ -141,8 +166,9 @@ def decode_manifest(data: bytes) -> Manifest:
         raise ValueError(f"it is not valid JSON ({exc})") from exc
     if not is_whole:
         raise ValueError("its content does not match its checksum")
-    if content.get("format") != FORMAT:
-        raise ValueError(f"it has format {content.get('format')!r}; this version of Geartrain reads format {FORMAT}")
+    if content.get("format") not in _READABLE:
+        readable = " and ".join(map(str, _READABLE))
+        raise ValueError(f"it has format {content.get('format')!r}; this version of Geartrain reads {readable}")
     try:
         return Manifest.model_validate(content)
     except (ValidationError, InvalidArgument) as exc:

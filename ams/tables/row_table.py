@@ -94,6 +94,8 @@ class RowTable:
         if len(owned) and (owned[0] < 0 or owned[-1] >= ops.NUM_BUCKETS or np.any(np.diff(owned) <= 0)):
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
+        self.kept_as = ""
+        """Snapshot that holds every row but those written since; empty: none does. Set by who freezes and restores."""
         self._store = _store(spec, owned, threads)
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 

@@ -126,8 +126,10 @@ class GrpcCarrier:
                     timeout_seconds,
                     lambda data: codec.state_from_pb(framing.parse(data, shard_pb2.DescribeReply)),
                 )
-            case Freeze(snapshot_id=snapshot_id):
-                freeze = shard_pb2.FreezeRequest(context=codec.context_to_pb(context), snapshot_id=snapshot_id)
+            case Freeze(snapshot_id=snapshot_id, tables=tables, parent_id=parent_id):
+                freeze = shard_pb2.FreezeRequest(
+                    context=codec.context_to_pb(context), snapshot_id=snapshot_id, tables=tables, parent_id=parent_id
+                )
                 return self._call("Freeze", freeze.SerializeToString(), timeout_seconds, _done)
             case WriteFrozen(snapshot_id=snapshot_id, folder=folder):
                 write = shard_pb2.WriteFrozenRequest(
@@ -300,7 +302,8 @@ def _done(data: bytes) -> Reply:
 
 
 def _written(data: bytes) -> Reply:
-    return Written(files=tuple(framing.parse(data, shard_pb2.WriteFrozenReply).files))
+    reply = framing.parse(data, shard_pb2.WriteFrozenReply)
+    return Written(files=tuple(reply.files), deltas=tuple(reply.deltas))
 
 
 def _joined(parts: list[Future[Reply]]) -> Future[Reply]:

@@ -81,3 +81,25 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
     assert_one_line_error(geartrain("snapshot", "verify", str(tmp_path)), 2, "is no snapshot and holds none")
     empty = geartrain("snapshot", "list", str(tmp_path))
     assert (empty.returncode, "holds no snapshot" in empty.stdout) == (0, True)
+
+
+def test_an_increment_is_taken_compacted_and_restored_over_what_is_there(tmp_path: Path) -> None:
+    with role("up", "--shards=1", "--scheduler-listen=127.0.0.1:0", "--json") as ready:
+        at = ["--scheduler", ready["scheduler"]]
+        with connect(ready["scheduler"]) as cluster:
+            tables = [cluster.create_table(name, dim=4, optimizer=SparseMomentum(lr=0.1)) for name in ("t", "u")]
+            tables[0].push(IDS, np.ones((500, 4), np.float32))
+            cluster.snapshot(tmp_path, "a").result(60)
+            tables[0].push(IDS[:9], np.ones((9, 4), np.float32))
+            rows = tables[0].pull(IDS)
+            created = geartrain("snapshot", "create", str(tmp_path), "--name=b", "--table=t", "--parent=a", *at)
+            assert "9 rows" in created.stdout, created.stderr
+            assert "added to a" in created.stdout
+            compacted = json.loads(geartrain("snapshot", "compact", str(tmp_path), "--as=c", "--json").stdout)
+            assert (compacted["name"], compacted["parent"], compacted["rows"]) == ("c", None, {"t": 500})
+            assert_one_line_error(geartrain("snapshot", "compact", str(tmp_path), "c"), 2, "'c'", "whole already")
+            tables[0].push(IDS, np.ones((500, 4), np.float32))
+            for name, more in (("b", ()), ("c", ("--table=t",))):
+                restored = geartrain("snapshot", "restore", str(tmp_path / name), "--replace", *more, *at)
+                assert restored.returncode == 0, restored.stderr
+                np.testing.assert_array_equal(cluster.table("t").pull(IDS), rows)

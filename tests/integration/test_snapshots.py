@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,11 @@ import numpy as np
 import pytest
 
 from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.client import ShardCalls
+from geartrain.ams.cluster import Cluster, connect, local
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.messages import Thaw
+from geartrain.ams.server import frozen
 from geartrain.ams.snapshot import job_files
 from geartrain.ams.specs import SGD, Constant, SparseMomentum
 from geartrain.ams.storage.durable import disk
@@ -146,3 +152,100 @@ def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> 
     with local() as other:
         other.restore(path)
         assert (other.table("t").pull(np.arange(9)) == -1).all()
+
+
+def test_only_the_named_tables_are_written_and_restored(cluster: Cluster, tmp_path: Path) -> None:
+    make_tables(cluster)
+    train(cluster, range(2))
+    before = rows(cluster)
+    with pytest.raises(errors.TableNotFound, match=r"no table 'other'; tables of this cluster: 'dense', 'hashed'"):
+        cluster.snapshot(tmp_path, "x", tables=["dense", "other"])
+    with pytest.raises(errors.InvalidArgument, match=r"tables is 'dense'; it must be a list"):
+        cluster.snapshot(tmp_path, "x", tables="dense")
+    assert not list(tmp_path.iterdir())
+    one = cluster.snapshot(tmp_path, "one", tables=["hashed"]).result(60)
+    both = cluster.snapshot(tmp_path, "both").result(60)
+    assert not list(one.glob("rows-dense-*"))
+    with local(3) as other:
+        assert [spec["name"] for spec in other.restore(one).manifest.tables] == ["hashed"]
+        assert [table.name for table in other.status().tables] == ["hashed"]
+        with pytest.raises(errors.TableNotFound, match=r"no table 'dense'; tables of this snapshot: 'hashed'"):
+            other.restore(one, tables=["dense"])
+        other.restore(both, tables=["dense"])
+        assert_same(rows(other), before)
+
+
+def test_snapshots_of_different_tables_do_not_end_one_another(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tables(cluster)
+    train(cluster, range(2))
+    before, may_write, whole = rows(cluster), threading.Event(), frozen.write_block
+
+    def waiting(*args: Any, **keywords: Any) -> Any:
+        may_write.wait(60)
+        return whole(*args, **keywords)
+
+    monkeypatch.setattr(frozen, "write_block", waiting)
+    pending = [cluster.snapshot(tmp_path, name, tables=[name]) for name in ("dense", "hashed")]
+    ended = cluster.snapshot(tmp_path, "ended", tables=["hashed"])
+    last = cluster.snapshot(tmp_path, "last", tables=["hashed"])
+    train(cluster, range(2, 4))
+    may_write.set()
+    for superseded in (pending[1], ended):
+        with pytest.raises(errors.SnapshotFailed, match="another one of the same tables"):
+            superseded.result(60)
+    pending[0].result(60)
+    last.result(60)
+    with local(2) as other:
+        for name in ("dense", "last"):
+            other.restore(tmp_path / name)
+        assert_same(rows(other), before)
+
+
+def test_a_job_goes_back_over_the_rows_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
+    make_tables(cluster)
+    train(cluster, range(2))
+    before, path = rows(cluster), cluster.snapshot(tmp_path, "a").result(60)
+    train(cluster, range(2, 5))
+    cluster.table("hashed").push(np.array([10**9]), np.ones((1, 6), np.float32))
+    cluster.restore(path, replace=True)
+    assert_same(rows(cluster), before)
+    assert not cluster.table("hashed").present(np.array([10**9])).any(), "a row of the dropped table came back"
+
+
+def test_a_damaged_snapshot_costs_no_live_row(cluster: Cluster, tmp_path: Path) -> None:
+    make_tables(cluster)
+    train(cluster, range(2))
+    path = cluster.snapshot(tmp_path, "a").result(60)
+    train(cluster, range(2, 3))
+    live = rows(cluster)
+    block = sorted(path.glob("rows-hashed-*"))[-1]
+    whole = block.read_bytes()
+    block.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for tables in (None, ["dense"]):
+        with pytest.raises(errors.SnapshotDamaged, match=block.name):
+            cluster.restore(path, tables=tables, replace=True)
+    assert_same(rows(cluster), live)
+
+
+def test_giving_up_does_not_wait_for_a_shard_that_is_gone(served: Callable[..., Any], tmp_path: Path) -> None:
+    running = served(2)
+    config = ClientConfig(attempt_timeout_seconds=5.0, recovery_timeout_seconds=1.0)
+    with connect(running.address, config=config) as cluster:
+        cluster.create_table("t", dim=2, optimizer=SGD(1.0)).push(IDS, np.ones((len(IDS), 2), np.float32))
+        told: list[float] = []
+        whole = ShardCalls.deliver
+
+        def counted(calls: ShardCalls, requests: Any, *args: Any, **keywords: Any) -> Any:
+            if isinstance(requests[0][1], Thaw):
+                told.append(keywords["recovery_seconds"])
+            return whole(calls, requests, *args, **keywords)
+
+        running.servers[1].stop(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardCalls, "deliver", counted)
+            with pytest.raises(errors.ShardUnavailable, match="shard 1"):
+                cluster.snapshot(tmp_path, "a")
+        assert told == [0]
+        assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     "core": (),
     "sampling": ("core",),
-    "storage": ("core",),
+    "storage": ("core", "placement"),
     "placement": ("core",),
     "tables": ("storage", "core", "placement"),
     "pb": (),

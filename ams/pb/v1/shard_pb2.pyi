@@ -391,19 +391,29 @@ class FreezeRequest(_message.Message):
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """32 hexadecimal digits."""
+    parent_id: _builtins.str
+    """Where this shard still knows which rows were written since that snapshot, hold only those. Empty: hold all rows."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tables; none: all."""
+
     def __init__(
         self,
         *,
         context: _types_pb2.CallContext | None = ...,
         snapshot_id: _builtins.str = ...,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
+        parent_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "parent_id", b"parent_id", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,18 +451,24 @@ class WriteFrozenReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FILES_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The files written, each as the JSON object that the manifest lists."""
+
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tables of which only the rows written since the parent were held; all rows of the others."""
 
     def __init__(
         self,
         *,
         files: _abc.Iterable[_builtins.str] | None = ...,
+        deltas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "files", b"files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

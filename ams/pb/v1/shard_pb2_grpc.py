@@ -132,7 +132,7 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Freeze(self, request, context):
-        """Hold all tables as they are now, for a snapshot, while writes go on. Ends a freeze of another snapshot. Idempotent.
+        """Hold tables as they are now, for a snapshot, while writes go on. Ends a freeze of the same tables. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

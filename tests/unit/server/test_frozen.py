@@ -34,7 +34,7 @@ def test_what_was_ended_before_it_was_written_is_no_empty_snapshot(table: RowTab
     staging = new_staging(tmp_path, "a")
     ended = frozen_for(staging, table)
     ended.thaw(kept=False)
-    with pytest.raises(SnapshotFailed, match="given up, or another one was begun"):
+    with pytest.raises(SnapshotFailed, match="given up, or another one of the same tables was begun"):
         ended.write(staging.path, 0)
 
 
@@ -53,7 +53,7 @@ def test_a_writer_that_was_superseded_takes_no_rows_of_the_next(
         return whole(*args, **keywords)
 
     monkeypatch.setattr(frozen, "write_block", superseding)
-    with pytest.raises(SnapshotFailed, match="another one was begun"):
+    with pytest.raises(SnapshotFailed, match="another one of the same tables"):
         old.write(first.path, 0)
     old.thaw(kept=False)  # late, and of no effect on the next
     assert sum(entry.num_rows for entry in following[0].write(second.path, 0)) == 1000

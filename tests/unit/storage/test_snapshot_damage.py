@@ -162,9 +162,18 @@ def test_another_format_is_refused_by_name(tmp_path: Path, take: Take) -> None:
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m._seal({**content, "format": 2}))
-    with pytest.raises(SnapshotDamaged, match="format 2; this version of Geartrain reads format 1"):
+    path.write_bytes(m._seal({**content, "format": 3}))
+    with pytest.raises(SnapshotDamaged, match="format 3; this version of Geartrain reads 1 and 2"):
         open_snapshot(path.parent)
+
+
+def test_the_first_format_which_knew_no_parents_is_read(tmp_path: Path, take: Take) -> None:
+    from geartrain.ams.storage import snapshot_manifest as m
+
+    path = take(tmp_path, "a") / MANIFEST
+    content = open_snapshot(path.parent).manifest.model_dump(mode="json")
+    path.write_bytes(m._seal({**{k: v for k, v in content.items() if k not in ("deltas", "moment")}, "format": 1}))
+    assert open_snapshot(path.parent).verify() == []
 
 
 @pytest.mark.parametrize(
