@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
 from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
@@ -214,6 +215,7 @@ def local(num_shards: int = 1, *, config: ClientConfig | None = None) -> Cluster
     # Only a process that embeds shards loads the server's code.
     from geartrain.ams.embedded import EmbeddedCluster
 
+    failpoints.arm_from_environment()
     embedded = EmbeddedCluster(num_shards)
     return Cluster(
         embedded.scheduler,
@@ -231,6 +233,7 @@ def connect(address: str, *, config: ClientConfig | None = None) -> Cluster:
     Raises ConfigError (malformed address), SchedulerUnavailable (nobody answers there within
     ``connect_timeout_seconds``) or ClusterNotReady (shards are missing after ``recovery_timeout_seconds``).
     """
+    failpoints.arm_from_environment()
     config = config or ClientConfig()
     scheduler, open_carrier = _grpc_carriers(address, config)
     try:

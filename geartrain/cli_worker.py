@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from geartrain import configuration
+from geartrain.ams import failpoints
 from geartrain.ams.errors import ConfigError
-from geartrain.cli_options import Json
+from geartrain.cli_options import Json, Mode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +89,7 @@ def glyphs(
     ] = None,
     scheduler: Scheduler = None,
     device: Device = "auto",
+    mode: Mode = None,
     cache: Cache = Path(".cache"),
     as_json: Json = False,
 ) -> None:
@@ -96,7 +99,7 @@ def glyphs(
     """
     _refuse_with_resume(resume, batch_size=batch_size, seed=seed, lr=lr, sample_rate=sample_rate, classes=classes)
     console = _console(as_json)
-    options = _options(out, resume, overwrite, steps, scheduler, device)
+    options = _options(out, resume, overwrite, steps, scheduler, device, mode)
     recipe = _recipe(options.recipe, steps, batch_size, seed, lr, sample_rate)
     from geartrain.workers.jobs import train_glyphs
 
@@ -129,6 +132,7 @@ def classify(
     grey: Annotated[bool, typer.Option("--grey", help="Ignore colours.")] = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
+    mode: Mode = None,
     as_json: Json = False,
 ) -> None:
     """Train on your own images: one sub-folder a class, pictures of any size and colour."""
@@ -136,7 +140,7 @@ def classify(
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
-    options = _options(out, resume, overwrite, steps, scheduler, device)
+    options = _options(out, resume, overwrite, steps, scheduler, device, mode)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
@@ -159,8 +163,16 @@ def _refuse_with_resume(resume: Path | None, **given: object) -> None:
 
 
 def _options(
-    out: Path, resume: Path | None, overwrite: bool, steps: int | None, scheduler: str | None, device: str
+    out: Path,
+    resume: Path | None,
+    overwrite: bool,
+    steps: int | None,
+    scheduler: str | None,
+    device: str,
+    mode: str | None,
 ) -> JobOptions:
+    given = configuration.flags(configuration.WHOLE, mode=mode)
+    failpoints.arm_from_environment(configuration.load(None, given).mode)
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     from geartrain.workers.data.bitmaps import Preprocessing

@@ -17,6 +17,7 @@ import PIL
 import torch
 from rich.console import Console
 
+from geartrain.ams import failpoints
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
 from geartrain.ams.specs import SGD
@@ -276,7 +277,9 @@ class _Run:
             self._options.preprocessing,
         )
         state = TrainingState(self._recipe, trainer.progress, trainer.momentum(), self._data.source)
+        failpoints.reach("job.save.before")
         save_model(self._model_folder, model, state)
+        failpoints.reach("job.save.after")
         self._checkpoint, self._checkpoint_time = trainer.progress, time.perf_counter()
 
     def _conclude(self, events: Events, seconds: dict[str, float]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
@@ -164,7 +165,9 @@ def restore_tables(
         mine = owned[bucket_of(ids, dense=table.spec.num_rows is not None)]
         if not mine.all():
             ids, rows, slots = ids[mine], rows[mine], None if slots is None else slots[mine]
+        failpoints.reach("restore.block.before")
         with turn:
             table.restore(ids, rows, slots)
+        failpoints.reach("restore.block.after")
         restored += len(ids)
     return restored

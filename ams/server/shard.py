@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import (
     GeartrainError,
     InternalError,
@@ -255,6 +256,7 @@ class Shard:
             case Freeze():
                 return self._freeze(request.snapshot_id)
             case Thaw():
+                failpoints.reach("thaw.before")
                 if self._frozen is not None and self._frozen.snapshot_id == request.snapshot_id:
                     self._thaw(kept=request.kept)
                 return Done()
@@ -268,6 +270,7 @@ class Shard:
             if isinstance(request, Push):
                 _check_settings(request)
             table = self._table(request.table)
+            failpoints.reach("shard.apply.before")
             if isinstance(request, Push) and request.group is not None:
                 self._write_jointly(call.context, request, table)
                 return
@@ -275,6 +278,7 @@ class Shard:
                 created = table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
             else:
                 created = table.rows.assign(request.ids, request.rows)
+            failpoints.reach("shard.apply.after")
             table.writes += 1
         except BaseException as error:
             self._marks.failed(call.context, _as_ours(error, self.shard))
@@ -291,6 +295,7 @@ class Shard:
         try:
             joint = joint_push([part for _, part in parts])
             created = table.rows.push(joint.ids, joint.gradients, lr=joint.lr, scale=1.0)
+            failpoints.reach("shard.apply.after")
         except BaseException as error:
             self._groups.abandon(push)
             for part_context, _ in parts:
@@ -323,7 +328,9 @@ class Shard:
             if self._frozen.snapshot_id == snapshot_id:
                 return Done(duplicate=True)
             self._thaw(kept=False)  # whoever asked for that one is gone, or has given it up
+        failpoints.reach("freeze.before")
         self._frozen = FrozenTables(snapshot_id, {name: table.rows for name, table in self._tables.items()})
+        failpoints.reach("freeze.after")
         return Done()
 
     def _thaw(self, *, kept: bool) -> None:

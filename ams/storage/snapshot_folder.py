@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotError, SnapshotFailed, SnapshotNotFound
 from geartrain.ams.storage.durable import (
     create_folders,
@@ -86,8 +87,10 @@ class Staging:
         try:
             data = encode_manifest(self._manifest(step, created, num_shards, tables, files, job))
             self._require_files(files)
+            failpoints.reach("manifest.write.before")
             write_file(Path(self.path) / MANIFEST, data)
             sync_folder(Path(self.path))
+            failpoints.reach("manifest.write.after")
             _require_free(final)
             self._publish(final)
         except OSError as exc:
@@ -139,7 +142,9 @@ class Staging:
 
     def _publish(self, final: Path) -> None:
         try:
+            failpoints.reach("snapshot.rename.before")
             disk.rename(Path(self.path), final)
+            failpoints.reach("snapshot.rename.after")
             sync_folder(self.root)
         except OSError:
             if not Path(self.path).exists():
@@ -338,6 +343,7 @@ def prune(
             hidden = _hide(listed.path)
             sync_folder(root)
             removed.append(listed.name)
+            failpoints.reach("prune.before")
             disk.remove_folder(hidden)
         _remove_leftovers(root, (time.time() if now is None else now) - stale_seconds)
     except OSError as exc:
