@@ -380,6 +380,7 @@ class Shard:
             incarnation=self.incarnation,
             cluster_version=self.cluster_version,
             uptime_seconds=self._clock() - self._started,
+            unix_seconds=time.time(),
             tables=tables,
         )
 
