@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
 from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
@@ -37,6 +38,8 @@ class ShardStatus:
     memory_bytes: int
     uptime_seconds: float
     heartbeat_age_seconds: float
+    clock_ahead_seconds: float | None = None
+    """How far its clock is ahead of this process's, to half a round trip; None: it did not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +230,7 @@ def local(num_shards: int = 1, *, config: ClientConfig | None = None) -> Cluster
     # Only a process that embeds shards loads the server's code.
     from geartrain.ams.embedded import EmbeddedCluster
 
+    failpoints.arm_from_environment()
     embedded = EmbeddedCluster(num_shards)
     return Cluster(
         embedded.scheduler,
@@ -244,6 +248,7 @@ def connect(address: str, *, config: ClientConfig | None = None) -> Cluster:
     Raises ConfigError (malformed address), SchedulerUnavailable (nobody answers there within
     ``connect_timeout_seconds``) or ClusterNotReady (shards are missing after ``recovery_timeout_seconds``).
     """
+    failpoints.arm_from_environment()
     config = config or ClientConfig()
     scheduler, open_carrier = _grpc_carriers(address, config)
     try:
@@ -275,16 +280,29 @@ def describe_cluster(
     """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
     view = scheduler.describe(timeout_seconds)
     carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state == "up"}
+    started = time.time()
+    answered: dict[int, float] = {}
+
+    def note(shard: int) -> Callable[[object], object]:
+        return lambda _: answered.setdefault(shard, time.time())
+
     try:
         asked = {
             shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)
             for shard, carrier in carriers.items()
         }
+        for shard, future in asked.items():
+            future.add_done_callback(note(shard))
         states = {shard: state for shard, future in asked.items() if (state := _state_or_none(future)) is not None}
     finally:
         for carrier in carriers.values():
             carrier.close()
-    return _joint_status(view, states)
+    ahead = {
+        shard: state.unix_seconds - (started + answered.get(shard, started)) / 2
+        for shard, state in states.items()
+        if state.unix_seconds
+    }
+    return _joint_status(view, states, ahead)
 
 
 def _state_or_none(future: Future[Reply]) -> ShardState | None:
@@ -295,7 +313,7 @@ def _state_or_none(future: Future[Reply]) -> ShardState | None:
     return reply if isinstance(reply, ShardState) else None
 
 
-def _joint_status(view: ClusterView, states: dict[int, ShardState]) -> ClusterStatus:
+def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[int, float]) -> ClusterStatus:
     shards = []
     for entry in view.shards:
         state = states.get(entry.shard)
@@ -310,6 +328,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState]) -> ClusterSt
                 memory_bytes=sum(table.memory_bytes for table in tables),
                 uptime_seconds=0.0 if state is None else state.uptime_seconds,
                 heartbeat_age_seconds=entry.heartbeat_age_seconds,
+                clock_ahead_seconds=ahead.get(entry.shard),
             )
         )
     held = [table for state in states.values() for table in state.tables]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 from collections.abc import Iterable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -207,6 +207,8 @@ class ClusterConfig(Section):
     """Every server; each is told its own shard and listen address by whoever starts it."""
     client: ClientConfig = ClientConfig()
     """Every client."""
+    mode: Literal["development", "production"] = "development"
+    """In production, failpoints (GEARTRAIN_FAILPOINTS) are refused."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -180,6 +180,8 @@ class ShardState:
     incarnation: int
     cluster_version: int
     uptime_seconds: float
+    unix_seconds: float = 0.0
+    """The shard's clock; 0: an older shard, which does not tell."""
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 

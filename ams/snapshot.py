@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
     InvalidArgument,
@@ -130,6 +131,7 @@ def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: Jo
     except BaseException:
         _give_up(calls, staging)
         raise
+    failpoints.reach("snapshot.commit.after")
     _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
 
@@ -210,6 +212,7 @@ def restore_snapshot(
                     f"table {spec.name!r} of the snapshot exists already; drop it, or restore into an empty cluster"
                 ) from exc
             created.append(spec.name)
+            failpoints.reach("restore.create.after")
         request = Restore(folder=str(snapshot.path), tables=tuple(created))
         replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))

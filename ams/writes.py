@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from geartrain.ams import failpoints
 from geartrain.ams.messages import CallContext, Done, Reply, Request
 
 
@@ -77,6 +78,7 @@ class Write:
         Raises the first GeartrainError of a shard; the shards that answered keep the write, the others may be tried
         again with the same write.
         """
+        failpoints.reach("client.send.before")
         outcomes = self._deliver(self._pending, self._stream.context(self._sequence)) if self._pending else []
         failed, first_error = [], None
         for call, outcome in zip(self._pending, outcomes, strict=True):
@@ -89,6 +91,7 @@ class Write:
         self._pending = failed
         if first_error is not None:
             raise first_error
+        failpoints.reach("client.reply.after")
         self._stream.end(self._sequence)
         return Done(created=self._created, duplicate=self._duplicate)
 

@@ -31,6 +31,8 @@ COMMANDS = {
     "server": ("geartrain.cli_roles", "server"),
     "health": ("geartrain.cli_status", "health"),
     "config": ("geartrain.cli_config", "app"),
+    "doctor": ("geartrain.cli_doctor", "doctor"),
+    "failpoints": ("geartrain.cli_failpoints", "failpoints"),
     "bench": ("geartrain.cli_bench", "bench"),
 }
 

@@ -16,4 +16,8 @@ Insecure = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")]
+Mode = Annotated[
+    str | None,
+    typer.Option("--mode", help="development, or production, which refuses failpoints.", show_default="development"),
+]
 SchedulerAddress = Annotated[str | None, typer.Option("--scheduler", help="host:port of the scheduler.")]

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from geartrain import configuration, role
-from geartrain.cli_options import ConfigFile, Insecure, LogLevel, SchedulerAddress
+from geartrain.ams import failpoints
+from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress
 from geartrain.logs import log_to_stderr
 
 Listen = Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")]
@@ -19,6 +20,7 @@ def scheduler(
     listen: Listen = None,
     num_shards: Annotated[int | None, typer.Option("--num-shards", help="Shards of the cluster.")] = None,
     insecure: Insecure = None,
+    mode: Mode = None,
     log_level: LogLevel = "info",
     end_with_parent: EndWithParent = False,
 ) -> None:
@@ -30,7 +32,10 @@ def scheduler(
     if end_with_parent:
         role.end_with_parent()
     given = configuration.flags("scheduler", listen=listen, num_shards=num_shards, insecure=insecure)
-    config = configuration.load(file, given).scheduler
+    given += configuration.flags(configuration.WHOLE, mode=mode)
+    whole = configuration.load(file, given)
+    failpoints.arm_from_environment(whole.mode)
+    config = whole.scheduler
     from geartrain.ams.scheduler.service import (
         SchedulerServer,  # after the settings are known to be right: it is slower
     )
@@ -49,6 +54,7 @@ def server(
     shard: Annotated[int | None, typer.Option(help="Shard to hold; by default the first that is free.")] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to hold in this process.")] = None,
     insecure: Insecure = None,
+    mode: Mode = None,
     log_level: LogLevel = "info",
     end_with_parent: EndWithParent = False,
 ) -> None:
@@ -68,7 +74,10 @@ def server(
         shards=shards,
         insecure=insecure,
     )
-    config = configuration.load(file, given).server
+    given += configuration.flags(configuration.WHOLE, mode=mode)
+    whole = configuration.load(file, given)
+    failpoints.arm_from_environment(whole.mode)
+    config = whole.server
     from geartrain.ams.server.service import ShardServer  # after the settings are known to be right: it is slower
 
     role.warn_if_open(config.listen)

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from geartrain import configuration
+from geartrain.ams import failpoints
 from geartrain.ams.words import counted
-from geartrain.cli_options import ConfigFile, Insecure, Json
+from geartrain.cli_options import ConfigFile, Insecure, Json, Mode
 from geartrain.launcher import Launcher
 
 
@@ -27,6 +28,7 @@ def up(
         bool, typer.Option("--restart/--no-restart", help="Start a role that dies again, or end the cluster.")
     ] = True,
     insecure: Insecure = None,
+    mode: Mode = None,
     as_json: Json = False,
 ) -> None:
     """Start a scheduler and its servers as processes of this machine, and end them on Ctrl-C or SIGTERM.
@@ -37,7 +39,9 @@ def up(
     given += configuration.flags("server", insecure=insecure)
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
+    given += configuration.flags(configuration.WHOLE, mode=mode)
     config = configuration.load(file, given)
+    failpoints.require_allowed(config.mode)  # here once, rather than by every child
     with Launcher(config, on_line=_print_log_line) as launcher:
         facts = launcher.start()
         if facts is None:

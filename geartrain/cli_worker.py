@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from geartrain import configuration
+from geartrain.ams import failpoints
 from geartrain.ams.errors import ConfigError
-from geartrain.cli_options import Json
+from geartrain.cli_options import Json, Mode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,6 +115,7 @@ def glyphs(
     allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
+    mode: Mode = None,
     cache: Cache = Path(".cache"),
     as_json: Json = False,
 ) -> None:
@@ -131,7 +134,7 @@ def glyphs(
     _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, scheduler, device)
+    options = _options(out, resume, overwrite, steps, kept, scheduler, device, mode)
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.jobs import train_glyphs
 
@@ -170,6 +173,7 @@ def classify(
     allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
+    mode: Mode = None,
     as_json: Json = False,
 ) -> None:
     """Train on your own images: one sub-folder a class, pictures of any size and colour."""
@@ -186,7 +190,7 @@ def classify(
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, scheduler, device)
+    options = _options(out, resume, overwrite, steps, kept, scheduler, device, mode)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
@@ -226,7 +230,10 @@ def _options(
     kept: _Kept,
     scheduler: str | None,
     device: str,
+    mode: str | None,
 ) -> JobOptions:
+    given = configuration.flags(configuration.WHOLE, mode=mode)
+    failpoints.arm_from_environment(configuration.load(None, given).mode)
     if kept.allow_fallback and resume is None:
         raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
     if resume is not None and overwrite:

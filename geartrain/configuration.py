@@ -1,7 +1,8 @@
 """Where settings come from: one YAML file, then the environment, then flags, each overriding the one before.
 
-``GEARTRAIN_SERVER__LISTEN=127.0.0.1:7001`` sets ``server.listen``; an empty variable is as good as none. This is the
-only place that reads files or the environment; what comes out is a :class:`ClusterConfig`.
+``GEARTRAIN_SERVER__LISTEN=127.0.0.1:7001`` sets ``server.listen``, ``GEARTRAIN_MODE=production`` the key ``mode`` of no
+section; an empty variable is as good as none. This is the only place that reads settings from files or the environment;
+what comes out is a :class:`ClusterConfig`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -29,6 +31,7 @@ from geartrain.ams.errors import ConfigError
 
 PREFIX = "GEARTRAIN_"
 DELIMITER = "__"
+S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Setting:
     """One value and where it was found, so that a complaint can point there."""
 
     section: str
+    """Empty for a key of the whole cluster."""
     key: str
     value: object
     origin: str
@@ -51,6 +55,9 @@ def flags(section: str, /, **values: object) -> list[Setting]:
 
 
 SECTIONS: dict[str, type[Section]] = {"scheduler": SchedulerConfig, "server": ServerConfig, "client": ClientConfig}
+WHOLE = ""
+"""The section of the keys that are in none."""
+WHOLE_KEYS = tuple(key for key in ClusterConfig.model_fields if key not in SECTIONS)
 
 
 def load(
@@ -72,12 +79,13 @@ def load(
             _require_known(setting)
             found[setting.section, setting.key] = setting
     built: dict[str, Any] = {name: _build(name, section, found) for name, section in SECTIONS.items()}
-    return ClusterConfig(**built)
+    return _build(WHOLE, ClusterConfig, found, built)
 
 
 def to_yaml(config: ClusterConfig) -> str:
     """Return the whole configuration as a commented YAML file that :func:`load` reads back to an equal one."""
-    lines = []
+    lines = [f"{key}: {json.dumps(getattr(config, key))}  # {_description(key)}" for key in WHOLE_KEYS]
+    lines.append("")
     for name, section in SECTIONS.items():
         lines.append(f"{name}:  # {(section.__doc__ or '').strip()}")
         values = getattr(config, name)
@@ -85,6 +93,10 @@ def to_yaml(config: ClusterConfig) -> str:
             lines.append(f"  {key}: {json.dumps(getattr(values, key))}  # {field.description}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _description(key: str) -> str | None:
+    return ClusterConfig.model_fields[key].description
 
 
 def to_environment(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -96,17 +108,18 @@ def to_environment(config: ClusterConfig, environ: Mapping[str, str] = os.enviro
         for key, value in getattr(config, name).model_dump().items()
         if value is not None
     }
-    return inherited | values
+    return inherited | values | {f"{PREFIX}{key}".upper(): str(getattr(config, key)) for key in WHOLE_KEYS}
 
 
 def _is_setting(name: str) -> bool:
-    return name.upper().startswith(PREFIX) and DELIMITER in name
+    name = name.upper()
+    return name.startswith(PREFIX) and (DELIMITER in name or name[len(PREFIX) :].lower() in WHOLE_KEYS)
 
 
 def _environment_settings(environ: Mapping[str, str]) -> Iterator[Setting]:
     for name, value in environ.items():
         if _is_setting(name) and value:
-            section, _, key = name[len(PREFIX) :].lower().partition(DELIMITER)
+            section, _, key = name[len(PREFIX) :].lower().rpartition(DELIMITER)
             yield Setting(section, key, value, f"environment variable {name}")
 
 
@@ -119,6 +132,9 @@ def _file_settings(path: Path) -> Iterator[Setting]:
     try:
         root = loader.get_single_node()
         for section, line, section_node in _pairs(loader, root, path, "the file"):
+            if section in WHOLE_KEYS:
+                yield Setting(WHOLE, section, loader.construct_object(section_node, deep=True), f"{path}:{line}")
+                continue
             _require_section(section, f"{path}:{line}")
             for key, line, value_node in _pairs(loader, section_node, path, f"section {section!r}"):
                 yield Setting(section, key, loader.construct_object(value_node, deep=True), f"{path}:{line}")
@@ -147,8 +163,10 @@ def _pairs(
 
 
 def _require_section(name: str, origin: str) -> type[Section]:
+    if name == WHOLE:
+        return ClusterConfig
     if name not in SECTIONS:
-        raise ConfigError(f"{origin}: unknown section {name!r}; {suggestion(name, SECTIONS)}")
+        raise ConfigError(f"{origin}: unknown section {name!r}; {suggestion(name, [*SECTIONS, *WHOLE_KEYS])}")
     return SECTIONS[name]
 
 
@@ -161,16 +179,21 @@ def _require_known(setting: Setting) -> None:
         )
 
 
-def _build(name: str, section: type[Section], found: Mapping[tuple[str, str], Setting]) -> Section:
+def _build(
+    name: str,
+    section: type[S],
+    found: Mapping[tuple[str, str], Setting],
+    built: Mapping[str, Section] = MappingProxyType({}),
+) -> S:
     values: dict[str, Any] = {key: setting.value for (owner, key), setting in found.items() if owner == name}
     try:
-        return section(**values)
+        return section(**built, **values)
     except ConfigError as exc:
         if not isinstance(exc.__cause__, ValidationError):
             raise
         complaints = []
         for error in exc.__cause__.errors():
             setting = found.get((name, str(error["loc"][0]))) if error["loc"] else None
-            place = f"{setting.origin}: {name}.{setting.key}" if setting else name
+            place = f"{setting.origin}: {name and name + '.'}{setting.key}" if setting else name
             complaints.append(f"{place}: {error_text(error)}")
         raise ConfigError("; ".join(complaints)) from exc

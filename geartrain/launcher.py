@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from geartrain import configuration
+from geartrain.ams import failpoints
 from geartrain.ams.config import ClusterConfig, split_address
 from geartrain.ams.errors import ConfigError, GeartrainError
 from geartrain.child import Child
@@ -143,6 +144,7 @@ class Launcher:
             raise _failure(dead, f"ended by itself ({dead.exit_text}){times}")
         self._restarts[dead.name] = [*recent, now]
         self._on_line(f"{dead.name} | ended by itself ({dead.exit_text}); starting it again")
+        self._environ.pop(failpoints.VARIABLE, None)  # armed for the first life only, or it would never stand up again
         self._children[self._children.index(dead)] = self._child(dead.name, self._arguments_again(dead))
 
     def _arguments_again(self, dead: Child) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from geartrain.ams import failpoints
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
 from geartrain.ams.specs import SGD, RowOptimizerSpec, SparseMomentum
@@ -285,8 +286,10 @@ class TrainingRun:
         state = self._state()
         if not self._ranks.is_first:
             return
+        failpoints.reach("job.save.before")
         if not last:
             self._snapshots.begin(state)
+            failpoints.reach("job.save.after")
             return
         self._snapshots.settle()
         if self._snapshots.last is None or self._snapshots.last.progress != state.progress:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import (
     ClusterNotReady,
     ConfigError,
@@ -104,6 +105,7 @@ class Scheduler:
 
         Raises ConfigError if the shard asked for, or every shard, is held by a living process.
         """
+        failpoints.reach("scheduler.register.before")
         with self._lock:
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
@@ -112,7 +114,9 @@ class Scheduler:
             previous = self._members.get(chosen)
             self._cluster_version = max(self._cluster_version, cluster_version)
             if previous is not None and previous.incarnation != incarnation:
+                failpoints.reach("scheduler.version.before")
                 self._cluster_version += 1
+                failpoints.reach("scheduler.version.after")
             self._members[chosen] = _Member(address, incarnation, self._clock(), newcomer=cluster_version == 0)
             for spec in tables:
                 schema = self._schemas.setdefault(spec.name, _Schema(spec))
@@ -158,7 +162,9 @@ class Scheduler:
                 self._check_reuse(existing, spec, reuse, view)
                 return True
             try:
+                failpoints.reach("table.create.before")
                 self._on_all_shards(view, CreateTable(spec=spec))
+                failpoints.reach("table.create.after")
             except (GeartrainError, AttemptFailed):
                 self._on_all_shards(view, DropTable(table=spec.name), best_effort=True)
                 raise

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
@@ -172,8 +173,10 @@ def restore_tables(
                 mine = owned[buckets] & layer.buckets[buckets]
                 if not mine.all():
                     ids, rows, slots = ids[mine], rows[mine], None if slots is None else slots[mine]
+                failpoints.reach("restore.block.before")
                 with turn:
                     table.restore(ids, rows, slots)
+                failpoints.reach("restore.block.after")
         with turn:
             # A table that was kept before may hold other rows, which count as written only since then.
             table.kept_as = table.kept_as or snapshot.manifest.moment_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, StaleClient
 from geartrain.ams.messages import CallContext, Done, Reply
 
@@ -64,8 +65,10 @@ class WriteMarks:
 
     def applied(self, context: CallContext, done: Done) -> None:
         """Mark the write and answer everyone who waits for it."""
+        failpoints.reach("shard.mark.before")
         stream = self._streams[context.stream]
         stream.done[context.sequence] = done
+        failpoints.reach("shard.mark.after")
         for future in stream.waiting.pop(context.sequence, ()):
             future.set_result(done)
 

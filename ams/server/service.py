@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from geartrain.ams import failpoints
 from geartrain.ams.config import ServerConfig, split_address
 from geartrain.ams.core import ops
 from geartrain.ams.errors import (
@@ -205,6 +206,7 @@ class ShardService:
     def _whole(self, header: shard_pb2.PushRequest | shard_pb2.AssignRequest, payload: Payload) -> Payload | None:
         if not header.HasField("part"):
             return payload
+        failpoints.reach("shard.parts.before")
         context = codec.context_from_pb(header.context)
         return self._parts.add(context, header.part.index, header.part.count, payload)
 
@@ -218,6 +220,7 @@ class ShardService:
 
 
 def _encoded(done: Done) -> bytes:
+    failpoints.reach("shard.reply.before")
     return shard_pb2.WriteReply(created=done.created, duplicate=done.duplicate).SerializeToString()
 
 
@@ -263,7 +266,9 @@ class _HeldShard:
     def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
         """Send a heartbeat; return False if another process holds the shard now."""
         assert self.shard is not None
+        failpoints.reach("lease.heartbeat.before")
         reply = scheduler.heartbeat(self.shard.shard, self.incarnation, _CALL_TIMEOUT_SECONDS)
+        failpoints.reach("lease.heartbeat.after")
         if reply.replaced:
             return False
         if reply.unknown:

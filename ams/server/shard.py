@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import (
     GeartrainError,
     InternalError,
@@ -256,6 +257,7 @@ class Shard:
             case Freeze():
                 return self._freeze(request)
             case Thaw():
+                failpoints.reach("thaw.before")
                 self._thaw(request.snapshot_id, kept=request.kept)
                 return Done()
             case _:
@@ -268,6 +270,7 @@ class Shard:
             if isinstance(request, Push):
                 _check_settings(request)
             table = self._table(request.table)
+            failpoints.reach("shard.apply.before")
             if isinstance(request, Push) and request.group is not None:
                 self._write_jointly(call.context, request, table)
                 return
@@ -275,6 +278,7 @@ class Shard:
                 created = table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
             else:
                 created = table.rows.assign(request.ids, request.rows)
+            failpoints.reach("shard.apply.after")
             table.writes += 1
         except BaseException as error:
             self._marks.failed(call.context, _as_ours(error, self.shard))
@@ -291,6 +295,7 @@ class Shard:
         try:
             joint = joint_push([part for _, part in parts])
             created = table.rows.push(joint.ids, joint.gradients, lr=joint.lr, scale=1.0)
+            failpoints.reach("shard.apply.after")
         except BaseException as error:
             self._groups.abandon(push)
             for part_context, _ in parts:
@@ -325,7 +330,9 @@ class Shard:
         for other in list(self._frozen.values()):
             if not other.tables.isdisjoint(tables.values()):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
+        failpoints.reach("freeze.before")
         self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables, request.parent_id)
+        failpoints.reach("freeze.after")
         return Done()
 
     def _thaw(self, snapshot_id: str, *, kept: bool) -> None:
@@ -371,6 +378,7 @@ class Shard:
             incarnation=self.incarnation,
             cluster_version=self.cluster_version,
             uptime_seconds=self._clock() - self._started,
+            unix_seconds=time.time(),
             tables=tables,
         )
 

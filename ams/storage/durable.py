@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import SnapshotFailed
 
 PART_PREFIX = ".part-"
@@ -68,7 +69,9 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         with part.open("wb") as file:
             disk.write(file, data)
+            failpoints.reach("file.sync.before")
             disk.sync(file.fileno(), path)
+        failpoints.reach("file.rename.before")
         disk.rename(part, path)
     except Exception:
         with suppress(OSError):  # readers pass over what is left
@@ -78,6 +81,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Return once the names in the folder are on the medium."""
+    failpoints.reach("folder.sync.before")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         disk.sync(descriptor, path)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.storage.durable import failed, write_file
 from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, block_path, in_words, job_path
@@ -163,7 +164,9 @@ def _write(
     except ValidationError as exc:
         raise InvalidArgument(in_words(exc)) from exc
     try:
+        failpoints.reach("block.write.before")
         write_file(staging / path, data)
+        failpoints.reach("block.write.after")
     except OSError as exc:
         raise failed(f"{staging / path} ({counted(len(data), 'byte')}) was not written", exc) from exc
     return entry

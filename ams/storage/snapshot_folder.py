@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotError, SnapshotFailed, SnapshotNotFound
 from geartrain.ams.storage.durable import (
     create_folders,
@@ -102,8 +103,10 @@ class Staging:
             )
             data = encode_manifest(manifest)
             self._require_files(files)
+            failpoints.reach("manifest.write.before")
             write_file(Path(self.path) / MANIFEST, data)
             sync_folder(Path(self.path))
+            failpoints.reach("manifest.write.after")
             _require_free(final)
             self._publish(final)
         except OSError as exc:
@@ -139,7 +142,9 @@ class Staging:
 
     def _publish(self, final: Path) -> None:
         try:
+            failpoints.reach("snapshot.rename.before")
             disk.rename(Path(self.path), final)
+            failpoints.reach("snapshot.rename.after")
             sync_folder(self.root)
         except OSError:
             if not Path(self.path).exists():
@@ -362,6 +367,7 @@ def prune(
             hidden = _hide(snapshot.path)
             sync_folder(root)
             removed.append(snapshot.name)
+            failpoints.reach("prune.before")
             disk.remove_folder(hidden)
         _remove_leftovers(root, (time.time() if now is None else now) - stale_seconds)
     except OSError as exc:

@@ -174,6 +174,7 @@ def state_to_pb(state: ShardState) -> shard_pb2.DescribeReply:
         incarnation=state.incarnation,
         cluster_version=state.cluster_version,
         uptime_seconds=state.uptime_seconds,
+        unix_seconds=state.unix_seconds,
         tables=[
             shard_pb2.TableState(
                 spec=spec_to_pb(table.spec), rows=table.rows, memory_bytes=table.memory_bytes, pushes=table.pushes
@@ -190,6 +191,7 @@ def state_from_pb(pb: shard_pb2.DescribeReply) -> ShardState:
         incarnation=pb.incarnation,
         cluster_version=pb.cluster_version,
         uptime_seconds=pb.uptime_seconds,
+        unix_seconds=pb.unix_seconds,
         tables=tuple(
             TableState(
                 spec=spec_from_pb(table.spec), rows=table.rows, memory_bytes=table.memory_bytes, pushes=table.pushes

@@ -133,6 +133,14 @@ def test_the_environment_overrides_the_file_and_flags_override_both(tmp_path: Pa
     assert config.scheduler == SchedulerConfig(num_shards=4, lease_seconds=30.0, listen="127.0.0.1:7100")
 
 
+def test_the_mode_is_overridden_like_any_setting(tmp_path: Path) -> None:
+    path = written(tmp_path, "mode: production\n")
+    assert configuration.load(path, (), {}).mode == "production"
+    assert configuration.load(path, (), {"GEARTRAIN_MODE": "development"}).mode == "development"
+    given = configuration.flags(configuration.WHOLE, mode="production")
+    assert configuration.load(path, given, {"GEARTRAIN_MODE": "development"}).mode == "production"
+
+
 def test_an_empty_file_and_an_empty_variable_mean_the_defaults(tmp_path: Path) -> None:
     path = written(tmp_path, "# nothing yet\nserver:\n")
     assert configuration.load(path, (), {"GEARTRAIN_SERVER__ADVERTISE": ""}) == ClusterConfig()
@@ -146,6 +154,7 @@ CONFIG = ClusterConfig(
     scheduler=SchedulerConfig(listen="0.0.0.0:7000", insecure=True, num_shards=4),
     server=ServerConfig(shard=1, scheduler="scheduler:7000", heartbeat_seconds=0.25),
     client=ClientConfig(recovery_timeout_seconds=0),
+    mode="production",
 )
 
 
@@ -171,6 +180,8 @@ def test_a_configuration_survives_the_environment_of_a_child() -> None:
         ("server:\n  shards: 1\n  listen: nowhere\n", r":3: server.listen: address 'nowhere'"),
         ("server:\n  listen: 0.0.0.0:7000\n", r"--insecure"),
         ("server:\n  shards: 1\n  shards: 2\n", r":3: 'shards' is given twice"),
+        ("mode: prod\n", r":1: mode: 'prod' is wrong: input should be 'development' or 'production'"),
+        ("moed: production\n", r":1: unknown section 'moed'; did you mean 'mode'"),
         ("server: 3\n", r":1: section 'server' must be a mapping"),
         ("- server\n", r":1: the file must be a mapping"),
         ("server: [\n", r":2: not valid YAML"),
@@ -188,6 +199,7 @@ def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, c
     [
         ({"GEARTRAIN_SERVER__LISEN": "127.0.0.1:1"}, "GEARTRAIN_SERVER__LISEN: .*did you mean 'listen'"),
         ({"GEARTRAIN_SERVR__LISTEN": "127.0.0.1:1"}, "GEARTRAIN_SERVR__LISTEN: .*did you mean 'server'"),
+        ({"GEARTRAIN_MODE": "prod"}, "environment variable GEARTRAIN_MODE: mode: 'prod' is wrong"),
         ({"GEARTRAIN_SERVER__SHARDS": "-1"}, "GEARTRAIN_SERVER__SHARDS: server.shards: '-1' is wrong"),
     ],
 )

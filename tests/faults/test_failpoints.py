@@ -1,0 +1,68 @@
+"""Every failpoint, once with SIGKILL of a real process and once with another action; see ``scenarios.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from geartrain.ams.failpoints import FAILPOINTS
+from geartrain.ams.messages import CallContext, Done
+from geartrain.ams.server.marks import WriteMarks
+from geartrain.ams.storage import snapshot_folder
+from tests.faults.scenarios import PLACES, actions_of, run_scenario
+
+KILL, OTHER = 0, 1
+"""Seeds: the first action is always ``kill``."""
+GO_ON = [name for name in PLACES if actions_of(name)[OTHER % len(actions_of(name))] not in ("kill", "exit")]
+
+
+def test_every_failpoint_has_a_scenario() -> None:
+    assert set(PLACES) == set(FAILPOINTS)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_nothing_is_lost_or_doubled_when_a_process_dies_at(name: str, tmp_path: Path) -> None:
+    outcome = run_scenario(name, KILL, tmp_path)
+    assert "=kill@" in outcome.armed
+    assert outcome.held, outcome
+
+
+@pytest.mark.parametrize("name", GO_ON)
+def test_nothing_is_lost_or_doubled_when_something_fails_or_stalls_at(name: str, tmp_path: Path) -> None:
+    outcome = run_scenario(name, OTHER, tmp_path)
+    assert outcome.held, outcome
+
+
+def test_the_scenarios_find_a_shard_that_forgets_what_it_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = WriteMarks.applied
+
+    def forgetting(self: WriteMarks, context: CallContext, done: Done) -> None:
+        whole(self, context, done)
+        self._streams[context.stream].done.clear()
+
+    monkeypatch.setattr(WriteMarks, "applied", forgetting)
+    outcome = run_scenario("client.reply.after", OTHER, tmp_path / "answered")
+    assert outcome.held, outcome  # what was answered is not sent again
+    outcome = run_scenario("shard.reply.before", OTHER, tmp_path / "unanswered")
+    assert outcome.fired
+    assert outcome.wrong_rows > 0
+
+
+def test_the_scenarios_find_a_snapshot_that_appears_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = snapshot_folder.Staging._publish
+
+    def early(self: snapshot_folder.Staging, final: Path) -> None:
+        (Path(self.path) / snapshot_folder.MANIFEST).rename(Path(self.path) / ".later")
+        publish(self, final)
+        (final / ".later").rename(final / snapshot_folder.MANIFEST)
+
+    monkeypatch.setattr(snapshot_folder.Staging, "_publish", early)
+    monkeypatch.setattr(snapshot_folder, "_take_back", lambda _: None)
+    outcome = run_scenario("snapshot.rename.after", OTHER, tmp_path)
+    assert outcome.fired
+    assert outcome.damage

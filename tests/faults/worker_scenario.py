@@ -1,0 +1,75 @@
+"""The scenario of a worker that dies while it saves: resumed, it ends with the model of a run that nobody killed."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from geartrain.workers import jobs
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.job import JobOptions
+from tests.faults.children import Child
+from tests.faults.scenarios import Outcome, died_of
+from tests.integration.test_classify_and_predict import RECIPE, SHAPES, draw
+
+STEPS, SAVE_EVERY = 12, 3
+GREY = Preprocessing(kind="photo", size=32, channels=1)
+"""One channel: the projection is solved 27 times faster."""
+
+
+def train(out: Path, images: Path, seed: int, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Train in this process, on one thread so that runs are equal to the bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        recipe = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, save_every=SAVE_EVERY, seed=seed)
+        options = JobOptions(
+            out=out, recipe=recipe, preprocessing=GREY, device="cpu", resume=resume, overwrite=overwrite
+        )
+        console = Console(file=io.StringIO())
+        assert jobs.train_folder(options, folder=images, held_out=0.25, console=console).finished
+    finally:
+        torch.set_num_threads(threads)
+
+
+def work(pipe: Connection, out: str, images: str, seed: int) -> None:
+    """:func:`train` in a process of its own."""
+    train(Path(out), Path(images), seed)
+    pipe.close()
+
+
+def worker_dies(seed: int, name: str, text: str, folder: Path) -> Outcome:
+    """Kill a training while it saves, resume it, compare."""
+    images, broken, straight = folder / "images", folder / "broken", folder / "straight"
+    for shape in SHAPES:
+        (images / shape).mkdir(parents=True)
+        for number in range(4):
+            draw(shape, number).save(images / shape / f"{number}.png")
+    child = Child(work, str(broken), str(images), seed, armed=text)
+    code = child.exit_code()
+    child.end()
+    saved = (broken / "model").exists()
+    train(broken, images, seed, resume=saved, overwrite=not saved)
+    train(straight, images, seed)
+    wrong = 0
+    for part in ("backbone", "centers", "training"):
+        found = load_file(broken / "model" / f"{part}.safetensors")
+        for key, value in load_file(straight / "model" / f"{part}.safetensors").items():
+            wrong += not torch.equal(value, found[key])
+    return Outcome(
+        name=name,
+        seed=seed,
+        armed=text,
+        fired=died_of(text, [code]),
+        acknowledged=STEPS,
+        recoveries=1,
+        wrong_rows=wrong,
+        snapshots=1,
+        damage=(),
+    )

@@ -1,0 +1,78 @@
+"""Failpoints and the mode, as the command line takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from geartrain.ams.failpoints import FAILPOINTS, VARIABLE
+from tests.integration.test_cli import TIMEOUT_SECONDS, assert_one_line_error, geartrain, role
+
+KILL = {VARIABLE: "scheduler.register.before=kill"}
+
+
+def test_the_failpoints_are_listed() -> None:
+    listed = json.loads(geartrain("failpoints", "--json").stdout)
+    assert [entry["name"] for entry in listed["failpoints"]] == list(FAILPOINTS)
+    assert "shard.apply.after" in geartrain("failpoints").stdout
+
+
+@pytest.mark.parametrize("command", [["scheduler"], ["server"], ["up"], ["worker", "glyphs"]], ids=" ".join)
+def test_no_role_starts_with_failpoints_in_production(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "scheduler.register.before=kill")
+    assert_one_line_error(geartrain(*command, "--mode=production"), 2, VARIABLE, "mode is production", "unset")
+
+
+def test_an_unknown_failpoint_stops_a_role_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "scheduler.regster.before=kill")
+    assert_one_line_error(geartrain("scheduler"), 2, "did you mean 'scheduler.register.before'")
+
+
+def test_an_armed_role_warns_and_dies_where_it_was_told_to() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", "scheduler", "--listen=127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **KILL},
+    )
+    try:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())["address"]
+        server = subprocess.Popen(
+            [sys.executable, "-m", "geartrain", "server", "--scheduler", address], stderr=subprocess.DEVNULL
+        )
+        try:
+            _, log = process.communicate(timeout=TIMEOUT_SECONDS)
+        finally:
+            server.kill()
+            server.wait()
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert "misbehave on purpose" in log
+    assert "failpoint scheduler.register.before: kill" in log
+
+
+def test_a_role_that_up_starts_again_is_not_armed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "lease.heartbeat.after=kill@2")
+    with role("up", "--shards=1", "--scheduler-listen=127.0.0.1:0", "--json") as ready:
+        monkeypatch.delenv(VARIABLE)
+        first = ready["pids"]["server 0"]
+        at = ["--scheduler", ready["scheduler"]]
+        incarnations = set()
+        for _ in range(TIMEOUT_SECONDS):
+            done = geartrain("status", "--json", *at)
+            status = json.loads(done.stdout)
+            incarnations |= {shard["incarnation"] for shard in status["shards"] if shard["state"] == "up"}
+            if len(incarnations) == 2 and done.returncode == 0:
+                break
+        assert len(incarnations) == 2, status
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
