@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from geartrain.ams.errors import (
     SnapshotFailed,
     SpecMismatch,
     StaleCluster,
+    TableExists,
     TableNotFound,
 )
 from geartrain.ams.messages import (
@@ -55,6 +57,7 @@ from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
 Clock = Callable[[], float]
+_REMEMBERED_FREEZES = 256
 
 
 @dataclass
@@ -101,6 +104,8 @@ class Shard:
         self._marks = WriteMarks()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._frozen: FrozenTables | None = None
+        self._ended_freezes: deque[str] = deque(maxlen=_REMEMBERED_FREEZES)
+        """Snapshots that hold nothing here any more: a late request must not make them hold another moment."""
         self._writing: Future[Reply] | None = None
         """The writing of the present freeze: a repeated request joins it."""
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
@@ -257,6 +262,8 @@ class Shard:
             case Thaw():
                 if self._frozen is not None and self._frozen.snapshot_id == request.snapshot_id:
                     self._thaw(kept=request.kept)
+                elif request.snapshot_id not in self._ended_freezes:
+                    self._ended_freezes.append(request.snapshot_id)  # its freeze may still be on the way
                 return Done()
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
@@ -319,6 +326,10 @@ class Shard:
         return Done(duplicate=not existed)
 
     def _freeze(self, snapshot_id: str) -> Done:
+        if snapshot_id in self._ended_freezes:
+            raise SnapshotFailed(
+                f"snapshot {snapshot_id} was given up, completed or superseded on shard {self.shard}; take a new one"
+            )
         if self._frozen is not None:
             if self._frozen.snapshot_id == snapshot_id:
                 return Done(duplicate=True)
@@ -329,13 +340,14 @@ class Shard:
     def _thaw(self, *, kept: bool) -> None:
         if self._frozen is not None:
             self._frozen.thaw(kept=kept)
+            self._ended_freezes.append(self._frozen.snapshot_id)
         self._frozen = None
         self._writing = None
 
     def _in_background(self, request: WriteFrozen | Restore) -> Future[Reply]:
         """Begin work on files on a thread of its own: the shard goes on."""
         if isinstance(request, Restore):
-            tables = {name: self._table(name).rows for name in request.tables}
+            tables = {name: self._table(name) for name in request.tables}
             return self._files.submit(self._restore, request.folder, tables)
         frozen = self._frozen
         if frozen is None or frozen.snapshot_id != request.snapshot_id:
@@ -350,13 +362,17 @@ class Shard:
     def _write_frozen(self, frozen: FrozenTables, folder: str) -> Reply:
         return Written(files=tuple(entry.model_dump_json() for entry in frozen.write(folder, self.shard)))
 
-    def _restore(self, folder: str, tables: dict[str, RowTable]) -> Reply:
+    def _restore(self, folder: str, tables: dict[str, _Table]) -> Reply:
         mine = set(self._owned_buckets.tolist())
 
         def reads_shard(num_shards: int, shard: int) -> bool:
             return not mine.isdisjoint(buckets_of_shard(even_placement(num_shards), shard).tolist())
 
-        return Done(created=restore_tables(folder, tables, self._owned_buckets, reads_shard, self._turn))
+        rows = {name: table.rows for name, table in tables.items()}
+        turn = _TurnUnlessWritten(self._turn, tables)
+        with turn:
+            pass  # refused before anything is read
+        return Done(created=restore_tables(folder, rows, self._owned_buckets, reads_shard, turn))
 
     def _describe(self) -> ShardState:
         tables = tuple(
@@ -385,6 +401,30 @@ class Shard:
     def _no_table(self, name: str) -> TableNotFound:
         known = ", ".join(map(repr, self._specs)) or "none"
         return TableNotFound(f"there is no table {name!r}; tables of this cluster: {known}")
+
+
+class _TurnUnlessWritten:
+    """A shard's turn, for rows read back. Raises TableExists once a table has been written to.
+
+    A repeated request to restore may arrive when training has long gone on; it must not undo that.
+    """
+
+    def __init__(self, turn: threading.Lock, tables: dict[str, _Table]) -> None:
+        self._turn = turn
+        self._tables = tables
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        written = [name for name, table in self._tables.items() if table.writes]
+        if written:
+            self._turn.release()
+            raise TableExists(
+                f"table {written[0]!r} has been written to since it was made; drop it and restore it anew, or its "
+                "writes would be lost"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.release()
 
 
 def _check_settings(push: Push) -> None:
