@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from geartrain.ams.errors import (
     SnapshotFailed,
     SpecMismatch,
     StaleCluster,
+    TableExists,
     TableNotFound,
 )
 from geartrain.ams.messages import (
@@ -55,6 +57,7 @@ from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
 Clock = Callable[[], float]
+_REMEMBERED_FREEZES = 256
 
 
 @dataclass
@@ -102,6 +105,8 @@ class Shard:
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._frozen: dict[str, FrozenTables] = {}
         """By snapshot; no table is in two."""
+        self._ended_freezes: deque[str] = deque(maxlen=_REMEMBERED_FREEZES)
+        """Snapshots that hold nothing here any more: a late request must not make them hold another moment."""
         self._writing: dict[str, Future[Reply]] = {}
         """The writing of each freeze: a repeated request joins it."""
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
@@ -324,6 +329,11 @@ class Shard:
         return Done(duplicate=not existed)
 
     def _freeze(self, request: Freeze) -> Done:
+        if request.snapshot_id in self._ended_freezes:
+            raise SnapshotFailed(
+                f"snapshot {request.snapshot_id} was given up, completed or superseded on shard {self.shard}; take a "
+                "new one"
+            )
         if request.snapshot_id in self._frozen:
             return Done(duplicate=True)
         tables = {name: self._table(name).rows for name in request.tables or self._tables}
@@ -336,15 +346,18 @@ class Shard:
         return Done()
 
     def _thaw(self, snapshot_id: str, *, kept: bool) -> None:
+        """End a freeze, or, if it is not here, one that is still on the way."""
         frozen = self._frozen.pop(snapshot_id, None)
         self._writing.pop(snapshot_id, None)
         if frozen is not None:
             frozen.thaw(kept=kept)
+        if snapshot_id not in self._ended_freezes:
+            self._ended_freezes.append(snapshot_id)
 
     def _in_background(self, request: WriteFrozen | Restore) -> Future[Reply]:
         """Begin work on files on a thread of its own: the shard goes on."""
         if isinstance(request, Restore):
-            tables = {name: self._table(name).rows for name in request.tables}
+            tables = {name: self._table(name) for name in request.tables}
             return self._files.submit(self._restore, request.folder, tables)
         frozen = self._frozen.get(request.snapshot_id)
         if frozen is None:
@@ -360,8 +373,12 @@ class Shard:
         entries = frozen.write(folder, self.shard)
         return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
-    def _restore(self, folder: str, tables: dict[str, RowTable]) -> Reply:
-        return Done(created=restore_tables(folder, tables, self._owned_buckets, self._turn))
+    def _restore(self, folder: str, tables: dict[str, _Table]) -> Reply:
+        rows = {name: table.rows for name, table in tables.items()}
+        turn = _TurnUnlessWritten(self._turn, tables)
+        with turn:
+            pass  # refused before anything is read
+        return Done(created=restore_tables(folder, rows, self._owned_buckets, turn))
 
     def _describe(self) -> ShardState:
         tables = tuple(
@@ -391,6 +408,30 @@ class Shard:
     def _no_table(self, name: str) -> TableNotFound:
         known = ", ".join(map(repr, self._specs)) or "none"
         return TableNotFound(f"there is no table {name!r}; tables of this cluster: {known}")
+
+
+class _TurnUnlessWritten:
+    """A shard's turn, for rows read back. Raises TableExists once a table has been written to.
+
+    A repeated request to restore may arrive when training has long gone on; it must not undo that.
+    """
+
+    def __init__(self, turn: threading.Lock, tables: dict[str, _Table]) -> None:
+        self._turn = turn
+        self._tables = tables
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        written = [name for name, table in self._tables.items() if table.writes]
+        if written:
+            self._turn.release()
+            raise TableExists(
+                f"table {written[0]!r} has been written to since it was made; drop it and restore it anew, or its "
+                "writes would be lost"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.release()
 
 
 def _check_settings(push: Push) -> None:

@@ -1,8 +1,11 @@
 """A TCP proxy that mistreats what passes through it, by a seeded plan: one fault for each connection.
 
 cut       both ends are closed in the middle of a message, after so many bytes one way
-blackhole bytes one way vanish from so many bytes on; the connection stays open
+reset     the same, but both peers are told that the connection broke, rather than that it ended
+blackhole bytes one way vanish from so many bytes on, those of the other still arrive; the connection stays open
 delay     pieces one way are held back, longer than a client waits for an attempt
+overtake  what the client sends is held back until a later connection has been answered: old calls behind newer ones
+mirror    what the client sends reaches the server on two connections at once: every call twice, side by side
 replay    everything the client sent is sent once more, on a connection of its own, after the first has ended:
           the same calls again, late and behind newer ones
 """
@@ -11,15 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 _PIECE = 4096
 _DELAYS = 3
+KINDS = ("cut", "reset", "blackhole", "delay", "overtake", "mirror", "replay")
+_ONLY_UPWARD = ("overtake", "mirror", "replay")
+_LONGEST_HOLD_SECONDS = 5.0
+_ANSWERED_BYTES = 200
+"""A connection that has received more than this has had a call answered: the rest is HTTP/2's own settings."""
 _REPLY_SHARE = 400
 """Writes are so many times larger than their replies, about."""
 
@@ -35,6 +45,33 @@ class Fault:
     seconds: float
 
 
+@dataclass
+class _Connection:
+    number: int
+    """In the order in which clients opened them."""
+    fault: Fault | None
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    up_reader: asyncio.StreamReader
+    up_writer: asyncio.StreamWriter
+    mirror: asyncio.StreamWriter | None = None
+    sent: list[bytes] = field(default_factory=list)
+
+    def ends(self, *, upward: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return (self.reader, self.up_writer) if upward else (self.up_reader, self.writer)
+
+    def reset(self) -> None:
+        for writer in (self.writer, self.up_writer):
+            connected: socket.socket = writer.get_extra_info("socket")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+    def close(self) -> None:
+        for writer in (self.up_writer, self.writer, self.mirror):
+            if writer is not None:
+                writer.close()
+
+
 class FaultyProxy:
     """Listens on a free port. Between :meth:`begin_faults` and :meth:`end_faults` every connection meets a fault."""
 
@@ -48,6 +85,10 @@ class FaultyProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")
         self._thread.start()
+        self._deck: list[tuple[str, bool]] = []
+        self._number = 0
+        self._last_answered = -1
+        self._answered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = self._do(asyncio.start_server(self._accepted, "127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
@@ -104,9 +145,12 @@ class FaultyProxy:
     def _next_fault(self) -> Fault | None:
         if not self._faulty:
             return None
-        upward = self._random.random() < 0.5
+        if not self._deck:  # each fault once before any comes again
+            self._deck = [(kind, way) for kind in KINDS for way in (True, False) if way or kind not in _ONLY_UPWARD]
+            self._random.shuffle(self._deck)
+        kind, upward = self._deck.pop()
         return Fault(
-            kind=self._random.choice(["cut", "blackhole", "delay", "replay"]),
+            kind=kind,
             upward=upward,
             after_bytes=self._random.randrange(self._most_bytes if upward else self._most_bytes // _REPLY_SHARE),
             seconds=self._delay * self._random.uniform(0.5, 2),
@@ -116,53 +160,93 @@ class FaultyProxy:
         if self._target is None:
             return
         fault = self._next_fault()
-        up_reader, up_writer = await asyncio.open_connection(*self._target)
-        sent: list[bytes] | None = [] if fault is not None and fault.kind == "replay" else None
-        ways = [
-            asyncio.create_task(self._pipe(reader, up_writer, fault if fault and fault.upward else None, sent)),
-            asyncio.create_task(self._pipe(up_reader, writer, fault if fault and not fault.upward else None, None)),
-        ]
+        connection = _Connection(self._number, fault, reader, writer, *await asyncio.open_connection(*self._target))
+        self._number += 1
+        if fault is not None and fault.kind == "mirror":
+            connection.mirror = (await asyncio.open_connection(*self._target))[1]
+            self.counts["mirror"] += 1
+        ways = [asyncio.create_task(self._pipe(connection, upward=upward)) for upward in (True, False)]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            up_writer.close()
-        writer.close()
-        if sent:
+            connection.close()
+        if fault is not None and fault.kind == "replay" and connection.sent:
             self.counts["replay"] += 1
-            await self._replay(b"".join(sent))
+            await self._replay(b"".join(connection.sent))
 
-    async def _pipe(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault | None, sent: list[bytes] | None
-    ) -> None:
+    async def _pipe(self, connection: _Connection, *, upward: bool) -> None:
+        reader, writer = connection.ends(upward=upward)
+        fault = connection.fault if connection.fault is not None and connection.fault.upward == upward else None
         passed, delays = 0, 0
         while piece := await reader.read(_PIECE):
-            if sent is not None:
-                sent.append(piece)
             passed += len(piece)
+            if upward and connection.fault is not None and connection.fault.kind == "replay":
+                connection.sent.append(piece)
+            if not upward and passed > _ANSWERED_BYTES:
+                self._was_answered(connection.number)
             if fault is not None and passed > fault.after_bytes:
-                way = "up" if fault.upward else "down"
-                if fault.kind == "cut":
-                    self.counts[f"cut {way}"] += 1
+                way = "up" if upward else "down"
+                is_first = passed - len(piece) <= fault.after_bytes
+                if fault.kind in ("cut", "reset"):
+                    self.counts[f"{fault.kind} {way}"] += 1
                     keep = max(0, len(piece) - (passed - fault.after_bytes))
                     writer.write(piece[:keep])
                     await writer.drain()
+                    if fault.kind == "reset":
+                        connection.reset()
                     return
                 if fault.kind == "blackhole":
-                    self.counts[f"blackhole {way}"] += 1
+                    self.counts[f"blackhole {way}"] += is_first
                     continue
                 if fault.kind == "delay":
-                    self.counts[f"delay {way}"] += 1
+                    self.counts[f"delay {way}"] += is_first
                     await asyncio.sleep(fault.seconds)
                     delays += 1
                     if delays == _DELAYS:
                         return
+                if fault.kind == "overtake":
+                    await self._let_overtake(connection, piece)
+                    return
+                if fault.kind == "mirror":
+                    return
                 if fault.kind == "replay":
                     return  # ends the connection, so that the replay comes behind what was answered on it
             writer.write(piece)
+            if upward and connection.mirror is not None:
+                connection.mirror.write(piece)
             await writer.drain()
+
+    def _was_answered(self, number: int) -> None:
+        if number > self._last_answered:
+            self._last_answered = number
+            self._answered.set()
+            self._answered = asyncio.Event()
+
+    async def _let_overtake(self, connection: _Connection, piece: bytes) -> None:
+        """Hold what the client sends until a later connection has been answered; then let it through, then end."""
+        held = [piece]
+
+        async def gather() -> None:
+            while more := await connection.reader.read(_PIECE):
+                held.append(more)
+
+        gathering = asyncio.create_task(gather())
+        try:
+            async with asyncio.timeout(_LONGEST_HOLD_SECONDS):
+                while self._last_answered <= connection.number:
+                    await self._answered.wait()
+            self.counts["overtake"] += 1
+        except TimeoutError:
+            pass
+        finally:
+            gathering.cancel()
+        for piece in held:
+            connection.up_writer.write(piece)
+        await connection.up_writer.drain()
+        await asyncio.sleep(0.05)  # time for the server to begin with them before it sees the end
 
     async def _replay(self, data: bytes) -> None:
         assert self._target is not None

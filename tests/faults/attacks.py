@@ -1,0 +1,126 @@
+"""Attacks that run in this process: ``attack(seed, folder)`` raises an error if a promise is broken.
+
+Each is run as it is by a test or by the campaign, and with a mechanism of the product removed by ``test_the_suite.py``,
+where it must raise.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geartrain.ams.storage.durable import disk
+from geartrain.ams.storage.snapshot_folder import list_snapshots
+from tests.faults.power import Names, PowerLost, VolatileDisk
+from tests.unit.storage.conftest import take_snapshot
+from tests.unit.storage.test_snapshot_damage import DAMAGES, found_in
+
+Attack = Callable[[int, Path], None]
+
+
+def sequences(seed: int, folder: Path, *, examples: int = 60) -> None:  # noqa: ARG001
+    """Random sequences of writes, losses, deaths, snapshots and restores over a simulated cluster."""
+    from tests.model.run import run
+
+    run(examples, seed, shrink=False)
+
+
+def proxies(seed: int, folder: Path, *, pushes: int = 120) -> None:  # noqa: ARG001
+    """Integer pushes through proxies that mistreat connections."""
+    from tests.faults.test_exactly_once import attack
+
+    rows, expected, _ = attack(seed, pushes)
+    np.testing.assert_array_equal(rows, expected)
+
+
+def damage(seed: int, folder: Path) -> None:
+    """Damage one snapshot in one way; it must be found and named."""
+    whole = take_snapshot(folder, "whole", step=1)
+    take_snapshot(folder, "other", step=2)
+    damage_copies(whole, range(seed, seed + 40))
+
+
+def damage_copies(whole: Path, seeds: range) -> None:
+    """Damage a copy of ``whole`` for each seed; a snapshot ``other`` lies beside it."""
+    for seed in seeds:
+        kind = DAMAGES[seed % len(DAMAGES)]
+        damaged = whole.with_name("damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        shutil.copytree(whole, damaged)
+        names = kind(damaged, random.Random(seed))
+        found = [str(exc) for exc in found_in(damaged)]
+        for name in names:
+            assert any(f"{damaged}/{name}" in message for message in found), (seed, kind.__name__, name, found)
+        assert len(found) == len(names), (seed, kind.__name__, found)
+
+
+def death_of_a_writer(seed: int, folder: Path) -> None:  # noqa: ARG001
+    """The process that writes a snapshot dies before any call to the disk; only whole snapshots are ever listed."""
+    at, has_ended = 1, False
+    while not has_ended:
+        root = folder / str(at)
+        take_snapshot(root, "previous", step=1)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = _Deadline(patch, at)
+            try:
+                take_snapshot(root, "next", step=2)
+                has_ended = True
+            except PowerLost:
+                pass
+        assert calls.count >= at or has_ended
+        _require_whole(root, {"previous", "next"} if has_ended else {"previous"})
+        at += 1
+
+
+def power_loss(seed: int, folder: Path) -> None:  # noqa: ARG001
+    """The power goes before any call to the disk, and once all is done; what was synced is all there is."""
+    at, has_ended = 1, False
+    while not has_ended:
+        root = folder / str(at)
+        root.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            volatile = VolatileDisk(patch, root)
+            take_snapshot(root, "previous", step=1)
+            _Deadline(patch, at)
+            try:
+                take_snapshot(root, "next", step=2)
+                has_ended = True
+            except PowerLost:
+                pass
+        names: Names
+        for names in ("synced names", "all names"):
+            left = volatile.after_the_loss(folder / f"{at} {names}", names)
+            _require_whole(left, {"previous", "next"} if has_ended else {"previous"})
+        volatile.close()
+        at += 1
+
+
+class _Deadline:
+    """Lets the calls to the disk from the one numbered ``at`` on (from 1) be the end of the process."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
+        self.count = 0
+        for name in ("create_folder", "write", "sync", "rename", "remove_folder"):
+            patch.setattr(disk, name, self._counted(getattr(disk, name), at))
+
+    def _counted(self, whole: Callable[..., None], at: int) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            self.count += 1
+            if self.count >= at:
+                raise PowerLost
+            whole(*arguments)
+
+        return call
+
+
+def _require_whole(root: Path, expected: set[str]) -> None:
+    listed = list_snapshots(root)
+    for one in listed:
+        assert one.snapshot is not None, f"{one.name} is listed and is no snapshot: {one.damage}"
+        assert one.snapshot.verify() == [], f"{one.name} is listed and damaged"
+    assert expected <= {one.name for one in listed} <= {"previous", "next"}, f"{expected} are not all there"

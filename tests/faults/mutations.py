@@ -1,0 +1,118 @@
+"""The suite's own mutations: each takes one mechanism out of the product, so that the attacks can show that they bite.
+
+Monkeypatches only; the product has no such switches. ``GEARTRAIN_TEST_REMOVE=dedup make test`` runs every test without
+one, see ``tests/conftest.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from geartrain.ams.messages import CallContext, Done
+from geartrain.ams.server import marks
+from geartrain.ams.server.marks import WriteMarks
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.storage import snapshot_folder
+from geartrain.ams.storage.durable import disk
+
+
+def _dedup(patch: pytest.MonkeyPatch) -> None:
+    """A shard forgets what it applied."""
+    whole = WriteMarks.applied
+
+    def forgetting(self: WriteMarks, context: CallContext, done: Done) -> None:
+        whole(self, context, done)
+        self._streams[context.stream].done.clear()
+
+    patch.setattr(WriteMarks, "applied", forgetting)
+
+
+def _shard_fence(patch: pytest.MonkeyPatch) -> None:
+    """A shard answers calls that mean the one before it."""
+    patch.setattr(Shard, "check_fence", lambda *_: None)
+
+
+def _client_fence(patch: pytest.MonkeyPatch) -> None:
+    """A shard takes writes of a process that was replaced."""
+
+    def unfenced(self: WriteMarks, context: CallContext) -> Any:
+        return self._streams.setdefault(context.stream, marks._Stream())
+
+    patch.setattr(WriteMarks, "_fence", unfenced)
+
+
+class _EqualToAll(str):
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def _checksum(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is read has the hash that the manifest says. What is written gets its true one."""
+    whole = xxhash.xxh3_128_hexdigest
+    patch.setattr(xxhash, "xxh3_128_hexdigest", lambda *arguments: _EqualToAll(whole(*arguments)))
+
+
+def _rename_last(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot has its final name from the first, and is written there."""
+    create, rename = disk.create_folder, disk.rename
+
+    def published(path: Path) -> None:
+        if not path.name.startswith(".staging-"):
+            create(path)
+            return
+        final = path.with_name(path.name.removeprefix(".staging-").rsplit("-", 1)[0])
+        create(final)
+        path.symlink_to(final)
+
+    def nothing_left_to_do(source: Path, target: Path) -> None:
+        if source.is_symlink():
+            source.unlink()
+        else:
+            rename(source, target)
+
+    patch.setattr(disk, "create_folder", published)
+    patch.setattr(disk, "rename", nothing_left_to_do)
+    patch.setattr(snapshot_folder, "_require_free", lambda *_: None)
+
+
+def _no_sync(patch: pytest.MonkeyPatch, spared: Callable[[Path], bool]) -> None:
+    sync = disk.sync
+
+    def forgotten(descriptor: int, path: Path) -> None:
+        if spared(path):
+            sync(descriptor, path)
+
+    patch.setattr(disk, "sync", forgotten)
+
+
+REMOVALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "dedup": _dedup,
+    "shard fence": _shard_fence,
+    "client fence": _client_fence,
+    "checksum": _checksum,
+    "rename last": _rename_last,
+    "fsync": lambda patch: _no_sync(patch, lambda _: False),
+    "fsync of files": lambda patch: _no_sync(patch, Path.is_dir),
+    "fsync of folders": lambda patch: _no_sync(patch, lambda path: not path.is_dir()),
+}
+
+
+@contextmanager
+def removed(name: str) -> Iterator[None]:
+    """Take one mechanism out while the block runs. Raises KeyError for an unknown name."""
+    with pytest.MonkeyPatch.context() as patch:
+        REMOVALS[name](patch)
+        yield

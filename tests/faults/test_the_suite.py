@@ -1,0 +1,32 @@
+"""The suite can fail: with one mechanism taken out of the product, the attack on it raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import attacks
+from tests.faults.mutations import REMOVALS, removed
+
+CAUGHT_BY: dict[str, attacks.Attack] = {
+    "dedup": attacks.sequences,
+    "shard fence": attacks.sequences,
+    "client fence": attacks.sequences,
+    "checksum": attacks.damage,
+    "rename last": attacks.death_of_a_writer,
+    "fsync": attacks.power_loss,
+    "fsync of files": attacks.power_loss,
+    "fsync of folders": attacks.power_loss,
+}
+
+
+@pytest.mark.parametrize("mechanism", REMOVALS)
+def test_an_attack_catches_the_lack_of(mechanism: str, tmp_path: Path) -> None:
+    with removed(mechanism), pytest.raises((AssertionError, BaseExceptionGroup)):
+        CAUGHT_BY[mechanism](1, tmp_path)
+
+
+@pytest.mark.parametrize("attack", [attacks.damage, attacks.death_of_a_writer, attacks.power_loss])
+def test_the_whole_product_withstands(attack: attacks.Attack, tmp_path: Path) -> None:
+    attack(1, tmp_path)

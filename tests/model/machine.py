@@ -1,0 +1,452 @@
+"""Sequences of writes, losses, crashes, snapshots and restores, each step held against the oracle."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from geartrain.ams.errors import (
+    Fenced,
+    GeartrainError,
+    ShardRestarted,
+    ShardUnavailable,
+    SnapshotFailed,
+    StaleClient,
+    TableNotFound,
+)
+from geartrain.ams.messages import CallContext, Done, Pull
+from geartrain.ams.pb.v1 import shard_pb2
+from geartrain.ams.snapshot import PendingSnapshot
+from geartrain.ams.specs import SGD, Constant, Momentum, TableSpec
+from geartrain.ams.storage.snapshot_folder import list_snapshots
+from geartrain.ams.transport import grpc_codec as codec
+from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.writes import Write
+from tests.model.oracle import Content, OracleShard, OracleTable, Refused, content_of, shard_of
+from tests.model.simulated import FATES, Client, Clock, Died, Failure, Message, Network, SimulatedCluster, inject
+
+NUM_IDS = 12
+DIM = 2
+SPECS = (
+    TableSpec(name="sums", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_IDS, initializer=Constant(0.0)),
+    TableSpec(name="speeds", dim=DIM, optimizer=Momentum(0.5, momentum=0.5), initializer=Constant(2.0)),
+)
+EITHER = Refused("the disk decides")
+_HAS_SHM = Path("/dev/shm").is_dir()
+ALL_IDS = np.arange(NUM_IDS, dtype=np.int64)
+
+fates = st.lists(st.sampled_from(FATES), max_size=5)
+tables = st.sampled_from([spec.name for spec in SPECS])
+ids = st.lists(st.integers(0, NUM_IDS - 1), min_size=1, max_size=NUM_IDS, unique=True)
+small = st.integers(0, 2**32 - 1)
+
+
+@dataclass
+class Pending:
+    """A write that its client has not been told the end of."""
+
+    client: Client
+    write: Write
+    table: str
+    ids: list[int]
+    sequence: int
+
+
+@dataclass
+class Begun:
+    """A snapshot whose moment has passed."""
+
+    snapshot: PendingSnapshot
+    work: Callable[[], None]
+    name: str
+    content: Content
+
+
+@dataclass
+class Taken:
+    """A snapshot that is listed."""
+
+    path: Path
+    content: Content = field(repr=False)
+
+
+class ClusterMachine(RuleBasedStateMachine):
+    """One sequence. The network tells the oracle of every message that reaches a shard, before the shard has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.root = Path(tempfile.mkdtemp(prefix="geartrain-model-", dir="/dev/shm" if _HAS_SHM else None))
+        self.clock, self.network = Clock(), Network(self._watch)
+        self.disk = inject(self.patch, self.network, self.clock)
+        self._is_checked = True
+        self._numbers = itertools.count(1)
+        self.cluster: SimulatedCluster
+        self.oracle: dict[int, OracleShard] = {}
+        self.clients: list[Client] = []
+        self.zombies: list[Client] = []
+        self.pending: list[Pending] = []
+        self.begun: list[Begun] = []
+        self.taken: list[Taken] = []
+
+    def teardown(self) -> None:
+        try:
+            self._end_cluster()
+        finally:
+            self.patch.undo()
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    # What the network tells.
+
+    def _watch(self, message: Message, answer: Callable[[], bytes]) -> bytes:
+        self._is_checked = False
+        shard = self.oracle[int(message.address[1:])]
+        expected = self._expect(shard, message)
+        try:
+            reply = answer()
+        except Failure as failure:
+            assert expected is not None, f"{message.method} was refused, and should not have been: {failure}"
+            raise
+        assert expected is None or expected is EITHER, f"{message.method} was accepted; {expected.why}"
+        return reply
+
+    def _expect(self, shard: OracleShard, message: Message) -> Refused | None:
+        version = self.cluster.shards[shard.number].cluster_version
+        header: Any
+        if message.method in ("Push", "Assign"):
+            header, raw = framing.decode_framed(message.data, getattr(shard_pb2, f"{message.method}Request"))
+        elif message.method == "Pull":
+            header, raw = framing.decode_framed(message.data, shard_pb2.PullRequest)
+        else:
+            header = framing.parse(message.data, getattr(shard_pb2, f"{message.method}Request"))
+        context = codec.context_from_pb(header.context)
+        refused = shard.fence(context, version)
+        if refused is not None:
+            return refused
+        match message.method:
+            case "Push" | "Assign":
+                part = (header.part.index, header.part.count) if header.HasField("part") else None
+                them = np.frombuffer(raw[14], np.int64)
+                values = np.frombuffer(raw[15], np.float32).reshape(len(them), DIM)
+                return shard.write(message.method, context, header.table, them, values, part)
+            case "Pull":
+                return None if header.table in shard.tables else Refused("there is no such table")
+            case "CreateTable":
+                spec = codec.spec_from_pb(header.spec)
+                shard.tables.setdefault(spec.name, OracleTable(spec))
+            case "DropTable":
+                shard.tables.pop(header.table, None)
+            case "Freeze":
+                return shard.freeze(header.snapshot_id)
+            case "WriteFrozen":
+                if shard.frozen != header.snapshot_id:
+                    return Refused("nothing is held for this snapshot")
+                if self.disk.at is not None or not Path(header.folder).exists():
+                    return EITHER
+            case "Thaw":
+                shard.thaw(header.snapshot_id)
+            case "Restore":
+                content = next((one.content for one in self.taken if str(one.path) == header.folder), None)
+                return shard.restore(content, tuple(header.tables))
+        return None
+
+    # What holds after every step.
+
+    @invariant()
+    def every_row_is_the_oracles(self) -> None:
+        if self._is_checked:
+            return
+        self._is_checked = True
+        for number, oracle in self.oracle.items():
+            shard = self.cluster.shards[number]
+            assert {spec.name for spec in shard.specs} == set(oracle.tables)
+            for name, table in oracle.tables.items():
+                mine = np.array([one for one in ALL_IDS if shard_of(one, table.spec, oracle.num_shards) == number])
+                if not len(mine):
+                    continue
+                found, present = np.empty((len(mine), DIM), np.float32), np.zeros(len(mine), np.bool_)
+                shard.run(CallContext(), Pull(table=name, ids=mine, out=found, present=present)).result(10)
+                expected = np.array([(table.rows.get(one) or table.initial())[0] for one in mine.tolist()])
+                assert np.array_equal(found, expected), f"shard {number}, {name}: {found} is not {expected}"
+                assert present.tolist() == [one in table.rows for one in mine.tolist()]
+
+    # Clients that read and write.
+
+    @initialize(num_shards=st.integers(1, 3))
+    def begin(self, num_shards: int) -> None:
+        self._begin_cluster(num_shards)
+        for spec in SPECS:
+            self._create(spec)
+
+    @rule(which=small, table=tables, them=ids, seed=small, script=fates)
+    def push(self, which: int, table: str, them: list[int], seed: int, script: list[Any]) -> None:
+        client = self._client(which)
+        gradients = np.random.default_rng(seed).integers(-3, 4, (len(them), DIM)).astype(np.float32)
+        if len(client.stream._open) >= client.stream._window - 1:
+            return  # it would wait for its own oldest write
+        sequence = client.stream._next
+        write = self._table(client, table).prepare_push(np.array(them), gradients)
+        self._send(Pending(client, write, table, them, sequence), script)
+
+    @rule(which=small, table=tables, them=ids, seed=small, script=fates)
+    def assign(self, which: int, table: str, them: list[int], seed: int, script: list[Any]) -> None:
+        client = self._client(which)
+        if len(client.stream._open) >= client.stream._window - 1:
+            return
+        sequence = client.stream._next
+        rows = np.random.default_rng(seed).integers(-9, 10, (len(them), DIM)).astype(np.float32)
+        self.network.script.extend(script)
+        try:
+            self._table(client, table).assign(np.array(them), rows)
+        except (ShardUnavailable, Fenced, TableNotFound):
+            return
+        finally:
+            self.network.script.clear()
+        self._require_applied(client, table, them, sequence)
+
+    @precondition(lambda self: self.pending)
+    @rule(which=small, script=fates)
+    def retry(self, which: int, script: list[Any]) -> None:
+        self._send(self.pending.pop(which % len(self.pending)), script)
+
+    @rule(which=small, table=tables, them=ids, script=fates)
+    def pull(self, which: int, table: str, them: list[int], script: list[Any]) -> None:
+        self.network.script.extend(script)
+        try:
+            found = self._table(self._client(which), table).pull(np.array(them))
+        except (ShardUnavailable, Fenced, TableNotFound):
+            return
+        finally:
+            self.network.script.clear()
+        for one, row in zip(them, found, strict=True):
+            held = self._held(table, one)
+            assert np.array_equal(row, (held.rows.get(one) or held.initial())[0])
+
+    @precondition(lambda self: self.network.late)
+    @rule(which=small)
+    def an_old_message_arrives(self, which: int) -> None:
+        self.network.deliver_quietly(self.network.late.pop(which % len(self.network.late)))
+
+    @rule(which=small)
+    def a_client_is_replaced(self, which: int) -> None:
+        """Its successor takes the stream over, sends what was under way once more, and is heard on every shard."""
+        self.cluster.beat()
+        position = which % len(self.clients)
+        old = self.clients[position]
+        if not all("sums" in shard.tables for shard in self.oracle.values()):
+            return  # its first write could not reach every shard: an old process is refused only where it was heard
+        new = Client(self.cluster, old.stream.name, next(self._numbers))
+        new.stream._next = old.stream._next
+        taken_over = [one for one in self.pending if one.client is old]
+        self.pending = [one for one in self.pending if one.client is not old]
+        for one in taken_over:
+            one.write._stream, one.write._deliver = new.stream, new.cluster._calls.deliver
+            one.client = new
+            new.stream._open.add(one.sequence)
+        self.clients[position] = new
+        self.zombies.append(old)
+        for one in taken_over:
+            self._send(one, [])
+        done = self._table(new, "sums").push(ALL_IDS, np.ones((NUM_IDS, DIM), np.float32))
+        assert not done.duplicate
+
+    @precondition(lambda self: self.zombies)
+    @rule(which=small, table=tables, them=ids)
+    def a_zombie_writes(self, which: int, table: str, them: list[int]) -> None:
+        zombie = self.zombies[which % len(self.zombies)]
+        if len(zombie.stream._open) >= zombie.stream._window - 1:
+            return
+        heard = all(
+            shard.newest.get(zombie.stream.name, 0) > zombie.stream.incarnation for shard in self.oracle.values()
+        )
+        try:
+            self._table(zombie, table).push(np.array(them), np.ones((len(them), DIM), np.float32))
+        except (StaleClient, ShardRestarted, ShardUnavailable, TableNotFound):
+            return
+        assert not heard, "a process that was replaced has written"
+
+    # Shards and tables that come and go.
+
+    @rule(which=small)
+    def a_shard_dies_and_comes_back_empty(self, which: int) -> None:
+        number = which % self.cluster.num_shards
+        self.cluster.kill(number)
+        self._started(self.cluster.start(number))
+
+    @rule()
+    def shards_hear_of_the_cluster(self) -> None:
+        self.cluster.beat()
+
+    @rule()
+    def a_client_joins(self) -> None:
+        self.clients.append(Client(self.cluster, f"stream-{next(self._numbers)}", next(self._numbers)))
+
+    @rule(which=st.sampled_from(SPECS))
+    def a_table_is_dropped_and_made_anew(self, which: TableSpec) -> None:
+        self.clients[0].cluster.drop_table(which.name)
+        self._create(which)
+
+    # Snapshots.
+
+    @rule(which=small, script=fates)
+    def a_snapshot_is_begun(self, which: int, script: list[Any]) -> None:
+        client, name = self._client(which), f"step-{next(self._numbers)}"
+        self.disk.arm(None, Died)
+        self.network.script.extend(script)
+        try:
+            snapshot = client.cluster.snapshot(self.root, name)
+        except (ShardUnavailable, Fenced, SnapshotFailed):
+            return
+        finally:
+            self.network.script.clear()
+        self.begun.append(Begun(snapshot, client.deferred.pop(), name, self._content()))
+
+    @precondition(lambda self: self.begun)
+    @rule(
+        which=small,
+        script=fates,
+        at=st.none() | st.integers(1, 30),
+        error=st.sampled_from([Died, lambda: OSError(errno.ENOSPC, "full"), lambda: OSError(errno.EIO, "broken")]),
+    )
+    def a_snapshot_is_finished(self, which: int, script: list[Any], at: int | None, error: Any) -> None:
+        begun = self.begun.pop(which % len(self.begun))
+        self.disk.arm(at, error)
+        self.network.script.extend(script)
+        begun.work()
+        self.network.script.clear()
+        has_died, self.disk.at = self.disk.has_failed and error is Died, None
+        listed = {one.name: one for one in list_snapshots(self.root)}
+        try:
+            path = begun.snapshot.result(0)
+            assert not self.disk.has_failed
+            assert begun.name in listed
+        except (GeartrainError, Died):
+            assert has_died or begun.name not in listed, "a snapshot that failed is listed"
+            path = self.root / begun.name
+        if begun.name in listed:
+            assert listed[begun.name].snapshot is not None
+            assert listed[begun.name].snapshot.verify() == []
+            self.taken.append(Taken(path, begun.content))
+
+    @precondition(lambda self: self.begun)
+    @rule(which=small)
+    def the_coordinator_of_a_snapshot_dies(self, which: int) -> None:
+        begun = self.begun.pop(which % len(self.begun))
+        assert begun.name not in {one.name for one in list_snapshots(self.root)}
+
+    @precondition(lambda self: self.taken)
+    @rule(which=small, num_shards=st.integers(1, 4), script=fates)
+    def another_cluster_goes_on_from_a_snapshot(self, which: int, num_shards: int, script: list[Any]) -> None:
+        taken = self.taken[which % len(self.taken)]
+        self._end_cluster()
+        self._begin_cluster(num_shards)
+        self._restore(taken, script)
+
+    @precondition(lambda self: self.taken)
+    @rule(which=small, script=fates)
+    def the_cluster_goes_back_to_a_snapshot(self, which: int, script: list[Any]) -> None:
+        taken = self.taken[which % len(self.taken)]
+        self._replace_clients()
+        for spec in SPECS:
+            self.clients[0].cluster.drop_table(spec.name)
+        self._restore(taken, script)
+
+    def _restore(self, taken: Taken, script: list[Any]) -> None:
+        self.disk.arm(None, Died)
+        client = self.clients[0].cluster
+        self.network.script.extend(script)
+        try:
+            client.restore(taken.path)
+        except (ShardUnavailable, Fenced):
+            self.network.script.clear()
+            for spec in SPECS:
+                client.drop_table(spec.name)
+            client.restore(taken.path)
+        finally:
+            self.network.script.clear()
+        found = self._content()
+        assert {name: set(rows) for name, (_, rows) in found.items()} == {
+            name: set(rows) for name, (_, rows) in taken.content.items()
+        }
+        for name, (_, rows) in taken.content.items():
+            for one, (value, slot) in rows.items():
+                held_value, held_slot = found[name][1][one]
+                assert np.array_equal(held_value, value)
+                assert np.array_equal(held_slot, slot)
+        for spec in SPECS:
+            if spec.name not in taken.content:
+                self._create(spec)
+
+    # Below: no rules.
+
+    def _send(self, pending: Pending, script: list[Any]) -> None:
+        self.network.script.extend(script)
+        try:
+            done = pending.write.send()
+        except ShardUnavailable:
+            self.pending.append(pending)
+            return
+        except (Fenced, TableNotFound):
+            pending.write.abandon()
+            return
+        finally:
+            self.network.script.clear()
+        assert isinstance(done, Done)
+        self._require_applied(pending.client, pending.table, pending.ids, pending.sequence)
+
+    def _require_applied(self, client: Client, table: str, them: list[int], sequence: int) -> None:
+        """What was acknowledged is applied on every shard that owns some of it."""
+        for one in them:
+            spec = self._held(table, one).spec
+            shard = self.oracle[shard_of(one, spec, self.cluster.num_shards)]
+            assert (client.stream.name, sequence) in shard.applied, "acknowledged, and nowhere"
+
+    def _content(self) -> Content:
+        return content_of(list(self.oracle.values()))
+
+    def _held(self, table: str, one: int) -> OracleTable:
+        spec = next(spec for spec in SPECS if spec.name == table)
+        return self.oracle[shard_of(one, spec, self.cluster.num_shards)].tables[table]
+
+    def _table(self, client: Client, name: str) -> Any:
+        from geartrain.ams.client import Table
+
+        return Table(next(spec for spec in SPECS if spec.name == name), client.cluster._calls, client.stream)
+
+    def _client(self, which: int) -> Client:
+        return self.clients[which % len(self.clients)]
+
+    def _create(self, spec: TableSpec) -> None:
+        self.clients[0].cluster._create(spec, reuse=False)
+
+    def _begin_cluster(self, num_shards: int) -> None:
+        self.oracle = {}
+        self.cluster = SimulatedCluster(self.network, self.clock, num_shards, lambda: next(self._numbers))
+        for shard in self.cluster.shards.values():
+            self._started(shard)
+        self._replace_clients()
+
+    def _started(self, shard: Any) -> None:
+        self._is_checked = False
+        self.oracle[shard.shard] = OracleShard(shard.shard, self.cluster.num_shards, shard.incarnation)
+
+    def _replace_clients(self) -> None:
+        self.cluster.beat()
+        self.clients, self.zombies, self.pending, self.begun = [], [], [], []
+        for _ in range(2):
+            self.a_client_joins()
+
+    def _end_cluster(self) -> None:
+        if hasattr(self, "cluster"):
+            self.cluster.close()

@@ -1,0 +1,173 @@
+"""What a cluster must hold, by the rules alone: dictionaries, sets and float32 arithmetic written out.
+
+The oracle is told of every message as it reaches a shard and says what must come of it. All its arithmetic is that of
+single numbers, in the order of the optimizers' formulas, so that equality is to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from geartrain.ams.messages import CallContext
+from geartrain.ams.placement import bucket_of
+from geartrain.ams.specs import SGD, Constant, Momentum, TableSpec
+
+Row = tuple[np.ndarray, np.ndarray]
+"""Value and slot, each [D] float32."""
+Content = dict[str, tuple[TableSpec, dict[int, Row]]]
+"""Tables of a whole cluster."""
+
+
+@dataclass
+class Refused:
+    """The message must be answered with an error and change nothing."""
+
+    why: str
+
+
+@dataclass
+class OracleTable:
+    """One table on one shard."""
+
+    spec: TableSpec
+    rows: dict[int, Row] = field(default_factory=dict)
+    is_written: bool = False
+
+    def initial(self) -> Row:
+        assert isinstance(self.spec.initializer, Constant)
+        value = np.full(self.spec.dim, self.spec.initializer.value, np.float32)
+        return value, np.zeros(self.spec.dim, np.float32)
+
+    def push(self, ids: np.ndarray, gradients: np.ndarray) -> None:
+        optimizer = self.spec.optimizer
+        lr = np.float32(optimizer.lr)
+        for one, gradient in zip(ids.tolist(), gradients, strict=True):
+            value, slot = self.rows.get(one) or self.initial()
+            if isinstance(optimizer, SGD):
+                self.rows[one] = value - lr * gradient, slot
+            else:
+                assert isinstance(optimizer, Momentum)
+                slot = np.float32(optimizer.momentum) * slot + gradient
+                self.rows[one] = value - lr * slot, slot
+        self.is_written = True
+
+    def assign(self, ids: np.ndarray, values: np.ndarray) -> None:
+        for one, value in zip(ids.tolist(), values, strict=True):
+            self.rows[one] = value.copy(), np.zeros(self.spec.dim, np.float32)
+        self.is_written = True
+
+
+@dataclass
+class OracleShard:
+    """One shard since its last start."""
+
+    number: int
+    num_shards: int
+    incarnation: int
+    tables: dict[str, OracleTable] = field(default_factory=dict)
+    applied: set[tuple[str, int]] = field(default_factory=set)
+    """(stream, sequence) of every write that changed rows."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """Highest incarnation seen of each stream."""
+    oldest: dict[str, int] = field(default_factory=dict)
+    """What each stream has said to be its oldest unacknowledged write."""
+    parts: dict[tuple[str, int, int], dict[int, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
+    frozen: str = ""
+    ended: set[str] = field(default_factory=set)
+    """Snapshots whose freeze has ended here."""
+
+    def fence(self, context: CallContext, cluster_version: int) -> Refused | None:
+        if context.shard_incarnation not in (0, self.incarnation):
+            return Refused("another incarnation of the shard is meant")
+        if context.cluster_version not in (0, cluster_version):
+            return Refused("another version of the cluster is meant")
+        return None
+
+    def write(
+        self,
+        kind: str,
+        context: CallContext,
+        table: str,
+        ids: np.ndarray,
+        values: np.ndarray,
+        part: tuple[int, int] | None,
+    ) -> Refused | None:
+        """A push or assign arrives, whole or in part; the fence has let it pass."""
+        held = self.tables.get(table)
+        if held is None:
+            return Refused("there is no such table")
+        key = (context.stream, context.incarnation, context.sequence)
+        if part is not None:
+            index, count = part
+            for known in [k for k in self.parts if k[0] == key[0] and k[2] < context.oldest_unacknowledged]:
+                del self.parts[known]
+            parts = self.parts.setdefault(key, {})
+            parts.setdefault(index, (ids, values))
+            if len(parts) < count:
+                return None
+            del self.parts[key]
+            ids = np.concatenate([parts[i][0] for i in range(count)])
+            values = np.concatenate([parts[i][1] for i in range(count)])
+        if context.incarnation < self.newest.get(context.stream, 0):
+            return Refused("a newer incarnation of the client is at work")
+        self.newest[context.stream] = context.incarnation
+        oldest = max(self.oldest.get(context.stream, 0), context.oldest_unacknowledged)
+        self.oldest[context.stream] = oldest
+        if context.sequence < oldest:
+            return Refused("the write was acknowledged long ago")
+        if (context.stream, context.sequence) not in self.applied:
+            self.applied.add((context.stream, context.sequence))
+            held.push(ids, values) if kind == "Push" else held.assign(ids, values)
+        return None
+
+    def freeze(self, snapshot: str) -> Refused | None:
+        if snapshot in self.ended:
+            return Refused("this snapshot's moment is over")
+        if self.frozen and self.frozen != snapshot:
+            self.ended.add(self.frozen)
+        self.frozen = snapshot
+        return None
+
+    def thaw(self, snapshot: str) -> None:
+        self.ended.add(snapshot)
+        if self.frozen == snapshot:
+            self.frozen = ""
+
+    def restore(self, content: Content | None, names: tuple[str, ...]) -> Refused | None:
+        if content is None:
+            return Refused("there is no such snapshot")
+        for name in names:
+            held = self.tables.get(name)
+            if held is None or held.spec != content[name][0]:
+                return Refused("the table is not there, or another")
+            if held.is_written:
+                return Refused("the table has been written to: a late request must not undo that")
+        for name in names:
+            spec, rows = content[name]
+            for one, row in rows.items():
+                if shard_of(one, spec, self.num_shards) == self.number:
+                    self.tables[name].rows[one] = copy.deepcopy(row)
+        return None
+
+
+def shard_of(one: int, spec: TableSpec, num_shards: int) -> int:
+    """Return the shard that owns an id."""
+    return _bucket(one, spec.num_rows is not None) % num_shards
+
+
+@functools.cache
+def _bucket(one: int, dense: bool) -> int:
+    return int(bucket_of(np.array([one]), dense=dense)[0])
+
+
+def content_of(shards: list[OracleShard]) -> Content:
+    """Return a copy of all rows of those tables that every shard holds."""
+    content: Content = {}
+    for name in set.intersection(*(set(shard.tables) for shard in shards)):
+        rows = {one: row for shard in shards for one, row in shard.tables[name].rows.items()}
+        content[name] = shards[0].tables[name].spec, copy.deepcopy(rows)
+    return content

@@ -1,0 +1,291 @@
+"""A whole cluster in one process whose network, clock and disk a test steps: no sockets, no waiting, no chance.
+
+Everything between is the product's own: the clients' retries, the gRPC carriers and their encoding, the parts of split
+writes, the shards' threads, the scheduler. A message is bytes, so that it can be lost, answered into the void, arrive
+twice, or arrive long after its sender gave it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+
+import grpc
+import pytest
+
+from geartrain.ams import client as client_module
+from geartrain.ams.cluster import Cluster
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.embedded import LocalSchedulerCarrier
+from geartrain.ams.errors import GeartrainError
+from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.server.parts import PartBuffer
+from geartrain.ams.server.service import ShardService
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.storage.durable import Disk, disk
+from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.transport.grpc_status import abort
+from geartrain.ams.writes import WriteStream
+
+Fate = Literal["deliver", "lose", "late", "lose reply", "twice", "and again later"]
+FATES: tuple[Fate, ...] = ("deliver", "lose", "late", "lose reply", "twice", "and again later")
+FAULTY = ("Pull", "Push", "Assign", "Freeze", "WriteFrozen", "Thaw", "Restore")
+"""What meets fates. Not the making and removing of tables: a late DropTable removes whatever has that name now."""
+PART_BYTES = 64
+CONFIG = ClientConfig(attempt_timeout_seconds=1.0, recovery_timeout_seconds=0.2, snapshot_timeout_seconds=1.0)
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call, as it travels."""
+
+    address: str
+    method: str
+    data: bytes
+
+
+class Failure(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+    """How gRPC reports a call that did not succeed."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = "", metadata: Any = ()) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
+
+    def initial_metadata(self) -> Any: ...
+    def is_active(self) -> bool: ...
+    def time_remaining(self) -> float: ...
+    def cancel(self) -> None: ...
+    def add_callback(self, callback: Callable[[], None]) -> bool: ...
+
+
+Watch = Callable[[Message, Callable[[], bytes]], bytes]
+
+
+class Network:
+    """Carries calls to services by address. The next calls meet the fates in ``script``; after those all is well."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.services: dict[str, ShardService] = {}
+        self.script: deque[Fate] = deque()
+        self.late: list[Message] = []
+        """Copies that may still arrive."""
+        self._watch = watch
+
+    def call(self, message: Message) -> bytes:
+        fate = self.script.popleft() if self.script and message.method in FAULTY else "deliver"
+        if fate in ("late", "and again later"):
+            self.late.append(message)
+        if fate in ("lose", "late"):
+            raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED)
+        if fate == "twice":
+            self.deliver_quietly(message)
+        reply = self.deliver(message)
+        if fate == "lose reply":
+            raise Failure(grpc.StatusCode.UNAVAILABLE, "socket closed")
+        return reply
+
+    def deliver(self, message: Message) -> bytes:
+        service = self.services.get(message.address)
+        if service is None:
+            raise Failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+        return self._watch(message, lambda: _answered(service, message))
+
+    def deliver_quietly(self, message: Message) -> None:
+        """Deliver a message whose sender does not listen any more."""
+        with contextlib.suppress(Failure):
+            self.deliver(message)
+
+    def channel(self, address: str, options: Any = None) -> Any:  # noqa: ARG002
+        return _Channel(self, address)
+
+
+def _answered(service: ShardService, message: Message) -> bytes:
+    context = _ServicerContext()
+    try:
+        return service.methods[message.method](message.data, context)  # type: ignore[no-any-return]
+    except GeartrainError as error:
+        abort(context, error)  # type: ignore[arg-type]
+
+
+class _ServicerContext:
+    def __init__(self) -> None:
+        self._metadata: Any = ()
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise Failure(code, details, self._metadata)
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002
+        return True
+
+
+class _Channel:
+    def __init__(self, network: Network, address: str) -> None:
+        self._network, self._address = network, address
+
+    def unary_unary(self, path: str) -> _Method:
+        return _Method(self._network, self._address, path.rsplit("/", 1)[1])
+
+    def close(self) -> None: ...
+
+
+class _Method:
+    def __init__(self, network: Network, address: str, name: str) -> None:
+        self._network, self._address, self._name = network, address, name
+
+    def __call__(self, data: bytes, timeout: float | None = None) -> bytes:  # noqa: ARG002
+        return self._network.call(Message(self._address, self._name, data))
+
+    def future(self, data: bytes, timeout: float | None = None) -> Future[bytes]:
+        done: Future[bytes] = Future()
+        try:
+            done.set_result(self(data, timeout))
+        except Failure as failure:
+            done.set_exception(failure)
+        return done
+
+
+class Died(BaseException):
+    """The process that calls the disk ends here."""
+
+
+class FaultyDisk:
+    """Counts the calls to the disk and lets the one numbered ``at`` fail; without a medium below, syncs are free."""
+
+    CALLS = ("create_folder", "write", "sync", "rename", "remove_folder")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.at: int | None = None
+        self.error: Callable[[], BaseException] = Died
+        self.has_failed = False
+        self._count = 0
+        for name in self.CALLS:
+            patch.setattr(disk, name, self._counted(name))
+
+    def arm(self, at: int | None, error: Callable[[], BaseException]) -> None:
+        self.at, self.error, self._count, self.has_failed = at, error, 0, False
+
+    def _counted(self, name: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self._count += 1
+            fails = self.at is not None and self._count == self.at
+            if fails and name == "write":
+                file: BinaryIO = args[0]
+                Disk.write(disk, file, args[1][: len(args[1]) // 2])
+            if fails:
+                self.has_failed = True
+                raise self.error()
+            if name != "sync":
+                getattr(Disk, name)(disk, *args)
+
+        return call
+
+
+class SimulatedCluster:
+    """A scheduler and shards at the addresses ``s0``, ``s1``, … of a network. Incarnations count upwards."""
+
+    def __init__(self, network: Network, clock: Clock, num_shards: int, next_incarnation: Callable[[], int]) -> None:
+        self.network, self.clock, self.num_shards = network, clock, num_shards
+        self._next_incarnation = next_incarnation
+        self.scheduler = Scheduler(num_shards, self.open_carrier, lease_seconds=1e9, clock=clock.monotonic)
+        self.shards: dict[int, Shard] = {}
+        """Those that live."""
+        for number in range(num_shards):
+            self.start(number)
+
+    @staticmethod
+    def open_carrier(address: str) -> GrpcCarrier:
+        return GrpcCarrier(address, part_bytes=PART_BYTES)
+
+    def start(self, number: int) -> Shard:
+        """Start a shard without rows, as a server does."""
+        incarnation = self._next_incarnation()
+        registration = self.scheduler.register(f"s{number}", number, incarnation)
+        shard = Shard(
+            number,
+            buckets_of_shard(even_placement(self.num_shards), number),
+            incarnation=incarnation,
+            cluster_version=registration.cluster_version,
+            clock=self.clock.monotonic,
+        )
+        service = ShardService(1 << 20)
+        service._parts = PartBuffer(clock=self.clock.monotonic)
+        service.serve(shard)
+        self.shards[number] = shard
+        self.network.services[f"s{number}"] = service
+        return shard
+
+    def kill(self, number: int) -> None:
+        """The shard's memory is gone; its address answers no more."""
+        self.network.services.pop(f"s{number}", None)
+        self.shards.pop(number).close()
+
+    def beat(self) -> None:
+        """Every shard learns the cluster version, as from a heartbeat."""
+        for number, shard in self.shards.items():
+            shard.cluster_version = self.scheduler.heartbeat(number, shard.incarnation).cluster_version
+
+    def close(self) -> None:
+        for number in list(self.shards):
+            self.kill(number)
+
+
+class Client:
+    """One process that writes: a cluster handle with a stream of its own, whose background work waits to be stepped."""
+
+    def __init__(self, cluster: SimulatedCluster, stream: str, incarnation: int) -> None:
+        carrier = LocalSchedulerCarrier(cluster.scheduler)
+        self.cluster = Cluster(carrier, carrier.describe(None), cluster.open_carrier, CONFIG, remote=True)
+        self.stream = WriteStream(8, stream)
+        self.stream.incarnation = incarnation
+        self.cluster._stream = self.stream
+        self.deferred: deque[Callable[[], None]] = deque()
+        self.cluster._calls.background = self._background  # type: ignore[method-assign]
+
+    def _background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*arguments, **keywords))
+            except BaseException as exc:
+                future.set_exception(exc)
+
+        self.deferred.append(work)
+        return future
+
+
+def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyDisk:
+    """Put network, clock and disk in the place of the real ones."""
+    patch.setattr(grpc, "insecure_channel", network.channel)
+    patch.setattr(client_module, "time", clock)
+    return FaultyDisk(patch)
