@@ -113,6 +113,8 @@ class SchedulerServer:
         self._config = config
         self._server: GrpcServer | None = None
         self._ended = threading.Event()
+        self.end_reason: str | None = None
+        """Why it ended by itself: it never does."""
 
     def start(self) -> str:
         """Bind and serve; return the address. Raises ConfigError if the port is in use."""

@@ -49,6 +49,7 @@ from geartrain.ams.messages import (
 )
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.frozen import FrozenTables, restore_tables
+from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
 from geartrain.ams.specs import Ids, TableSpec
@@ -87,9 +88,12 @@ class Shard:
         cluster_version: int = 1,
         sync_timeout_seconds: float = 60.0,
         threads: int = 1,
+        lease: Lease | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.shard = shard
+        self.lease = lease
+        """None: nobody else can hold the shard (it is embedded)."""
         self.incarnation = incarnation
         self.cluster_version = cluster_version
         self._owned_buckets = owned_buckets
@@ -155,7 +159,12 @@ class Shard:
             raise self._no_table(table) from None
 
     def check_fence(self, context: CallContext) -> None:
-        """Raise ShardRestarted or StaleCluster if the caller means another past than this shard's. Any thread."""
+        """Raise unless the caller may be answered. Any thread.
+
+        ShardUnavailable: the shard may belong to another process. ShardRestarted, StaleCluster: the caller means
+        another past than this shard's.
+        """
+        self.check_lease()
         if context.shard_incarnation not in (0, self.incarnation):
             raise ShardRestarted(
                 f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
@@ -166,6 +175,11 @@ class Shard:
                 f"the call means cluster version {context.cluster_version}, shard {self.shard} is at "
                 f"{self.cluster_version}; ask the scheduler again"
             )
+
+    def check_lease(self) -> None:
+        """Raise ShardUnavailable if the shard may belong to another process by now. Any thread."""
+        if self.lease is not None:
+            self.lease.check()
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -271,6 +285,7 @@ class Shard:
             if isinstance(request, Push) and request.group is not None:
                 self._write_jointly(call.context, request, table)
                 return
+            self.check_lease()
             if isinstance(request, Push):
                 created = table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
             else:
@@ -290,6 +305,7 @@ class Shard:
             return
         try:
             joint = joint_push([part for _, part in parts])
+            self.check_lease()
             created = table.rows.push(joint.ids, joint.gradients, lr=joint.lr, scale=1.0)
         except BaseException as error:
             self._groups.abandon(push)
