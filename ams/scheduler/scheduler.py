@@ -88,8 +88,16 @@ class Scheduler:
         self._members: dict[int, _Member] = {}
         self._schemas: dict[str, _Schema] = {}
         self._bucket_shards = even_placement(num_shards)
+        self._ran: float | None = None
+        """When :meth:`pulse` was last called."""
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
+
+    def pulse(self) -> None:
+        """Note that the scheduler runs. To be called several times a lease, or never."""
+        with self._lock:
+            self._forgive_own_stop()
+            self._ran = self._clock()
 
     def register(
         self,
@@ -105,6 +113,7 @@ class Scheduler:
         Raises ConfigError if the shard asked for, or every shard, is held by a living process.
         """
         with self._lock:
+            self._forgive_own_stop()
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
             else:
@@ -172,6 +181,14 @@ class Scheduler:
             self._on_all_shards(self._ready_view(), DropTable(table=name))
             with self._lock:
                 self._schemas.pop(name, None)
+
+    def _forgive_own_stop(self) -> None:
+        """After a stop of the scheduler itself every shard has a whole lease again: nobody could hear it."""
+        now = self._clock()
+        if self._ran is not None and now - self._ran > self.lease_seconds / 2:
+            self._ran = now
+            for member in self._members.values():
+                member.last_heartbeat = now
 
     def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
         if not 0 <= shard < self._num_shards:

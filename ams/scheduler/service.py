@@ -15,6 +15,8 @@ from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.grpc_client import SCHEDULER_SERVICE, GrpcCarrier
 from geartrain.ams.transport.grpc_server import GrpcServer
 
+_PULSES_PER_LEASE = 10
+
 _STATES = {
     "up": scheduler_pb2.ShardEntry.STATE_UP,
     "lost": scheduler_pb2.ShardEntry.STATE_LOST,
@@ -112,6 +114,7 @@ class SchedulerServer:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._server: GrpcServer | None = None
+        self._pulse: threading.Thread | None = None
         self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why it ended by itself: it never does."""
@@ -127,7 +130,13 @@ class SchedulerServer:
         self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler).methods)
         self._server.start()
         self._server.ready()
+        self._pulse = threading.Thread(target=self._run_pulse, args=(scheduler,), name="pulse", daemon=True)
+        self._pulse.start()
         return self._server.address
+
+    def _run_pulse(self, scheduler: Scheduler) -> None:
+        while not self._ended.wait(self._config.lease_seconds / _PULSES_PER_LEASE):
+            scheduler.pulse()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""
@@ -139,3 +148,6 @@ class SchedulerServer:
             self._server.stop(grace_seconds)
             self._server = None
         self._ended.set()
+        if self._pulse is not None:
+            self._pulse.join()
+            self._pulse = None

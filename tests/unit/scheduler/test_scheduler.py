@@ -126,3 +126,15 @@ def test_a_shard_with_rows_is_not_expelled_by_a_newcomer_that_was_quicker() -> N
     assert cluster.scheduler.heartbeat(0, 9).replaced
     with pytest.raises(errors.ConfigError, match="held by a living process"):
         cluster.scheduler.register("new:2", 0, incarnation=10)
+
+
+def test_after_a_stop_of_the_scheduler_itself_every_shard_has_a_whole_lease() -> None:
+    cluster = FakeCluster()
+    cluster.scheduler.pulse()
+    cluster.register_both()
+    cluster.now = 100  # stopped: nobody could be heard
+    with pytest.raises(errors.ConfigError, match="held by a living process"):
+        cluster.scheduler.register("h:9", 0, incarnation=9)
+    for cluster.now in range(101, 112):
+        cluster.scheduler.pulse()
+    assert cluster.scheduler.register("h:9", 0, incarnation=9).shard == 0
