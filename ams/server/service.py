@@ -28,6 +28,7 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Fence,
     Freeze,
     Pull,
     Push,
@@ -84,6 +85,7 @@ class ShardService:
             "WriteFrozen": self.write_frozen,
             "Thaw": self.thaw,
             "Restore": self.restore,
+            "Fence": self.fence,
         }
         return {name: self._held_to_the_end(method) for name, method in methods.items()}
 
@@ -195,6 +197,12 @@ class ShardService:
         request = framing.parse(data, shard_pb2.RestoreRequest)
         restore = Restore(folder=request.folder, tables=tuple(request.tables))
         return _encoded(await_reply(self._submit(request.context, restore), servicer_context))
+
+    def fence(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Refuse a job's past."""
+        request = framing.parse(data, shard_pb2.FenceRequest)
+        fence = Fence(job=request.job, incarnation=request.incarnation, forget=request.forget)
+        return _encoded(await_reply(self._submit(request.context, fence), servicer_context))
 
     def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
         """``method``, but what it did is acknowledged only while the shard is surely this process's."""

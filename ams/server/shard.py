@@ -25,6 +25,7 @@ from geartrain.ams.errors import (
     ShardUnavailable,
     SnapshotFailed,
     SpecMismatch,
+    StaleClient,
     StaleCluster,
     TableNotFound,
 )
@@ -35,6 +36,7 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Fence,
     Freeze,
     Pull,
     Push,
@@ -272,6 +274,8 @@ class Shard:
                 if self._frozen is not None and self._frozen.snapshot_id == request.snapshot_id:
                     self._thaw(kept=request.kept)
                 return Done()
+            case Fence():
+                return self._fence(request)
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
@@ -333,6 +337,18 @@ class Shard:
         existed = self._tables.pop(name, None) is not None
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done(duplicate=not existed)
+
+    def _fence(self, fence: Fence) -> Done:
+        self._marks.fence(fence.job, fence.incarnation, forget=False)
+        error = StaleClient(
+            f"incarnation {fence.incarnation} of {fence.job!r} took over while this push waited for its sync group; "
+            "nothing of it was applied here; stop this process"
+        )
+        for context in self._groups.fence(fence.job, fence.incarnation, forget=fence.forget):
+            self._marks.failed(context, error)
+        if fence.forget:
+            self._marks.fence(fence.job, fence.incarnation, forget=True)
+        return Done()
 
     def _freeze(self, snapshot_id: str) -> Done:
         if self._frozen is not None:

@@ -21,6 +21,7 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Fence,
     Freeze,
     Pull,
     Push,
@@ -52,6 +53,7 @@ SHARD_METHODS = (
     "WriteFrozen",
     "Thaw",
     "Restore",
+    "Fence",
 )
 
 _STATES = {
@@ -140,6 +142,11 @@ class GrpcCarrier:
             case Restore(folder=folder, tables=tables):
                 restore = shard_pb2.RestoreRequest(context=codec.context_to_pb(context), folder=folder, tables=tables)
                 return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
+            case Fence(job=job, incarnation=incarnation, forget=forget):
+                fence = shard_pb2.FenceRequest(
+                    context=codec.context_to_pb(context), job=job, incarnation=incarnation, forget=forget
+                )
+                return self._call("Fence", fence.SerializeToString(), timeout_seconds, _done)
 
     def close(self) -> None:
         """Close the connection; calls under way fail with AttemptFailed."""
