@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
@@ -17,7 +17,7 @@ from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardSta
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
 from geartrain.ams.writes import ClientStream, checked_name
 
 _POLL_SECONDS = 0.05
@@ -31,7 +31,7 @@ class ShardStatus:
 
     shard: int
     address: str
-    state: Literal["up", "lost", "missing"]
+    state: ShardCondition
     incarnation: int
     rows: int
     memory_bytes: int
@@ -310,7 +310,7 @@ def describe_cluster(
 ) -> ClusterStatus:
     """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
     view = scheduler.describe(timeout_seconds)
-    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state == "up"}
+    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state in ("up", "silent")}
     try:
         asked = {
             shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)

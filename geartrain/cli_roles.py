@@ -18,6 +18,7 @@ def scheduler(
     file: ConfigFile = None,
     listen: Listen = None,
     num_shards: Annotated[int | None, typer.Option("--num-shards", help="Shards of the cluster.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder for its state; by default it is kept in memory.")] = None,
     insecure: Insecure = None,
     log_level: LogLevel = "info",
     end_with_parent: EndWithParent = False,
@@ -29,7 +30,7 @@ def scheduler(
     log_to_stderr(log_level)
     if end_with_parent:
         role.end_with_parent()
-    given = configuration.flags("scheduler", listen=listen, num_shards=num_shards, insecure=insecure)
+    given = configuration.flags("scheduler", listen=listen, num_shards=num_shards, data=data, insecure=insecure)
     config = configuration.load(file, given).scheduler
     from geartrain.ams.scheduler.service import (
         SchedulerServer,  # after the settings are known to be right: it is slower

@@ -10,6 +10,7 @@ import grpc
 from geartrain.ams.config import SchedulerConfig
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.storage.kv import KeyValueStore
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.grpc_client import SCHEDULER_SERVICE, GrpcCarrier
@@ -19,6 +20,7 @@ _PULSES_PER_LEASE = 10
 
 _STATES = {
     "up": scheduler_pb2.ShardEntry.STATE_UP,
+    "silent": scheduler_pb2.ShardEntry.STATE_SILENT,
     "lost": scheduler_pb2.ShardEntry.STATE_LOST,
     "missing": scheduler_pb2.ShardEntry.STATE_MISSING,
 }
@@ -50,6 +52,7 @@ class SchedulerService:
             request.shard if request.HasField("shard") else None,
             request.incarnation,
             cluster_version=request.cluster_version,
+            heartbeat_seconds=request.heartbeat_seconds,
             tables=[codec.spec_from_pb(table) for table in request.tables],
         )
         return scheduler_pb2.RegisterReply(
@@ -115,16 +118,33 @@ class SchedulerServer:
         self._config = config
         self._server: GrpcServer | None = None
         self._pulse: threading.Thread | None = None
+        self._store: KeyValueStore | None = None
         self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why it ended by itself: it never does."""
 
     def start(self) -> str:
-        """Bind and serve; return the address. Raises ConfigError if the port is in use."""
+        """Bind and serve; return the address.
+
+        Raises ConfigError (the port or the data folder is in use, or the state is another cluster's), StateDamaged.
+        """
+        # Loaded only where it is wanted.
+        if self._config.data is not None:
+            from geartrain.ams.storage.lmdb_store import LmdbStore
+
+            self._store = LmdbStore(self._config.data)
+        try:
+            return self._start()
+        except BaseException:
+            self.stop(0)
+            raise
+
+    def _start(self) -> str:
         scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(address, max_message_bytes=self._config.max_message_bytes),
             lease_seconds=self._config.lease_seconds,
+            store=self._store,
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
         self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler).methods)
@@ -151,3 +171,6 @@ class SchedulerServer:
         if self._pulse is not None:
             self._pulse.join()
             self._pulse = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None

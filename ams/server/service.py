@@ -15,6 +15,7 @@ import numpy as np
 from geartrain.ams.config import ServerConfig, split_address
 from geartrain.ams.core import ops
 from geartrain.ams.errors import (
+    ClusterNotReady,
     ConfigError,
     GeartrainError,
     InvalidRows,
@@ -269,6 +270,7 @@ class _HeldShard:
             shard=self.wanted if known is None else known.shard,
             incarnation=self.incarnation,
             cluster_version=0 if known is None else known.cluster_version,
+            heartbeat_seconds=self.config.heartbeat_seconds,
             tables=[] if known is None else [codec.spec_to_pb(spec) for spec in known.specs],
         )
         began = boot_seconds()
@@ -396,6 +398,12 @@ class ShardServer:
                 try:
                     held.join(self._scheduler)
                     break
+                except ClusterNotReady as exc:
+                    if time.monotonic() > deadline:
+                        raise
+                    logger.info("waiting: %s", exc)
+                    if self._stopping.wait(_RETRY_SECONDS):
+                        raise
                 except AttemptFailed as exc:
                     if time.monotonic() > deadline:
                         raise SchedulerUnavailable(

@@ -58,6 +58,7 @@ SHARD_METHODS = (
 
 _STATES = {
     scheduler_pb2.ShardEntry.STATE_UP: "up",
+    scheduler_pb2.ShardEntry.STATE_SILENT: "silent",
     scheduler_pb2.ShardEntry.STATE_LOST: "lost",
     scheduler_pb2.ShardEntry.STATE_MISSING: "missing",
 }
