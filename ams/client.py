@@ -36,7 +36,7 @@ from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
 from geartrain.ams.words import counted
-from geartrain.ams.writes import Write, WriteStream
+from geartrain.ams.writes import ClientStream, Write
 
 Outcome = Reply | BaseException
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Table:
     torch tensors are taken, and answered in kind.
     """
 
-    def __init__(self, spec: TableSpec, calls: ShardCalls, stream: WriteStream) -> None:
+    def __init__(self, spec: TableSpec, calls: ShardCalls, stream: ClientStream) -> None:
         self.spec = spec
         self._calls = calls
         self._stream = stream
@@ -275,20 +275,28 @@ class Table:
         lr: float | None = None,
         scale: float = 1.0,
         group: SyncGroup | None = None,
+        sequence: int | None = None,
     ) -> Done:
         """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
 
         ``lr`` replaces the table's learning rate, ``scale`` multiplies the gradients, ``group`` makes the push one
-        rank's part of a synchronous one. Raises InvalidIds, InvalidRows, NonFinite (nothing changed anywhere),
-        ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`), SyncError.
+        rank's part of a synchronous one. ``sequence`` numbers the push, for example by the step, as the only write of
+        that number to this table: sent again under the same number and stream name, by this process or one started in
+        its place, it changes nothing and answers ``duplicate``; see :meth:`Cluster.acknowledge`.
+        Raises InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError, ShardUnavailable
+        (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
         looks = self._calls.view.num_shards > 1 or group is not None
-        return _send_once(self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, looks=looks))
+        return _send_once(
+            self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, sequence=sequence, looks=looks)
+        )
 
-    def push_async(self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0) -> Future[Done]:
+    def push_async(
+        self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0, sequence: int | None = None
+    ) -> Future[Done]:
         """:meth:`push` in the background; the arrays must be left alone until the future is done."""
-        return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale)
+        return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence)
 
     def prepare_push(
         self,
@@ -298,12 +306,21 @@ class Table:
         lr: float | None = None,
         scale: float = 1.0,
         group: SyncGroup | None = None,
+        sequence: int | None = None,
     ) -> Write:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once."""
-        return self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, looks=True)
+        return self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, sequence=sequence, looks=True)
 
     def _prepared_push(
-        self, ids: Any, gradients: Any, *, lr: float | None, scale: float, group: SyncGroup | None, looks: bool
+        self,
+        ids: Any,
+        gradients: Any,
+        *,
+        lr: float | None,
+        scale: float,
+        group: SyncGroup | None,
+        sequence: int | None,
+        looks: bool,
     ) -> Write:
         """:meth:`prepare_push`; without ``looks`` it is left to the shard to find what is not finite."""
         checked = ids_array(ids, self.spec.num_rows)
@@ -321,12 +338,13 @@ class Table:
             (shard, Push(table=self.spec.name, ids=part, gradients=part_rows, lr=lr, scale=scale, group=group))
             for shard, part, part_rows in self._split(merged, rows, every_shard=group is not None)
         ]
-        return Write(self._stream, requests, self._calls.deliver)
+        return Write(self._stream.numbers(self.spec.name, sequence), requests, self._calls.deliver)
 
-    def assign(self, ids: Any, rows: Any) -> Done:
+    def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
         """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct.
 
-        Raises InvalidIds, InvalidRows, NonFinite, ShardUnavailable.
+        ``sequence`` numbers the write as it does a :meth:`push`. Raises InvalidIds, InvalidRows, NonFinite,
+        StaleClient, ShardUnavailable.
         """
         checked = ids_array(ids, self.spec.num_rows)
         values = rows_array(rows, len(checked), self.spec.dim, dtype=self.spec.numpy_dtype)
@@ -340,7 +358,8 @@ class Table:
             (shard, Assign(table=self.spec.name, ids=part, rows=part_rows))
             for shard, part, part_rows in self._split(checked, values, every_shard=False)
         ]
-        return _send_once(Write(self._stream, requests, self._calls.deliver))
+        numbers = self._stream.numbers(self.spec.name, sequence)
+        return _send_once(Write(numbers, requests, self._calls.deliver))
 
     def _pulled(self, ids: Ids) -> npt.NDArray[Any]:
         out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)

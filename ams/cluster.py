@@ -8,18 +8,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
 from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
-from geartrain.ams.messages import CallContext, Describe, Reply, ShardState
+from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
-from geartrain.ams.writes import WriteStream
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
+from geartrain.ams.writes import ClientStream, checked_name
 
 _POLL_SECONDS = 0.05
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
@@ -32,7 +32,7 @@ class ShardStatus:
 
     shard: int
     address: str
-    state: Literal["up", "lost", "missing"]
+    state: ShardCondition
     incarnation: int
     rows: int
     memory_bytes: int
@@ -77,6 +77,7 @@ class Cluster:
         open_carrier: Callable[[str], ShardCarrier],
         config: ClientConfig,
         *,
+        stream: ClientStream,
         remote: bool,
         close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,9 +85,17 @@ class Cluster:
         self._open_carrier = open_carrier
         self._config = config
         self._calls = ShardCalls(view, open_carrier, self._describe, config, remote=remote)
-        self._stream = WriteStream(config.max_in_flight_writes)
+        self._stream = stream
         self._close = close
         self._closed = False
+        if stream.is_named:
+            # Only the marks of numbered writes mean anything to a process that goes on under this name.
+            try:
+                self._fence(stream.name, stream.incarnation, forget=False)
+                self._fence(stream.unnumbered, stream.incarnation, forget=True)
+            except BaseException:
+                self._calls.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +160,29 @@ class Cluster:
             self._scheduler.drop_table(name, self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
+
+    def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
+        """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
+        lower incarnation (StaleClient). Idempotent; one RPC per shard.
+
+        ``forget`` (for a job that goes back to a snapshot) also drops the marks of their writes and the steps of their
+        sync groups, so that numbers may be used again; without it (a job that goes on) they are kept. A shard that is
+        restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here before,
+        ShardUnavailable (some shards may have been told).
+        """
+        self._fence(checked_name("job", job), incarnation, forget=forget)
+
+    def _fence(self, job: str, incarnation: int, *, forget: bool) -> None:
+        for outcome in self._calls.on_all_shards(Fence(job=job, incarnation=incarnation, forget=forget)):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def acknowledge(self, sequence: int) -> None:
+        """Say that no write numbered below ``sequence`` will be sent again, by this process or its successor.
+
+        Shards remember 1,024 numbers from there on, and forget those below with the next numbered write to a table.
+        """
+        self._stream.acknowledge(sequence)
 
     def status(self) -> ClusterStatus:
         """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
@@ -222,41 +254,58 @@ class Cluster:
             raise SchedulerUnavailable(str(exc)) from exc
 
 
-def local(num_shards: int = 1, *, config: ClientConfig | None = None) -> Cluster:
+def local(
+    num_shards: int = 1,
+    *,
+    config: ClientConfig | None = None,
+    stream: str | None = None,
+    incarnation: int | None = None,
+) -> Cluster:
     """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
 
-    Raises ConfigError if ``num_shards`` is not 1 … 4096.
+    ``stream`` and ``incarnation`` are those of :func:`connect`. Raises ConfigError if ``num_shards`` is not 1 … 4096.
     """
     # Only a process that embeds shards loads the server's code.
     from geartrain.ams.embedded import EmbeddedCluster
 
     failpoints.arm_from_environment()
+    config = config or ClientConfig()
+    writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
     embedded = EmbeddedCluster(num_shards)
     return Cluster(
         embedded.scheduler,
         embedded.scheduler.describe(None),
         embedded.open_carrier,
-        config or ClientConfig(),
+        config,
+        stream=writes,
         remote=False,
         close=embedded.close,
     )
 
 
-def connect(address: str, *, config: ClientConfig | None = None) -> Cluster:
+def connect(
+    address: str, *, config: ClientConfig | None = None, stream: str | None = None, incarnation: int | None = None
+) -> Cluster:
     """Return the cluster whose scheduler listens at ``address`` ("host:port"), once all its shards have registered.
 
-    Raises ConfigError (malformed address), SchedulerUnavailable (nobody answers there within
-    ``connect_timeout_seconds``) or ClusterNotReady (shards are missing after ``recovery_timeout_seconds``).
+    ``stream`` names this process's writes, for example ``"job/rank0"``, and takes them over: from now on shards refuse
+    a process of the same name and a lower ``incarnation`` (default: the time in ns), and recognise writes that it
+    numbered (``table.push(…, sequence=step)``). Without a name nobody is superseded.
+
+    Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (nobody answers
+    there within ``connect_timeout_seconds``), ClusterNotReady (shards are missing after ``recovery_timeout_seconds``)
+    or StaleClient (a higher incarnation has the stream).
     """
     failpoints.arm_from_environment()
     config = config or ClientConfig()
+    writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
     scheduler, open_carrier = _grpc_carriers(address, config)
     try:
         view = _await_ready(scheduler, address, config)
+        return Cluster(scheduler, view, open_carrier, config, stream=writes, remote=True)
     except BaseException:
         scheduler.close()
         raise
-    return Cluster(scheduler, view, open_carrier, config, remote=True)
 
 
 def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
@@ -279,13 +328,13 @@ def describe_cluster(
 ) -> ClusterStatus:
     """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
     view = scheduler.describe(timeout_seconds)
-    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state == "up"}
     started = time.time()
     answered: dict[int, float] = {}
 
     def note(shard: int) -> Callable[[object], object]:
         return lambda _: answered.setdefault(shard, time.time())
 
+    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state in ("up", "silent")}
     try:
         asked = {
             shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)

@@ -24,6 +24,9 @@ GeartrainError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
 │   └── SnapshotNotFound (LookupError)
+├── StateError                       the scheduler's own state
+│   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
+│   └── StateFailed                  a change could not be written
 ├── ProtocolError                    bytes that are not a valid message
 │   └── MessageTooLarge
 └── InternalError                    a bug of ours, reported by a shard with its traceback
@@ -133,6 +136,18 @@ class SnapshotFailed(SnapshotError):
 
 class SnapshotNotFound(SnapshotError, LookupError):
     """No snapshot of this name exists, or none at all."""
+
+
+class StateError(GeartrainError):
+    """The state that a role keeps on disk cannot be read or written."""
+
+
+class StateDamaged(StateError):
+    """A file or value of the state is changed, cut or gone. The message names the file and, if known, the key."""
+
+
+class StateFailed(StateError):
+    """A change of the state could not be written. After a restart it may be there or not; nothing was acknowledged."""
 
 
 class ProtocolError(GeartrainError):

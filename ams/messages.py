@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from geartrain.ams.specs import Ids, TableSpec
 
+WRITE_WINDOW = 1024
+"""A client may be at most this many writes ahead of its oldest unacknowledged one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallContext:
@@ -145,7 +148,17 @@ class Restore:
     tables: tuple[str, ...]
 
 
-Request = CreateTable | DropTable | Pull | Push | Assign | Describe | Freeze | WriteFrozen | Thaw | Restore
+@dataclass(frozen=True, kw_only=True)
+class Fence:
+    """From now on refuse writes of the streams ``job`` and ``job/…`` with a lower incarnation. Idempotent."""
+
+    job: str
+    incarnation: int
+    forget: bool = True
+    """Also forget which of their writes were applied: the job goes back, and will write them anew."""
+
+
+Request = CreateTable | DropTable | Pull | Push | Assign | Describe | Freeze | WriteFrozen | Thaw | Restore | Fence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Writes that are applied once: their numbers, and one write on its way to its shards."""
+"""Writes that are applied once: their numbers, and one write on its way to its shards.
+
+A client's stream has a name. The writes that nobody numbers are numbered here, and their numbers mean something in
+this process only. A caller may number writes itself, by its step: such a number means the same after a restart.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,39 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from geartrain.ams import failpoints
-from geartrain.ams.messages import CallContext, Done, Reply, Request
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, Request
+
+MAX_STREAM_NAME = 200
+"""Characters."""
+
+
+class Numbers(Protocol):
+    """Where a write has its number from. Thread-safe."""
+
+    def begin(self) -> int:
+        """Return the number of a write that begins."""
+
+    def end(self, sequence: int) -> None:
+        """The write is acknowledged, or given up: it will not be sent again."""
+
+    def context(self, sequence: int) -> CallContext:
+        """Return what travels with the write."""
 
 
 class WriteStream:
-    """Numbers the writes of one client. Thread-safe.
+    """Numbers the writes of one process. Thread-safe.
 
     At most ``window`` numbers are open at once: the shards remember replies only that far.
     """
 
-    def __init__(self, window: int, name: str | None = None) -> None:
-        self.name = name or uuid.uuid4().hex
-        self.incarnation = time.time_ns()
+    def __init__(self, window: int, name: str, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
         self._window = window
         self._next = 1
         self._open: set[int] = set()
@@ -35,13 +58,13 @@ class WriteStream:
             return sequence
 
     def end(self, sequence: int) -> None:
-        """The write is acknowledged, or given up: it will not be sent again."""
+        """See :class:`Numbers`."""
         with self._changed:
             self._open.discard(sequence)
             self._changed.notify_all()
 
     def context(self, sequence: int) -> CallContext:
-        """Return what travels with the write."""
+        """See :class:`Numbers`."""
         with self._changed:
             return CallContext(
                 stream=self.name,
@@ -54,6 +77,86 @@ class WriteStream:
         return min(self._open, default=self._next)
 
 
+@dataclass(frozen=True)
+class _Given:
+    """The number that the caller gave to one write."""
+
+    client: ClientStream
+    table: str
+    sequence: int
+
+    def begin(self) -> int:
+        return self.sequence
+
+    def end(self, sequence: int) -> None:
+        """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
+
+    def context(self, sequence: int) -> CallContext:
+        return CallContext(
+            stream=f"{self.client.name}/table/{self.table}",
+            incarnation=self.client.incarnation,
+            sequence=sequence,
+            oldest_unacknowledged=self.client.acknowledged,
+        )
+
+
+class ClientStream:
+    """The writes of one client: those it numbers and those it does not. Thread-safe.
+
+    Without a name it is nobody's successor. With one, the shards refuse lower incarnations of the same name.
+    """
+
+    def __init__(self, window: int, name: str | None = None, incarnation: int | None = None) -> None:
+        if name is None and incarnation is not None:
+            raise InvalidArgument(f"incarnation {incarnation} is that of no stream; name it: stream='job/rank0'")
+        if incarnation is not None and not 1 <= incarnation < 1 << 63:
+            raise InvalidArgument(f"incarnation is {incarnation}; it must lie in [1, 2^63)")
+        self.is_named = name is not None
+        self.name = uuid.uuid4().hex if name is None else checked_name("stream", name)
+        self.incarnation = time.time_ns() if incarnation is None else incarnation
+        self.acknowledged = 0
+        """Numbers below this one that the caller gave are not used again."""
+        # Named, its numbers begin anew with every incarnation, so each has a stream of its own.
+        own = f"{self.unnumbered}/{self.incarnation}" if self.is_named else self.name
+        self._unnumbered = WriteStream(window, own, self.incarnation)
+
+    @property
+    def unnumbered(self) -> str:
+        """The job that fences the writes that nobody numbered."""
+        return f"{self.name}/process"
+
+    def numbers(self, table: str, sequence: int | None) -> Numbers:
+        """Return where a write to ``table`` has its number from. Raises InvalidArgument."""
+        if sequence is None:
+            return self._unnumbered
+        if not self.is_named:
+            raise InvalidArgument(
+                f"sequence {sequence} can only be recognised after a restart in a stream that has a name; give "
+                "stream='job/rank0' to connect()"
+            )
+        low = max(self.acknowledged, 1)
+        if not low <= sequence < low + WRITE_WINDOW:
+            raise InvalidArgument(
+                f"sequence {sequence} is outside [{low}, {low + WRITE_WINDOW}): shards remember {WRITE_WINDOW} writes "
+                "from the oldest that may be sent again; name that one with cluster.acknowledge(sequence)"
+            )
+        return _Given(self, table, sequence)
+
+    def acknowledge(self, sequence: int) -> None:
+        """No write numbered below ``sequence`` is sent again. Shards learn it with the next numbered write."""
+        self.acknowledged = max(self.acknowledged, sequence)
+
+
+def checked_name(what: str, name: str) -> str:
+    """Return the name of a stream or job. Raises InvalidArgument."""
+    if not 1 <= len(name) <= MAX_STREAM_NAME or not name.isprintable() or "" in name.split("/"):
+        raise InvalidArgument(
+            f"{what} is {name!r}; it must have 1 … {MAX_STREAM_NAME} printable characters in parts that '/' divides, "
+            "for example 'job/rank0'"
+        )
+    return name
+
+
 Deliver = Callable[[Sequence[tuple[int, Request]], CallContext], list[Reply | BaseException]]
 
 
@@ -64,13 +167,13 @@ class Write:
     the write twice. Not thread-safe.
     """
 
-    def __init__(self, stream: WriteStream, requests: Sequence[tuple[int, Request]], deliver: Deliver) -> None:
-        self._stream = stream
+    def __init__(self, numbers: Numbers, requests: Sequence[tuple[int, Request]], deliver: Deliver) -> None:
+        self._numbers = numbers
         self._pending = list(requests)
         self._deliver = deliver
         self._created = 0
         self._duplicate = False
-        self._sequence = stream.begin()
+        self._sequence = numbers.begin()
 
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.
@@ -79,7 +182,7 @@ class Write:
         again with the same write.
         """
         failpoints.reach("client.send.before")
-        outcomes = self._deliver(self._pending, self._stream.context(self._sequence)) if self._pending else []
+        outcomes = self._deliver(self._pending, self._numbers.context(self._sequence)) if self._pending else []
         failed, first_error = [], None
         for call, outcome in zip(self._pending, outcomes, strict=True):
             if isinstance(outcome, Done):
@@ -92,10 +195,10 @@ class Write:
         if first_error is not None:
             raise first_error
         failpoints.reach("client.reply.after")
-        self._stream.end(self._sequence)
+        self._numbers.end(self._sequence)
         return Done(created=self._created, duplicate=self._duplicate)
 
     def abandon(self) -> None:
         """Give the write up. On shards that have not answered it is unknown whether it was applied."""
         self._pending = []
-        self._stream.end(self._sequence)
+        self._numbers.end(self._sequence)

@@ -19,6 +19,7 @@ def scheduler(
     file: ConfigFile = None,
     listen: Listen = None,
     num_shards: Annotated[int | None, typer.Option("--num-shards", help="Shards of the cluster.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder for its state; by default it is kept in memory.")] = None,
     insecure: Insecure = None,
     mode: Mode = None,
     log_level: LogLevel = "info",
@@ -31,7 +32,7 @@ def scheduler(
     log_to_stderr(log_level)
     if end_with_parent:
         role.end_with_parent()
-    given = configuration.flags("scheduler", listen=listen, num_shards=num_shards, insecure=insecure)
+    given = configuration.flags("scheduler", listen=listen, num_shards=num_shards, data=data, insecure=insecure)
     given += configuration.flags(configuration.WHOLE, mode=mode)
     whole = configuration.load(file, given)
     failpoints.arm_from_environment(whole.mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +28,9 @@ def up(
     restart: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Start a role that dies again, or end the cluster.")
     ] = True,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder for what shall survive the cluster: FOLDER/scheduler.")
+    ] = None,
     insecure: Insecure = None,
     mode: Mode = None,
     as_json: Json = False,
@@ -35,7 +39,8 @@ def up(
 
     Prints one line when every shard serves; the roles' logs go to stderr with their names before them.
     """
-    given = configuration.flags("scheduler", listen=scheduler_listen, insecure=insecure)
+    state = None if data is None else str(data.absolute() / "scheduler")
+    given = configuration.flags("scheduler", listen=scheduler_listen, data=state, insecure=insecure)
     given += configuration.flags("server", insecure=insecure)
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))

@@ -24,6 +24,9 @@ KILL_AFTER_SECONDS = STOP_GRACE_SECONDS + 2.0
 class Service(Protocol):
     """What can be served until it is stopped."""
 
+    end_reason: str | None
+    """Why it ended by itself; None if it did not."""
+
     def wait(self) -> object:
         """Block until it has ended by itself or was stopped."""
 
@@ -85,4 +88,4 @@ def serve(role: str, service: Service, **facts: object) -> None:
     ended.wait()
     service.stop(STOP_GRACE_SECONDS)
     if not told.is_set():
-        raise RoleEnded(f"the {role} stopped serving by itself; its log says why")
+        raise RoleEnded(f"the {role} stopped serving by itself: {service.end_reason or 'its log says why'}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import (
@@ -23,29 +23,15 @@ from geartrain.ams.errors import (
     TableExists,
 )
 from geartrain.ams.messages import CallContext, CreateTable, DropTable, Request
-from geartrain.ams.placement import MAX_SHARDS, even_placement
+from geartrain.ams.placement import MAX_SHARDS
+from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.specs import TableSpec
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier, ShardEntry
+from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier, ShardCondition, ShardEntry
 from geartrain.ams.words import counted
 
 _SHARD_TIMEOUT_SECONDS = 30.0
-
-
-@dataclass
-class _Member:
-    address: str
-    incarnation: int
-    last_heartbeat: float
-    left: bool = False
-    newcomer: bool = True
-    """Joined without a past: it holds no rows that an earlier scheduler knew of."""
-
-
-@dataclass
-class _Schema:
-    spec: TableSpec
-    holders: dict[int, int] = field(default_factory=dict)
-    """Incarnation of each shard that holds the table."""
+_SILENT_BEATS = 3
 
 
 @dataclass(frozen=True)
@@ -77,20 +63,34 @@ class Scheduler:
         open_carrier: Callable[[str], ShardCarrier],
         *,
         lease_seconds: float = 10.0,
+        store: KeyValueStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Go on from what ``store`` holds (None: nothing, and nothing is kept).
+
+        Raises ConfigError (another number of shards, a newer format), StateDamaged.
+        """
         if not 1 <= num_shards <= MAX_SHARDS:
             raise ConfigError(f"num_shards is {num_shards}; it must lie in [1, {MAX_SHARDS}]")
         self._num_shards = num_shards
         self._open_carrier = open_carrier
         self.lease_seconds = lease_seconds
         self._clock = clock
-        self._cluster_version = 1
-        self._members: dict[int, _Member] = {}
-        self._schemas: dict[str, _Schema] = {}
-        self._bucket_shards = even_placement(num_shards)
+        self._state = State(MemoryStore() if store is None else store, num_shards)
+        self._started = clock()
+        for member in self._state.members.values():
+            # It may live, unheard as long as there was no scheduler: it has a whole lease to say so.
+            member.last_heartbeat = self._started
+        self._ran: float | None = None
+        """When :meth:`pulse` was last called."""
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
+
+    def pulse(self) -> None:
+        """Note that the scheduler runs. To be called several times a lease, or never."""
+        with self._lock:
+            self._forgive_own_stop()
+            self._ran = self._clock()
 
     def register(
         self,
@@ -99,49 +99,71 @@ class Scheduler:
         incarnation: int,
         *,
         cluster_version: int = 0,
+        heartbeat_seconds: float = 0.0,
         tables: Sequence[TableSpec] = (),
     ) -> Registration:
         """Take a shard into the cluster, or take back one that knew an earlier scheduler.
 
-        Raises ConfigError if the shard asked for, or every shard, is held by a living process.
+        ``heartbeat_seconds`` is how often it means to send heartbeats. Raises ConfigError if the shard asked for, or
+        every shard, is held by a living process; ClusterNotReady if that is not known yet, after a restart.
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
+            self._forgive_own_stop()
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
             else:
                 chosen = self._claim(shard, address, incarnation, has_past=cluster_version > 0)
-            previous = self._members.get(chosen)
-            self._cluster_version = max(self._cluster_version, cluster_version)
+            previous = self._state.members.get(chosen)
+            version = max(self._state.cluster_version, cluster_version)
             if previous is not None and previous.incarnation != incarnation:
                 failpoints.reach("scheduler.version.before")
-                self._cluster_version += 1
+                version += 1
+            member = Member(
+                address,
+                incarnation,
+                newcomer=cluster_version == 0,
+                last_heartbeat=self._clock(),
+                heartbeat_seconds=heartbeat_seconds,
+            )
+            self._state.keep(
+                cluster_version=version, members={chosen: member}, schemas=self._held(chosen, incarnation, tables)
+            )
+            if previous is not None and previous.incarnation != incarnation:
                 failpoints.reach("scheduler.version.after")
-            self._members[chosen] = _Member(address, incarnation, self._clock(), newcomer=cluster_version == 0)
-            for spec in tables:
-                schema = self._schemas.setdefault(spec.name, _Schema(spec))
-                if schema.spec == spec:
-                    schema.holders[chosen] = incarnation
-            return Registration(chosen, self._num_shards, self._cluster_version)
+            return Registration(chosen, self._num_shards, version)
+
+    def _held(self, shard: int, incarnation: int, tables: Sequence[TableSpec]) -> dict[str, Schema]:
+        """Return the schemas as they are once a shard has said which tables it holds."""
+        changed = {}
+        for spec in tables:
+            schema = self._state.schemas.get(spec.name, Schema(spec))
+            if schema.spec == spec:
+                changed[spec.name] = replace(schema, holders=schema.holders | {shard: incarnation})
+        return changed
 
     def heartbeat(self, shard: int, incarnation: int) -> Beat:
         """Note that a shard lives."""
         with self._lock:
-            member = self._members.get(shard)
+            version = self._state.cluster_version
+            member = self._state.members.get(shard)
             if member is None:
-                return Beat(self._cluster_version, unknown=True)
+                return Beat(version, unknown=True)
             if member.incarnation != incarnation:
-                return Beat(self._cluster_version, replaced=True)
+                return Beat(version, replaced=True)
+            if member.left:
+                self._state.keep(members={shard: replace(member, left=False)})
+                member = self._state.members[shard]
             member.last_heartbeat = self._clock()
-            member.left = False
-            return Beat(self._cluster_version)
+            member.is_heard = True
+            return Beat(version)
 
     def leave(self, shard: int, incarnation: int) -> None:
         """Note that a shard goes in good order; its place is free at once."""
         with self._lock:
-            member = self._members.get(shard)
+            member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation:
-                member.left = True
+                self._state.keep(members={shard: replace(member, left=True)})
 
     def describe(self) -> ClusterView:
         """Return the cluster as it is now."""
@@ -157,27 +179,48 @@ class Scheduler:
         with self._schema_change:
             view = self._ready_view()
             with self._lock:
-                existing = self._schemas.get(spec.name)
-            if existing is not None:
+                existing = self._state.schemas.get(spec.name)
+            if existing is not None and not existing.is_unsettled:
                 self._check_reuse(existing, spec, reuse, view)
                 return True
+            if existing is not None:  # an earlier change was cut short: some shards may hold the table
+                self._on_all_shards(view, DropTable(table=spec.name))
+            self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
             try:
                 failpoints.reach("table.create.before")
                 self._on_all_shards(view, CreateTable(spec=spec))
                 failpoints.reach("table.create.after")
             except (GeartrainError, AttemptFailed):
-                self._on_all_shards(view, DropTable(table=spec.name), best_effort=True)
+                if self._on_all_shards(view, DropTable(table=spec.name), best_effort=True):
+                    self._keep_schema(spec.name, None)
                 raise
-            with self._lock:
-                self._schemas[spec.name] = _Schema(spec, {entry.shard: entry.incarnation for entry in view.shards})
+            holders = {entry.shard: entry.incarnation for entry in view.shards}
+            self._keep_schema(spec.name, Schema(spec, holders))
             return False
 
     def drop_table(self, name: str) -> None:
         """Remove a table from every shard. Idempotent."""
         with self._schema_change:
-            self._on_all_shards(self._ready_view(), DropTable(table=name))
+            view = self._ready_view()
             with self._lock:
-                self._schemas.pop(name, None)
+                existing = self._state.schemas.get(name)
+            if existing is not None:
+                self._keep_schema(name, replace(existing, is_unsettled=True))
+            self._on_all_shards(view, DropTable(table=name))
+            if existing is not None:
+                self._keep_schema(name, None)
+
+    def _keep_schema(self, name: str, schema: Schema | None) -> None:
+        with self._lock:
+            self._state.keep(schemas={name: schema})
+
+    def _forgive_own_stop(self) -> None:
+        """After a stop of the scheduler itself every shard has a whole lease again: nobody could hear it."""
+        now = self._clock()
+        if self._ran is not None and now - self._ran > self.lease_seconds / 2:
+            self._ran = now
+            for member in self._state.members.values():
+                member.last_heartbeat = now
 
     def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
         if not 0 <= shard < self._num_shards:
@@ -186,29 +229,41 @@ class Scheduler:
         if has_past and self._is_empty_newcomer(shard):
             return shard
         if not self._is_free(shard, address, incarnation):
-            raise ConfigError(f"shard {shard} is held by a living process at {self._members[shard].address}")
+            raise self._held_error(f"shard {shard} is held", (shard,))
         return shard
 
     def _is_empty_newcomer(self, shard: int) -> bool:
-        member = self._members.get(shard)
+        member = self._state.members.get(shard)
         if member is None or not member.newcomer:
             return False
-        return all(schema.holders.get(shard) != member.incarnation for schema in self._schemas.values())
+        return all(schema.holders.get(shard) != member.incarnation for schema in self._state.schemas.values())
 
     def _free_shard(self, address: str, incarnation: int) -> int:
         shards = range(self._num_shards)
-        same = [s for s in shards if s in self._members and self._members[s].address == address]
-        candidates: list[int] = [*same, *(s for s in shards if s not in self._members), *shards]
+        same = [s for s in shards if s in self._state.members and self._state.members[s].address == address]
+        candidates: list[int] = [*same, *(s for s in shards if s not in self._state.members), *shards]
         for shard in candidates:
             if self._is_free(shard, address, incarnation):
                 return shard
-        raise ConfigError(
-            f"this cluster has {counted(self._num_shards, 'shard')}, all held by living processes; "
-            f"a dead one's shard is free {self.lease_seconds:g} s after its last sign of life"
+        raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
+
+    def _held_error(self, what: str, shards: Sequence[int]) -> ConfigError | ClusterNotReady:
+        """The error for a newcomer that finds ``shards`` held."""
+        unheard = [shard for shard in shards if not self._state.members[shard].is_heard]
+        if unheard:
+            left = self._started + self.lease_seconds - self._clock()
+            return ClusterNotReady(
+                f"{what}: this scheduler was restarted, and shard {unheard[0]} may live on at "
+                f"{self._state.members[unheard[0]].address}; it is free in {max(left, 0.0):.1f} s if it stays silent"
+            )
+        one = len(shards) == 1
+        by = f"a living process at {self._state.members[shards[0]].address}" if one else "living processes"
+        return ConfigError(
+            f"{what} by {by}; a dead one's shard is free {self.lease_seconds:g} s after its last sign of life"
         )
 
     def _is_free(self, shard: int, address: str, incarnation: int) -> bool:
-        member = self._members.get(shard)
+        member = self._state.members.get(shard)
         if member is None or member.left or member.incarnation == incarnation or member.address == address:
             return True
         return bool(self._clock() - member.last_heartbeat > self.lease_seconds)
@@ -217,7 +272,7 @@ class Scheduler:
         now = self._clock()
         entries = []
         for shard in range(self._num_shards):
-            member = self._members.get(shard)
+            member = self._state.members.get(shard)
             if member is None:
                 entries.append(
                     ShardEntry(shard=shard, address="", incarnation=0, state="missing", heartbeat_age_seconds=0.0)
@@ -229,29 +284,39 @@ class Scheduler:
                     shard=shard,
                     address=member.address,
                     incarnation=member.incarnation,
-                    state="lost" if member.left or age > self.lease_seconds else "up",
+                    state=self._member_state(member, age),
                     heartbeat_age_seconds=age,
                 )
             )
         incarnations = {entry.shard: entry.incarnation for entry in entries}
         return ClusterView(
-            cluster_version=self._cluster_version,
+            cluster_version=self._state.cluster_version,
             num_shards=self._num_shards,
             ready=all(entry.state == "up" for entry in entries),
             shards=tuple(entries),
-            tables=tuple(schema.spec for schema in self._schemas.values() if schema.holders == incarnations),
-            bucket_shards=self._bucket_shards,
+            tables=tuple(
+                schema.spec
+                for schema in self._state.schemas.values()
+                if schema.holders == incarnations and not schema.is_unsettled
+            ),
+            bucket_shards=self._state.bucket_shards,
         )
+
+    def _member_state(self, member: Member, age: float) -> ShardCondition:
+        if member.left or age > self.lease_seconds:
+            return "lost"
+        patience = max(_SILENT_BEATS * member.heartbeat_seconds, self.lease_seconds / _SILENT_BEATS)
+        return "silent" if age > patience or not member.is_heard else "up"
 
     def _ready_view(self) -> ClusterView:
         view = self.describe()
-        absent = [f"{entry.shard} ({entry.state})" for entry in view.shards if entry.state != "up"]
+        absent = [f"{entry.shard} ({entry.state})" for entry in view.shards if entry.state in ("lost", "missing")]
         if absent:
             raise ClusterNotReady(f"shards {', '.join(absent)} of {view.num_shards} are not up; start their servers")
         return view
 
     @staticmethod
-    def _check_reuse(existing: _Schema, spec: TableSpec, reuse: bool, view: ClusterView) -> None:
+    def _check_reuse(existing: Schema, spec: TableSpec, reuse: bool, view: ClusterView) -> None:
         if not reuse:
             raise TableExists(
                 f"table {spec.name!r} exists; pass reuse=True to go on with its rows, drop it, or choose another name"
@@ -264,7 +329,9 @@ class Scheduler:
                 f"table {spec.name!r} lost its rows on shards {lost}, which were restarted; drop it and create it anew"
             )
 
-    def _on_all_shards(self, view: ClusterView, request: Request, *, best_effort: bool = False) -> None:
+    def _on_all_shards(self, view: ClusterView, request: Request, *, best_effort: bool = False) -> bool:
+        """Make a request of every shard; return whether all did it. Raises the first failure, unless best_effort."""
+        done = True
         for entry in view.shards:
             carrier = self._open_carrier(entry.address)
             context = CallContext(shard_incarnation=entry.incarnation)
@@ -273,8 +340,11 @@ class Scheduler:
             except AttemptFailed as exc:
                 if not best_effort:
                     raise ShardUnavailable(f"shard {entry.shard} cannot be told of the table: {exc}") from exc
+                done = False
             except GeartrainError:
                 if not best_effort:
                     raise
+                done = False
             finally:
                 carrier.close()
+        return done

@@ -10,13 +10,17 @@ import grpc
 from geartrain.ams.config import SchedulerConfig
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.storage.kv import KeyValueStore
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.grpc_client import SCHEDULER_SERVICE, GrpcCarrier
 from geartrain.ams.transport.grpc_server import GrpcServer
 
+_PULSES_PER_LEASE = 10
+
 _STATES = {
     "up": scheduler_pb2.ShardEntry.STATE_UP,
+    "silent": scheduler_pb2.ShardEntry.STATE_SILENT,
     "lost": scheduler_pb2.ShardEntry.STATE_LOST,
     "missing": scheduler_pb2.ShardEntry.STATE_MISSING,
 }
@@ -48,6 +52,7 @@ class SchedulerService:
             request.shard if request.HasField("shard") else None,
             request.incarnation,
             cluster_version=request.cluster_version,
+            heartbeat_seconds=request.heartbeat_seconds,
             tables=[codec.spec_from_pb(table) for table in request.tables],
         )
         return scheduler_pb2.RegisterReply(
@@ -112,20 +117,46 @@ class SchedulerServer:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._server: GrpcServer | None = None
+        self._pulse: threading.Thread | None = None
+        self._store: KeyValueStore | None = None
         self._ended = threading.Event()
+        self.end_reason: str | None = None
+        """Why it ended by itself: it never does."""
 
     def start(self) -> str:
-        """Bind and serve; return the address. Raises ConfigError if the port is in use."""
+        """Bind and serve; return the address.
+
+        Raises ConfigError (the port or the data folder is in use, or the state is another cluster's), StateDamaged.
+        """
+        # Loaded only where it is wanted.
+        if self._config.data is not None:
+            from geartrain.ams.storage.lmdb_store import LmdbStore
+
+            self._store = LmdbStore(self._config.data)
+        try:
+            return self._start()
+        except BaseException:
+            self.stop(0)
+            raise
+
+    def _start(self) -> str:
         scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(address, max_message_bytes=self._config.max_message_bytes),
             lease_seconds=self._config.lease_seconds,
+            store=self._store,
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
         self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler).methods)
         self._server.start()
         self._server.ready()
+        self._pulse = threading.Thread(target=self._run_pulse, args=(scheduler,), name="pulse", daemon=True)
+        self._pulse.start()
         return self._server.address
+
+    def _run_pulse(self, scheduler: Scheduler) -> None:
+        while not self._ended.wait(self._config.lease_seconds / _PULSES_PER_LEASE):
+            scheduler.pulse()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""
@@ -137,3 +168,9 @@ class SchedulerServer:
             self._server.stop(grace_seconds)
             self._server = None
         self._ended.set()
+        if self._pulse is not None:
+            self._pulse.join()
+            self._pulse = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None

@@ -1,6 +1,7 @@
 """Marks of applied writes: what makes a retried write apply once (RIFL, section 3).
 
-The key is (stream, sequence), not the process. A mark is dropped when the client says that it has the reply.
+The key is (stream, sequence), not the process. A mark is dropped when the client says that it has the reply, and when
+a fence says that the job starts over.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from dataclasses import dataclass, field
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, StaleClient
-from geartrain.ams.messages import CallContext, Done, Reply
-
-WINDOW = 1024
-"""A client may be at most this many writes ahead of its oldest unacknowledged one."""
+from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply
 
 
 @dataclass
 class _Stream:
     incarnation: int = 0
     oldest_unacknowledged: int = 0
-    done: dict[int, Done] = field(default_factory=dict)
+    acknowledged_by: int = 0
+    """Incarnation that said ``oldest_unacknowledged``."""
+    done: dict[int, tuple[int, Done]] = field(default_factory=dict)
+    """Incarnation and reply of each write applied."""
     waiting: dict[int, list[Future[Reply]]] = field(default_factory=dict)
+
+
+def belongs(stream: str, job: str) -> bool:
+    """Whether a stream is that of ``job``: is called so, or ``job/…``."""
+    return stream == job or stream.startswith(f"{job}/")
 
 
 class WriteMarks:
@@ -29,6 +35,8 @@ class WriteMarks:
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
+        self._fences: dict[str, int] = {}
+        """Lowest incarnation that may write, by job."""
 
     def admit(self, context: CallContext, future: Future[Reply]) -> bool:
         """Say whether the write is new.
@@ -41,24 +49,24 @@ class WriteMarks:
                 f"a write needs a stream and a sequence >= 1 (stream {context.stream!r}, sequence {context.sequence}): "
                 "they are what makes a retry apply once"
             )
-        stream = self._fence(context)
-        self._forget_acknowledged(stream, context.oldest_unacknowledged)
+        stream = self._current(context)
+        self._forget_acknowledged(stream, context)
         if context.sequence < stream.oldest_unacknowledged:
             raise StaleClient(
                 f"sequence {context.sequence} of stream {context.stream!r} was acknowledged already "
                 f"(oldest unacknowledged: {stream.oldest_unacknowledged}); number writes upwards"
             )
         if context.sequence in stream.done:
-            done = stream.done[context.sequence]
+            _, done = stream.done[context.sequence]
             future.set_result(Done(created=done.created, duplicate=True))
             return False
         if context.sequence in stream.waiting:
             stream.waiting[context.sequence].append(future)
             return False
-        if context.sequence >= max(stream.oldest_unacknowledged, 1) + WINDOW:
+        if context.sequence >= max(stream.oldest_unacknowledged, 1) + WRITE_WINDOW:
             raise InvalidArgument(
-                f"sequence {context.sequence} of stream {context.stream!r} is more than {WINDOW} ahead of the oldest "
-                f"unacknowledged write ({stream.oldest_unacknowledged}); acknowledge writes as replies arrive"
+                f"sequence {context.sequence} of stream {context.stream!r} is more than {WRITE_WINDOW} ahead of the "
+                f"oldest unacknowledged write ({stream.oldest_unacknowledged}); acknowledge writes as replies arrive"
             )
         stream.waiting[context.sequence] = [future]
         return True
@@ -67,7 +75,7 @@ class WriteMarks:
         """Mark the write and answer everyone who waits for it."""
         failpoints.reach("shard.mark.before")
         stream = self._streams[context.stream]
-        stream.done[context.sequence] = done
+        stream.done[context.sequence] = context.incarnation, done
         failpoints.reach("shard.mark.after")
         for future in stream.waiting.pop(context.sequence, ()):
             future.set_result(done)
@@ -77,20 +85,56 @@ class WriteMarks:
         for future in self._streams[context.stream].waiting.pop(context.sequence, ()):
             future.set_exception(error)
 
-    def _fence(self, context: CallContext) -> _Stream:
+    def fence(self, job: str, incarnation: int, *, forget: bool) -> None:
+        """From now on refuse the writes of a job's streams with a lower incarnation. Idempotent.
+
+        With ``forget`` also drop their marks. No write of theirs may be waiting. Raises StaleClient if the caller was
+        superseded, InvalidArgument if the fence has no name.
+        """
+        if not job or incarnation < 1:
+            raise InvalidArgument(f"a fence needs a job and an incarnation >= 1 (job {job!r}, {incarnation})")
+        self._require_current(job, incarnation)
+        self._fences[job] = incarnation
+        if forget:
+            for name in [name for name in self._streams if belongs(name, job)]:
+                self._forget_before(name, incarnation)
+
+    def _current(self, context: CallContext) -> _Stream:
+        self._require_current(context.stream, context.incarnation)
         stream = self._streams.setdefault(context.stream, _Stream())
         if context.incarnation < stream.incarnation:
-            raise StaleClient(
-                f"incarnation {context.incarnation} of stream {context.stream!r} was superseded by "
-                f"{stream.incarnation}: another process writes in its place; stop this one"
-            )
+            raise _superseded(context.stream, context.incarnation, context.stream, stream.incarnation)
         stream.incarnation = context.incarnation
         return stream
 
+    def _require_current(self, name: str, incarnation: int) -> None:
+        job, rest = "", name
+        while self._fences and rest:
+            head, slash, rest = rest.partition("/")
+            job += head
+            if incarnation < self._fences.get(job, 0):
+                raise _superseded(name, incarnation, job, self._fences[job])
+            job += slash
+
+    def _forget_before(self, name: str, incarnation: int) -> None:
+        stream = self._streams[name]
+        stream.done = {s: (by, done) for s, (by, done) in stream.done.items() if by >= incarnation}
+        if stream.acknowledged_by < incarnation:
+            stream.oldest_unacknowledged = 0
+        if stream.incarnation < incarnation and not stream.waiting:
+            del self._streams[name]
+
     @staticmethod
-    def _forget_acknowledged(stream: _Stream, oldest_unacknowledged: int) -> None:
-        if oldest_unacknowledged <= stream.oldest_unacknowledged:
+    def _forget_acknowledged(stream: _Stream, context: CallContext) -> None:
+        if context.oldest_unacknowledged <= stream.oldest_unacknowledged:
             return
-        stream.oldest_unacknowledged = oldest_unacknowledged
-        for sequence in [s for s in stream.done if s < oldest_unacknowledged]:
+        stream.oldest_unacknowledged = context.oldest_unacknowledged
+        stream.acknowledged_by = context.incarnation
+        for sequence in [s for s in stream.done if s < context.oldest_unacknowledged]:
             del stream.done[sequence]
+
+
+def _superseded(name: str, incarnation: int, job: str, current: int) -> StaleClient:
+    what = f"incarnation {incarnation} of stream {name!r} was superseded"
+    by = f"by {current}" if job == name else f"by incarnation {current} of {job!r}"
+    return StaleClient(f"{what} {by}: another process writes in its place; stop this one")

@@ -16,6 +16,7 @@ from geartrain.ams import failpoints
 from geartrain.ams.config import ServerConfig, split_address
 from geartrain.ams.core import ops
 from geartrain.ams.errors import (
+    ClusterNotReady,
     ConfigError,
     GeartrainError,
     InvalidRows,
@@ -29,6 +30,7 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Fence,
     Freeze,
     Pull,
     Push,
@@ -39,6 +41,7 @@ from geartrain.ams.messages import (
 )
 from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
 from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
@@ -47,7 +50,7 @@ from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
-from geartrain.ams.transport.grpc_server import GrpcServer, await_reply
+from geartrain.ams.transport.grpc_server import BytesMethod, GrpcServer, await_reply
 from geartrain.ams.words import counted
 
 logger = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ class ShardService:
     @property
     def methods(self) -> dict[str, Any]:
         """The methods by name, from encoded request to encoded reply."""
-        return {
+        methods = {
             "CreateTable": self.create_table,
             "DropTable": self.drop_table,
             "Pull": self.pull,
@@ -84,7 +87,9 @@ class ShardService:
             "WriteFrozen": self.write_frozen,
             "Thaw": self.thaw,
             "Restore": self.restore,
+            "Fence": self.fence,
         }
+        return {name: self._held_to_the_end(method) for name, method in methods.items()}
 
     @property
     def shard(self) -> Shard:
@@ -195,6 +200,22 @@ class ShardService:
         restore = Restore(folder=request.folder, tables=tuple(request.tables))
         return _encoded(await_reply(self._submit(request.context, restore), servicer_context))
 
+    def fence(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Refuse a job's past."""
+        request = framing.parse(data, shard_pb2.FenceRequest)
+        fence = Fence(job=request.job, incarnation=request.incarnation, forget=request.forget)
+        return _encoded(await_reply(self._submit(request.context, fence), servicer_context))
+
+    def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
+        """``method``, but what it did is acknowledged only while the shard is surely this process's."""
+
+        def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+            reply = method(data, servicer_context)
+            self.shard.check_lease()
+            return reply
+
+        return answer
+
     def _submit(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
         return self.shard.submit(codec.context_from_pb(context), request)
 
@@ -236,6 +257,13 @@ class _HeldShard:
         self.address = config.advertise or _reachable(self.server.address)
         self.incarnation = time.time_ns()
         self.shard: Shard | None = None
+        self.lease: Lease | None = None
+
+    @property
+    def number(self) -> int:
+        """The shard's number, once it has joined."""
+        assert self.shard is not None
+        return self.shard.shard
 
     def join(self, scheduler: GrpcSchedulerCarrier) -> None:
         """Register and serve; also how the shard introduces itself to a scheduler that was restarted."""
@@ -245,12 +273,16 @@ class _HeldShard:
             shard=self.wanted if known is None else known.shard,
             incarnation=self.incarnation,
             cluster_version=0 if known is None else known.cluster_version,
+            heartbeat_seconds=self.config.heartbeat_seconds,
             tables=[] if known is None else [codec.spec_to_pb(spec) for spec in known.specs],
         )
+        began = boot_seconds()
         reply = scheduler.register(request, _CALL_TIMEOUT_SECONDS)
         if known is not None:
             known.cluster_version = reply.cluster_version
+            self._confirm(began)
             return
+        self.lease = Lease(reply.shard, reply.lease_seconds)
         self.shard = Shard(
             reply.shard,
             buckets_of_shard(even_placement(reply.num_shards), reply.shard),
@@ -258,6 +290,7 @@ class _HeldShard:
             cluster_version=reply.cluster_version,
             sync_timeout_seconds=self.config.sync_timeout_seconds,
             threads=threads_per_shard(self.config.shards),
+            lease=self.lease,
         )
         self.service.serve(self.shard)
         self.server.ready()
@@ -267,6 +300,7 @@ class _HeldShard:
         """Send a heartbeat; return False if another process holds the shard now."""
         assert self.shard is not None
         failpoints.reach("lease.heartbeat.before")
+        began = boot_seconds()
         reply = scheduler.heartbeat(self.shard.shard, self.incarnation, _CALL_TIMEOUT_SECONDS)
         failpoints.reach("lease.heartbeat.after")
         if reply.replaced:
@@ -276,7 +310,12 @@ class _HeldShard:
             self.join(scheduler)
         else:
             self.shard.cluster_version = reply.cluster_version
+            self._confirm(began)
         return True
+
+    def _confirm(self, began: float) -> None:
+        assert self.lease is not None
+        self.lease.confirm(began)
 
 
 def _reachable(bound: str) -> str:
@@ -295,6 +334,9 @@ class ShardServer:
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._pulse = threading.Thread(target=self._run_pulse, name="pulse", daemon=True)
+        self.end_reason: str | None = None
+        """Why it ended by itself; None if it did not."""
         self._started = False
 
     def start(self) -> list[str]:
@@ -317,6 +359,7 @@ class ShardServer:
             self.stop(0)
             raise
         self._heart.start()
+        self._pulse.start()
         self._started = True
         return [held.address for held in self._held]
 
@@ -339,6 +382,7 @@ class ShardServer:
         self._stopping.set()
         if self._started and threading.current_thread() is not self._heart:
             self._heart.join()
+            self._pulse.join()
         for held in self._held:
             if held.shard is not None:
                 try:
@@ -359,6 +403,12 @@ class ShardServer:
                 try:
                     held.join(self._scheduler)
                     break
+                except ClusterNotReady as exc:
+                    if time.monotonic() > deadline:
+                        raise
+                    logger.info("waiting: %s", exc)
+                    if self._stopping.wait(_RETRY_SECONDS):
+                        raise
                 except AttemptFailed as exc:
                     if time.monotonic() > deadline:
                         raise SchedulerUnavailable(
@@ -368,14 +418,24 @@ class ShardServer:
                     if self._stopping.wait(_RETRY_SECONDS):
                         raise SchedulerUnavailable("stopped before the scheduler answered") from exc
 
+    @property
+    def _leases(self) -> list[Lease]:
+        return [held.lease for held in self._held if held.lease is not None]
+
+    def _run_pulse(self) -> None:
+        interval = min(lease.seconds for lease in self._leases) / PULSES_PER_LEASE
+        while not self._stopping.wait(interval):
+            for lease in self._leases:
+                lease.pulse()
+
     def _beat(self) -> None:
         silent = False
-        while not self._stopping.wait(self._config.heartbeat_seconds):
+        interval = min(self._config.heartbeat_seconds, *(lease.seconds / BEATS_PER_LEASE for lease in self._leases))
+        while not self._stopping.wait(interval):
             try:
                 for held in self._held:
                     if not held.beat(self._scheduler):
-                        logger.error("shard %s was taken over by another process; this one ends", held.address)
-                        self._ended.set()
+                        self._end(f"shard {held.number} was taken over by another process while this one was silent")
                         return
                 silent = False
             except AttemptFailed as exc:
@@ -383,8 +443,13 @@ class ShardServer:
                     logger.warning("the scheduler does not answer, serving on: %s", exc)
                 silent = True
             except ConfigError as exc:
-                logger.error("the scheduler refuses this shard: %s", exc)
-                self._ended.set()
+                self._end(f"the scheduler refuses this shard: {exc}")
                 return
             except GeartrainError as exc:
                 logger.warning("heartbeat failed: %s", exc)
+
+    def _end(self, reason: str) -> None:
+        for lease in self._leases:
+            lease.revoke(f"{reason}; ask the scheduler again")
+        self.end_reason = reason
+        self._ended.set()

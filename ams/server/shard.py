@@ -27,6 +27,7 @@ from geartrain.ams.errors import (
     ShardUnavailable,
     SnapshotFailed,
     SpecMismatch,
+    StaleClient,
     StaleCluster,
     TableExists,
     TableNotFound,
@@ -38,6 +39,7 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Fence,
     Freeze,
     Pull,
     Push,
@@ -51,6 +53,7 @@ from geartrain.ams.messages import (
     Written,
 )
 from geartrain.ams.server.frozen import FrozenTables, restore_tables
+from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
 from geartrain.ams.specs import Ids, TableSpec
@@ -90,9 +93,12 @@ class Shard:
         cluster_version: int = 1,
         sync_timeout_seconds: float = 60.0,
         threads: int = 1,
+        lease: Lease | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.shard = shard
+        self.lease = lease
+        """None: nobody else can hold the shard (it is embedded)."""
         self.incarnation = incarnation
         self.cluster_version = cluster_version
         self._owned_buckets = owned_buckets
@@ -161,7 +167,12 @@ class Shard:
             raise self._no_table(table) from None
 
     def check_fence(self, context: CallContext) -> None:
-        """Raise ShardRestarted or StaleCluster if the caller means another past than this shard's. Any thread."""
+        """Raise unless the caller may be answered. Any thread.
+
+        ShardUnavailable: the shard may belong to another process. ShardRestarted, StaleCluster: the caller means
+        another past than this shard's.
+        """
+        self.check_lease()
         if context.shard_incarnation not in (0, self.incarnation):
             raise ShardRestarted(
                 f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
@@ -172,6 +183,11 @@ class Shard:
                 f"the call means cluster version {context.cluster_version}, shard {self.shard} is at "
                 f"{self.cluster_version}; ask the scheduler again"
             )
+
+    def check_lease(self) -> None:
+        """Raise ShardUnavailable if the shard may belong to another process by now. Any thread."""
+        if self.lease is not None:
+            self.lease.check()
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -265,6 +281,8 @@ class Shard:
                 failpoints.reach("thaw.before")
                 self._thaw(request.snapshot_id, kept=request.kept)
                 return Done()
+            case Fence():
+                return self._fence(request)
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
@@ -279,6 +297,7 @@ class Shard:
             if isinstance(request, Push) and request.group is not None:
                 self._write_jointly(call.context, request, table)
                 return
+            self.check_lease()
             if isinstance(request, Push):
                 created = table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
             else:
@@ -299,6 +318,7 @@ class Shard:
             return
         try:
             joint = joint_push([part for _, part in parts])
+            self.check_lease()
             created = table.rows.push(joint.ids, joint.gradients, lr=joint.lr, scale=1.0)
             failpoints.reach("shard.apply.after")
         except BaseException as error:
@@ -343,6 +363,18 @@ class Shard:
         failpoints.reach("freeze.before")
         self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables, request.parent_id)
         failpoints.reach("freeze.after")
+        return Done()
+
+    def _fence(self, fence: Fence) -> Done:
+        self._marks.fence(fence.job, fence.incarnation, forget=False)
+        error = StaleClient(
+            f"incarnation {fence.incarnation} of {fence.job!r} took over while this push waited for its sync group; "
+            "nothing of it was applied here; stop this process"
+        )
+        for context in self._groups.fence(fence.job, fence.incarnation, forget=fence.forget):
+            self._marks.failed(context, error)
+        if fence.forget:
+            self._marks.fence(fence.job, fence.incarnation, forget=True)
         return Done()
 
     def _thaw(self, snapshot_id: str, *, kept: bool) -> None:

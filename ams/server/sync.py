@@ -16,6 +16,7 @@ import numpy.typing as npt
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, RankMissing, StepMismatch
 from geartrain.ams.messages import CallContext, Push, SyncGroup
+from geartrain.ams.server.marks import belongs
 from geartrain.ams.specs import Ids
 
 MAX_WORLD_SIZE = 65_536
@@ -26,6 +27,10 @@ class _Group:
     world_size: int
     next_sequence: int
     deadline: float = 0.0
+    stream: str = ""
+    """The stream that joined last."""
+    incarnation: int = 0
+    """Its incarnation."""
     waiting: dict[int, tuple[CallContext, Push]] = field(default_factory=dict)
 
 
@@ -79,6 +84,7 @@ class SyncGroups:
         if not group.waiting:
             group.deadline = self._clock() + self._timeout_seconds
         group.waiting[member.rank] = (context, push)
+        group.stream, group.incarnation = context.stream, context.incarnation
         if len(group.waiting) < group.world_size:
             return None
         return [group.waiting[rank] for rank in range(group.world_size)]
@@ -97,6 +103,29 @@ class SyncGroups:
         """Raise StepMismatch unless exactly the writes before ``member.sequence`` are applied."""
         if (table, member.job) in self._groups:
             self._require_step(table, member, self._group(table, member))
+
+    def fence(self, job: str, incarnation: int, *, forget: bool) -> list[CallContext]:
+        """Drop the pushes of the streams of ``job`` with a lower incarnation; return them.
+
+        With ``forget`` also forget the steps of their groups, so that the next incarnation begins at its own.
+        """
+
+        def is_past(stream: str, its: int) -> bool:
+            return belongs(stream, job) and its < incarnation
+
+        dropped: list[CallContext] = []
+        for key, group in list(self._groups.items()):
+            past = {
+                rank: context
+                for rank, (context, _) in group.waiting.items()
+                if is_past(context.stream, context.incarnation)
+            }
+            for rank in past:
+                del group.waiting[rank]
+            dropped.extend(past.values())
+            if forget and not group.waiting and is_past(group.stream, group.incarnation):
+                del self._groups[key]
+        return dropped
 
     def next_deadline(self) -> float | None:
         """When the first incomplete group runs out of time, on the injected clock; None if none waits."""

@@ -17,6 +17,10 @@ class AttemptFailed(Exception):
     """One attempt did not come back: whether the shard saw the request is unknown. The caller may retry."""
 
 
+ShardCondition = Literal["up", "silent", "lost", "missing"]
+"""Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
     """What the scheduler knows of one shard."""
@@ -24,7 +28,7 @@ class ShardEntry:
     shard: int
     address: str
     incarnation: int
-    state: Literal["up", "lost", "missing"]
+    state: ShardCondition
     heartbeat_age_seconds: float
 
 

@@ -21,6 +21,7 @@ from geartrain.ams.messages import (
     Describe,
     Done,
     DropTable,
+    Fence,
     Freeze,
     Pull,
     Push,
@@ -52,10 +53,12 @@ SHARD_METHODS = (
     "WriteFrozen",
     "Thaw",
     "Restore",
+    "Fence",
 )
 
 _STATES = {
     scheduler_pb2.ShardEntry.STATE_UP: "up",
+    scheduler_pb2.ShardEntry.STATE_SILENT: "silent",
     scheduler_pb2.ShardEntry.STATE_LOST: "lost",
     scheduler_pb2.ShardEntry.STATE_MISSING: "missing",
 }
@@ -142,6 +145,11 @@ class GrpcCarrier:
             case Restore(folder=folder, tables=tables):
                 restore = shard_pb2.RestoreRequest(context=codec.context_to_pb(context), folder=folder, tables=tables)
                 return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
+            case Fence(job=job, incarnation=incarnation, forget=forget):
+                fence = shard_pb2.FenceRequest(
+                    context=codec.context_to_pb(context), job=job, incarnation=incarnation, forget=forget
+                )
+                return self._call("Fence", fence.SerializeToString(), timeout_seconds, _done)
 
     def close(self) -> None:
         """Close the connection; calls under way fail with AttemptFailed."""

@@ -45,6 +45,8 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.SnapshotNotFound, grpc.StatusCode.NOT_FOUND),
     (errors.SnapshotDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.SnapshotFailed, grpc.StatusCode.ABORTED),
+    (errors.StateDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.StateError, grpc.StatusCode.ABORTED),
     (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
 )

@@ -136,9 +136,9 @@ def test_without_restarts_a_child_that_dies_ends_the_cluster_and_is_named(name: 
         running.assert_no_child_is_left()
 
 
-@pytest.mark.parametrize("name", ["scheduler", "server 1"])
-def test_a_role_that_dies_comes_back_where_it_was(name: str) -> None:
-    with up("--shards=2") as running:
+@pytest.mark.parametrize(("name", "keeps"), [("scheduler", False), ("scheduler", True), ("server 1", True)])
+def test_a_role_that_dies_comes_back_where_it_was(name: str, keeps: bool, tmp_path: Path) -> None:
+    with up("--shards=2", *(["--data", str(tmp_path)] if keeps else [])) as running:
         config = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=60)
         with gt.connect(running.facts["scheduler"], config=config) as cluster:
             table = cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), num_rows=8192)

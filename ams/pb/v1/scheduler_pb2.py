@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#geartrain/ams/pb/v1/scheduler.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"\x9b\x01\n\x0fRegisterRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\x05shard\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x17\n\x0f\x63luster_version\x18\x04 \x01(\x04\x12+\n\x06tables\x18\x05 \x03(\x0b\x32\x1b.geartrain.ams.v1.TableSpecB\x08\n\x06_shard\"b\n\rRegisterReply\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\x17\n\x0f\x63luster_version\x18\x03 \x01(\x04\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\"6\n\x10HeartbeatRequest\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"L\n\x0eHeartbeatReply\x12\x0f\n\x07unknown\x18\x01 \x01(\x08\x12\x10\n\x08replaced\x18\x02 \x01(\x08\x12\x17\n\x0f\x63luster_version\x18\x03 \x01(\x04\"2\n\x0cLeaveRequest\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x0c\n\nLeaveReply\"\x18\n\x16\x44\x65scribeClusterRequest\"\xe4\x01\n\nShardEntry\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x31\n\x05state\x18\x04 \x01(\x0e\x32\".geartrain.ams.v1.ShardEntry.State\x12\x1d\n\x15heartbeat_age_seconds\x18\x05 \x01(\x01\"O\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_MISSING\x10\x01\x12\x0c\n\x08STATE_UP\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\"\xc4\x01\n\x14\x44\x65scribeClusterReply\x12\x17\n\x0f\x63luster_version\x18\x01 \x01(\x04\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\x08\x12,\n\x06shards\x18\x04 \x03(\x0b\x32\x1c.geartrain.ams.v1.ShardEntry\x12+\n\x06tables\x18\x05 \x03(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\x15\n\rbucket_shards\x18\x06 \x01(\x0c\"U\n\x19\x43reateClusterTableRequest\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\r\n\x05reuse\x18\x02 \x01(\x08\"*\n\x17\x43reateClusterTableReply\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"(\n\x17\x44ropClusterTableRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x17\n\x15\x44ropClusterTableReply2\xb0\x04\n\tScheduler\x12N\n\x08Register\x12!.geartrain.ams.v1.RegisterRequest\x1a\x1f.geartrain.ams.v1.RegisterReply\x12Q\n\tHeartbeat\x12\".geartrain.ams.v1.HeartbeatRequest\x1a .geartrain.ams.v1.HeartbeatReply\x12\x45\n\x05Leave\x12\x1e.geartrain.ams.v1.LeaveRequest\x1a\x1c.geartrain.ams.v1.LeaveReply\x12\x63\n\x0f\x44\x65scribeCluster\x12(.geartrain.ams.v1.DescribeClusterRequest\x1a&.geartrain.ams.v1.DescribeClusterReply\x12l\n\x12\x43reateClusterTable\x12+.geartrain.ams.v1.CreateClusterTableRequest\x1a).geartrain.ams.v1.CreateClusterTableReply\x12\x66\n\x10\x44ropClusterTable\x12).geartrain.ams.v1.DropClusterTableRequest\x1a\'.geartrain.ams.v1.DropClusterTableReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#geartrain/ams/pb/v1/scheduler.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"\xb6\x01\n\x0fRegisterRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\x05shard\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x17\n\x0f\x63luster_version\x18\x04 \x01(\x04\x12+\n\x06tables\x18\x05 \x03(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\x19\n\x11heartbeat_seconds\x18\x06 \x01(\x01\x42\x08\n\x06_shard\"b\n\rRegisterReply\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\x17\n\x0f\x63luster_version\x18\x03 \x01(\x04\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\"6\n\x10HeartbeatRequest\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"L\n\x0eHeartbeatReply\x12\x0f\n\x07unknown\x18\x01 \x01(\x08\x12\x10\n\x08replaced\x18\x02 \x01(\x08\x12\x17\n\x0f\x63luster_version\x18\x03 \x01(\x04\"2\n\x0cLeaveRequest\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x0c\n\nLeaveReply\"\x18\n\x16\x44\x65scribeClusterRequest\"\xf6\x01\n\nShardEntry\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x31\n\x05state\x18\x04 \x01(\x0e\x32\".geartrain.ams.v1.ShardEntry.State\x12\x1d\n\x15heartbeat_age_seconds\x18\x05 \x01(\x01\"a\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_MISSING\x10\x01\x12\x0c\n\x08STATE_UP\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\x12\x10\n\x0cSTATE_SILENT\x10\x04\"\xc4\x01\n\x14\x44\x65scribeClusterReply\x12\x17\n\x0f\x63luster_version\x18\x01 \x01(\x04\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\x08\x12,\n\x06shards\x18\x04 \x03(\x0b\x32\x1c.geartrain.ams.v1.ShardEntry\x12+\n\x06tables\x18\x05 \x03(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\x15\n\rbucket_shards\x18\x06 \x01(\x0c\"U\n\x19\x43reateClusterTableRequest\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\r\n\x05reuse\x18\x02 \x01(\x08\"*\n\x17\x43reateClusterTableReply\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"(\n\x17\x44ropClusterTableRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x17\n\x15\x44ropClusterTableReply2\xb0\x04\n\tScheduler\x12N\n\x08Register\x12!.geartrain.ams.v1.RegisterRequest\x1a\x1f.geartrain.ams.v1.RegisterReply\x12Q\n\tHeartbeat\x12\".geartrain.ams.v1.HeartbeatRequest\x1a .geartrain.ams.v1.HeartbeatReply\x12\x45\n\x05Leave\x12\x1e.geartrain.ams.v1.LeaveRequest\x1a\x1c.geartrain.ams.v1.LeaveReply\x12\x63\n\x0f\x44\x65scribeCluster\x12(.geartrain.ams.v1.DescribeClusterRequest\x1a&.geartrain.ams.v1.DescribeClusterReply\x12l\n\x12\x43reateClusterTable\x12+.geartrain.ams.v1.CreateClusterTableRequest\x1a).geartrain.ams.v1.CreateClusterTableReply\x12\x66\n\x10\x44ropClusterTable\x12).geartrain.ams.v1.DropClusterTableRequest\x1a\'.geartrain.ams.v1.DropClusterTableReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'geartrain.ams.pb.v1.schedul
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERREQUEST']._serialized_start=91
-  _globals['_REGISTERREQUEST']._serialized_end=246
-  _globals['_REGISTERREPLY']._serialized_start=248
-  _globals['_REGISTERREPLY']._serialized_end=346
-  _globals['_HEARTBEATREQUEST']._serialized_start=348
-  _globals['_HEARTBEATREQUEST']._serialized_end=402
-  _globals['_HEARTBEATREPLY']._serialized_start=404
-  _globals['_HEARTBEATREPLY']._serialized_end=480
-  _globals['_LEAVEREQUEST']._serialized_start=482
-  _globals['_LEAVEREQUEST']._serialized_end=532
-  _globals['_LEAVEREPLY']._serialized_start=534
-  _globals['_LEAVEREPLY']._serialized_end=546
-  _globals['_DESCRIBECLUSTERREQUEST']._serialized_start=548
-  _globals['_DESCRIBECLUSTERREQUEST']._serialized_end=572
-  _globals['_SHARDENTRY']._serialized_start=575
-  _globals['_SHARDENTRY']._serialized_end=803
-  _globals['_SHARDENTRY_STATE']._serialized_start=724
-  _globals['_SHARDENTRY_STATE']._serialized_end=803
-  _globals['_DESCRIBECLUSTERREPLY']._serialized_start=806
-  _globals['_DESCRIBECLUSTERREPLY']._serialized_end=1002
-  _globals['_CREATECLUSTERTABLEREQUEST']._serialized_start=1004
-  _globals['_CREATECLUSTERTABLEREQUEST']._serialized_end=1089
-  _globals['_CREATECLUSTERTABLEREPLY']._serialized_start=1091
-  _globals['_CREATECLUSTERTABLEREPLY']._serialized_end=1133
-  _globals['_DROPCLUSTERTABLEREQUEST']._serialized_start=1135
-  _globals['_DROPCLUSTERTABLEREQUEST']._serialized_end=1175
-  _globals['_DROPCLUSTERTABLEREPLY']._serialized_start=1177
-  _globals['_DROPCLUSTERTABLEREPLY']._serialized_end=1200
-  _globals['_SCHEDULER']._serialized_start=1203
-  _globals['_SCHEDULER']._serialized_end=1763
+  _globals['_REGISTERREQUEST']._serialized_end=273
+  _globals['_REGISTERREPLY']._serialized_start=275
+  _globals['_REGISTERREPLY']._serialized_end=373
+  _globals['_HEARTBEATREQUEST']._serialized_start=375
+  _globals['_HEARTBEATREQUEST']._serialized_end=429
+  _globals['_HEARTBEATREPLY']._serialized_start=431
+  _globals['_HEARTBEATREPLY']._serialized_end=507
+  _globals['_LEAVEREQUEST']._serialized_start=509
+  _globals['_LEAVEREQUEST']._serialized_end=559
+  _globals['_LEAVEREPLY']._serialized_start=561
+  _globals['_LEAVEREPLY']._serialized_end=573
+  _globals['_DESCRIBECLUSTERREQUEST']._serialized_start=575
+  _globals['_DESCRIBECLUSTERREQUEST']._serialized_end=599
+  _globals['_SHARDENTRY']._serialized_start=602
+  _globals['_SHARDENTRY']._serialized_end=848
+  _globals['_SHARDENTRY_STATE']._serialized_start=751
+  _globals['_SHARDENTRY_STATE']._serialized_end=848
+  _globals['_DESCRIBECLUSTERREPLY']._serialized_start=851
+  _globals['_DESCRIBECLUSTERREPLY']._serialized_end=1047
+  _globals['_CREATECLUSTERTABLEREQUEST']._serialized_start=1049
+  _globals['_CREATECLUSTERTABLEREQUEST']._serialized_end=1134
+  _globals['_CREATECLUSTERTABLEREPLY']._serialized_start=1136
+  _globals['_CREATECLUSTERTABLEREPLY']._serialized_end=1178
+  _globals['_DROPCLUSTERTABLEREQUEST']._serialized_start=1180
+  _globals['_DROPCLUSTERTABLEREQUEST']._serialized_end=1220
+  _globals['_DROPCLUSTERTABLEREPLY']._serialized_start=1222
+  _globals['_DROPCLUSTERTABLEREPLY']._serialized_end=1245
+  _globals['_SCHEDULER']._serialized_start=1248
+  _globals['_SCHEDULER']._serialized_end=1808
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,7 @@ class RegisterRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port at which others reach the shard."""
     shard: _builtins.int
@@ -37,6 +38,8 @@ class RegisterRequest(_message.Message):
     """Chosen anew by every process."""
     cluster_version: _builtins.int
     """The cluster version it last knew; 0 for a new shard."""
+    heartbeat_seconds: _builtins.float
+    """How often it means to send heartbeats. 0: not said."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
         """Tables it holds; empty for a new shard."""
@@ -49,10 +52,11 @@ class RegisterRequest(_message.Message):
         incarnation: _builtins.int = ...,
         cluster_version: _builtins.int = ...,
         tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
+        heartbeat_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "incarnation", b"incarnation", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -209,6 +213,8 @@ class ShardEntry(_message.Message):
         """Heartbeats arrive."""
         STATE_LOST: ShardEntry._State.ValueType  # 3
         """No heartbeat for a whole lease."""
+        STATE_SILENT: ShardEntry._State.ValueType  # 4
+        """Several heartbeats are missing, or the scheduler was restarted and has heard none yet."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: ShardEntry.State.ValueType  # 0
@@ -218,6 +224,8 @@ class ShardEntry(_message.Message):
     """Heartbeats arrive."""
     STATE_LOST: ShardEntry.State.ValueType  # 3
     """No heartbeat for a whole lease."""
+    STATE_SILENT: ShardEntry.State.ValueType  # 4
+    """Several heartbeats are missing, or the scheduler was restarted and has heard none yet."""
 
     SHARD_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int

@@ -532,3 +532,35 @@ class RestoreRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class FenceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """The streams of this name and those that begin with it and a slash."""
+    incarnation: _builtins.int
+    """The lowest incarnation that may still write."""
+    forget: _builtins.bool
+    """Also forget which of their writes were applied: the job goes back, and will write them anew."""
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        job: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        forget: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "forget", b"forget", "incarnation", b"incarnation", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceRequest: _TypeAlias = FenceRequest  # noqa: Y015

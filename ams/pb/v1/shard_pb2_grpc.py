@@ -84,6 +84,11 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.Fence = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/Fence',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FenceRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
 
 
 class ShardServicer:
@@ -159,6 +164,13 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fence(self, request, context):
+        """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +222,11 @@ def add_ShardServicer_to_server(servicer, server):
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'Fence': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fence,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FenceRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
             ),
     }
@@ -482,6 +499,33 @@ class Shard:
             target,
             '/geartrain.ams.v1.Shard/Restore',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/Fence',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FenceRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
             options,
             channel_credentials,

@@ -55,6 +55,8 @@ class ShardStub:
     """End the freeze of a snapshot. Idempotent."""
     Restore: _grpc.UnaryUnaryMultiCallable[_shard_pb2.RestoreRequest, _shard_pb2.WriteReply]
     """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+    Fence: _grpc.UnaryUnaryMultiCallable[_shard_pb2.FenceRequest, _shard_pb2.WriteReply]
+    """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent."""
 
 @_typing.type_check_only
 class ShardAsyncStub(ShardStub):
@@ -79,6 +81,8 @@ class ShardAsyncStub(ShardStub):
     """End the freeze of a snapshot. Idempotent."""
     Restore: _aio.UnaryUnaryMultiCallable[_shard_pb2.RestoreRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+    Fence: _aio.UnaryUnaryMultiCallable[_shard_pb2.FenceRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent."""
 
 class ShardServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -160,5 +164,13 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
         """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Fence(
+        self,
+        request: _shard_pb2.FenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent."""
 
 def add_ShardServicer_to_server(servicer: ShardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import pytest
@@ -10,6 +11,7 @@ from geartrain.ams import errors
 from geartrain.ams.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.specs import SGD, TableSpec
+from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
 
@@ -17,11 +19,14 @@ SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
 class FakeCluster:
     """A scheduler, its clock, and carriers to shards that note requests."""
 
-    def __init__(self, num_shards: int = 2) -> None:
+    def __init__(self, num_shards: int = 2, store: KeyValueStore | None = None) -> None:
         self.now = 0.0
+        self.store = MemoryStore() if store is None else store
         self.asked: list[tuple[str, Request]] = []
         self.broken: set[str] = set()
-        self.scheduler = Scheduler(num_shards, self.open_carrier, lease_seconds=10, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            num_shards, self.open_carrier, lease_seconds=10, store=self.store, clock=lambda: self.now
+        )
 
     def open_carrier(self, address: str) -> FakeCarrier:
         return FakeCarrier(self, address)
@@ -46,6 +51,18 @@ class FakeCarrier:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class FailingStore(MemoryStore):
+    """A store that can be made to fail, as if its process ended there."""
+
+    writes_left = 1_000
+
+    def write(self, changes: Mapping[str, bytes | None]) -> None:
+        if self.writes_left <= 0:
+            raise errors.StateFailed("killed")
+        self.writes_left -= 1
+        super().write(changes)
 
 
 def states(cluster: FakeCluster) -> list[str]:
@@ -126,3 +143,98 @@ def test_a_shard_with_rows_is_not_expelled_by_a_newcomer_that_was_quicker() -> N
     assert cluster.scheduler.heartbeat(0, 9).replaced
     with pytest.raises(errors.ConfigError, match="held by a living process"):
         cluster.scheduler.register("new:2", 0, incarnation=10)
+
+
+def test_after_a_stop_of_the_scheduler_itself_every_shard_has_a_whole_lease() -> None:
+    cluster = FakeCluster()
+    cluster.scheduler.pulse()
+    cluster.register_both()
+    cluster.now = 100  # stopped: nobody could be heard
+    with pytest.raises(errors.ConfigError, match="held by a living process"):
+        cluster.scheduler.register("h:9", 0, incarnation=9)
+    for cluster.now in range(101, 112):
+        cluster.scheduler.pulse()
+    assert cluster.scheduler.register("h:9", 0, incarnation=9).shard == 0
+
+
+def test_a_restarted_scheduler_goes_on_where_it_was() -> None:
+    first = FakeCluster()
+    first.register_both()
+    first.scheduler.create_table(SPEC)
+    first.scheduler.leave(1, 101)
+    first.scheduler.register("host:1", 1, incarnation=201)  # moves the cluster version
+    version = first.scheduler.describe().cluster_version
+    second = FakeCluster(store=first.store)
+    view = second.scheduler.describe()
+    assert (view.cluster_version, [entry.incarnation for entry in view.shards]) == (version, [100, 201])
+    assert [entry.state for entry in view.shards] == ["silent", "silent"]
+    assert not second.scheduler.heartbeat(0, 100).unknown
+    assert second.scheduler.heartbeat(1, 101).replaced
+    assert states(second) == ["up", "silent"]
+    with pytest.raises(errors.ShardRestarted, match=r"shards \[1\]"):
+        second.scheduler.create_table(SPEC, reuse=True)
+
+
+def test_a_restarted_scheduler_gives_no_shard_away_before_a_whole_lease_unless_it_was_free() -> None:
+    first = FakeCluster()
+    first.register_both()
+    first.scheduler.leave(1, 101)
+    second = FakeCluster(store=first.store)
+    assert second.scheduler.register("new:1", None, incarnation=9).shard == 1
+    with pytest.raises(errors.ClusterNotReady, match=r"shard 0 may live on at host:0; it is free in 10\.0 s"):
+        second.scheduler.register("new:0", 0, incarnation=10)
+    second.now = 10.1
+    assert second.scheduler.register("new:0", 0, incarnation=10).shard == 0
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_table_whose_making_was_cut_short_is_made_anew(kept: int) -> None:
+    store = FailingStore()
+    first = FakeCluster(store=store)
+    first.register_both()
+    store.writes_left = kept
+    with pytest.raises(errors.StateFailed):
+        first.scheduler.create_table(SPEC)
+    store.writes_left = 1_000
+    second = FakeCluster(store=store)
+    assert second.scheduler.describe().tables == ()
+    other = TableSpec(name="t", dim=8, optimizer=SGD(0.1))
+    assert not second.scheduler.create_table(other)
+    dropped_first = [DropTable(table="t")] * 2 * kept  # what the shards may still hold
+    assert [request for _, request in second.asked] == [*dropped_first, *[CreateTable(spec=other)] * 2]
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_table_whose_dropping_was_cut_short_is_whole_or_gone(kept: int) -> None:
+    store = FailingStore()
+    first = FakeCluster(store=store)
+    first.register_both()
+    first.scheduler.create_table(SPEC)
+    first.asked.clear()
+    store.writes_left = kept
+    with pytest.raises(errors.StateFailed):
+        first.scheduler.drop_table("t")
+    assert len(first.asked) == 2 * kept
+    store.writes_left = 1_000
+    assert FakeCluster(store=store).scheduler.describe().tables == (() if kept else (SPEC,))
+
+
+def test_the_state_of_another_cluster_is_refused() -> None:
+    first = FakeCluster(num_shards=2)
+    with pytest.raises(errors.ConfigError, match=r"num_shards is 3, but .* num_shards 2; start it with that"):
+        FakeCluster(num_shards=3, store=first.store)
+    first.store.write({"cluster": b'{"format": 2, "num_shards": 2}'})
+    with pytest.raises(errors.ConfigError, match="is of format 2, this Geartrain reads up to 1; upgrade"):
+        FakeCluster(num_shards=2, store=first.store)
+
+
+def test_a_shard_that_misses_heartbeats_is_silent_before_it_is_lost() -> None:
+    cluster = FakeCluster()
+    cluster.scheduler.register("host:0", 0, 100, heartbeat_seconds=1.0)
+    cluster.scheduler.register("host:1", 1, 101, heartbeat_seconds=2.0)
+    cluster.now = 3.5
+    assert states(cluster) == ["silent", "up"]
+    cluster.now = 6.5
+    assert states(cluster) == ["silent", "silent"]
+    cluster.now = 10.5
+    assert states(cluster) == ["lost", "lost"]

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from geartrain.ams.errors import InvalidArgument, NonFinite, StaleClient
-from geartrain.ams.messages import CallContext, Done, Reply
-from geartrain.ams.server.marks import WINDOW, WriteMarks
+from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply
+from geartrain.ams.server.marks import WriteMarks
 
 
 def context(sequence: int, oldest: int = 1, incarnation: int = 1) -> CallContext:
@@ -72,11 +72,53 @@ def test_a_superseded_process_is_fenced() -> None:
 
 
 def test_a_client_may_not_run_further_ahead_than_the_window() -> None:
-    with pytest.raises(InvalidArgument, match=str(WINDOW)):
-        WriteMarks().admit(context(WINDOW + 1), future())
+    with pytest.raises(InvalidArgument, match=str(WRITE_WINDOW)):
+        WriteMarks().admit(context(WRITE_WINDOW + 1), future())
 
 
 @pytest.mark.parametrize("nameless", [CallContext(), CallContext(stream="s"), CallContext(sequence=1)])
 def test_a_write_without_a_name_is_refused(nameless: CallContext) -> None:
     with pytest.raises(InvalidArgument, match="stream"):
         WriteMarks().admit(nameless, future())
+
+
+def named(stream: str, sequence: int, incarnation: int, oldest: int = 0) -> CallContext:
+    return CallContext(stream=stream, sequence=sequence, incarnation=incarnation, oldest_unacknowledged=oldest)
+
+
+def test_a_fence_shuts_out_lower_incarnations_of_the_job_and_nobody_else() -> None:
+    marks = WriteMarks()
+    marks.admit(named("job/rank0", 1, incarnation=1), future())
+    marks.applied(named("job/rank0", 1, incarnation=1), Done())
+    marks.fence("job", 5, forget=False)
+    for stream in ("job", "job/rank0", "job/rank0/table/t"):
+        with pytest.raises(StaleClient, match=r"superseded by incarnation 5 of 'job'|superseded by 5"):
+            marks.admit(named(stream, 2, incarnation=4), future())
+    assert marks.admit(named("job/rank0", 2, incarnation=5), future())
+    assert marks.admit(named("jobs/rank0", 1, incarnation=4), future())
+    marks.fence("job", 5, forget=False)
+    with pytest.raises(StaleClient):
+        marks.fence("job/rank0", 4, forget=False)
+
+
+def test_a_job_that_goes_on_keeps_its_marks_and_one_that_goes_back_does_not() -> None:
+    marks = WriteMarks()
+    marks.admit(named("job/rank0", 3, incarnation=1, oldest=2), future())
+    marks.applied(named("job/rank0", 3, incarnation=1), Done(created=7))
+    marks.fence("job", 2, forget=False)
+    again = future()
+    assert not marks.admit(named("job/rank0", 3, incarnation=2), again)
+    assert again.result(0) == Done(created=7, duplicate=True)
+    marks.fence("job", 3, forget=True)
+    assert marks.admit(named("job/rank0", 1, incarnation=3), future())
+    assert marks.admit(named("job/rank0", 3, incarnation=3), future())
+
+
+def test_a_fence_that_arrives_late_forgets_nothing_of_those_it_let_in() -> None:
+    marks = WriteMarks()
+    for sequence, incarnation in ((1, 1), (2, 2)):
+        marks.admit(named("job/rank0", sequence, incarnation), future())
+        marks.applied(named("job/rank0", sequence, incarnation), Done())
+    marks.fence("job", 2, forget=True)
+    assert not marks.admit(named("job/rank0", 2, incarnation=2), future())
+    assert marks.admit(named("job/rank0", 1, incarnation=2), future())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import InvalidArgument, NonFinite, RankMissing, StepMismatch
-from geartrain.ams.messages import Assign, CallContext, CreateTable, Done, Pull, Push, SyncGroup
+from geartrain.ams.errors import InvalidArgument, NonFinite, RankMissing, StaleClient, StepMismatch
+from geartrain.ams.messages import Assign, CallContext, CreateTable, Done, Fence, Pull, Push, SyncGroup
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import SGD, Constant, TableSpec
@@ -142,3 +142,20 @@ def test_a_busy_shard_still_tells_the_ranks_that_wait() -> None:
             waiting.result(10)
     finally:
         shard.close()
+
+
+def test_a_fence_drops_what_waits_of_the_job_and_lets_the_next_begin_at_its_own_step(shard: Shard) -> None:
+    def of(rank: int, sequence: int, incarnation: int) -> CallContext:
+        return CallContext(stream=f"job/rank{rank}", sequence=sequence, incarnation=incarnation)
+
+    for rank in (0, 1):
+        done = shard.submit(of(rank, 1, 1), push(rank, 1, [1], 1.0))
+    done.result(10)
+    waits = shard.submit(of(0, 2, 1), push(0, 2, [1], 1.0))
+    shard.submit(CallContext(), Fence(job="job", incarnation=2)).result(10)
+    with pytest.raises(StaleClient, match="took over while this push waited"):
+        waits.result(10)
+    for rank in (0, 1):
+        done = shard.submit(of(rank, 1, 2), push(rank, 1, [1], 1.0))
+    done.result(10)
+    assert pulled(shard, [1]) == [-2.0]

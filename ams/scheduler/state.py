@@ -1,0 +1,156 @@
+"""What a scheduler must remember: read from its store when it starts, written there before anything is answered."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from geartrain.ams.errors import ConfigError, StateDamaged
+from geartrain.ams.placement import NUM_BUCKETS, BucketShards, even_placement
+from geartrain.ams.specs import TableSpec
+from geartrain.ams.storage.kv import KeyValueStore
+
+FORMAT = 1
+_LONGEST_NAME_BYTES = 300
+
+
+@dataclass
+class Member:
+    """The process that holds a shard."""
+
+    address: str
+    incarnation: int
+    left: bool = False
+    newcomer: bool = True
+    """Joined without a past: it holds no rows that an earlier scheduler knew of."""
+    last_heartbeat: float = 0.0
+    """On the scheduler's clock. This and the following are not kept."""
+    heartbeat_seconds: float = 0.0
+    """How often it means to send heartbeats; 0: not known."""
+    is_heard: bool = True
+    """Has given a sign of life to this scheduler process."""
+
+
+@dataclass
+class Schema:
+    """A table of the cluster."""
+
+    spec: TableSpec
+    holders: dict[int, int] = field(default_factory=dict)
+    """Incarnation of each shard that holds the table."""
+    is_unsettled: bool = False
+    """Being made or dropped: some shards may hold it, none need."""
+
+
+class State:
+    """Cluster version, members, schemas and placement, as they were last kept. Not thread-safe."""
+
+    def __init__(self, store: KeyValueStore, num_shards: int) -> None:
+        """Read the state, or begin one. Raises ConfigError, StateDamaged."""
+        self._store = store
+        self.cluster_version = 1
+        self.members: dict[int, Member] = {}
+        self.schemas: dict[str, Schema] = {}
+        self.bucket_shards: BucketShards = even_placement(num_shards)
+        values = store.read_all()
+        if values:
+            self._read(values, num_shards)
+        else:
+            placed = base64.b64encode(self.bucket_shards.astype("<u2").tobytes()).decode()
+            store.write(
+                {
+                    "cluster": _json(format=FORMAT, num_shards=num_shards),
+                    "version": _json(cluster_version=1),
+                    "placement": _json(bucket_shards=placed),
+                }
+            )
+
+    def keep(
+        self,
+        *,
+        cluster_version: int | None = None,
+        members: Mapping[int, Member] | None = None,
+        schemas: Mapping[str, Schema | None] | None = None,
+    ) -> None:
+        """Write these changes (None: remove) at once, then show them. Raises StateFailed: nothing is shown."""
+        members, schemas = members or {}, schemas or {}
+        changes: dict[str, bytes | None] = {}
+        if cluster_version is not None and cluster_version != self.cluster_version:
+            changes["version"] = _json(cluster_version=cluster_version)
+        for shard, member in members.items():
+            changes[f"member/{shard:04}"] = _json(
+                shard=shard,
+                address=member.address,
+                incarnation=member.incarnation,
+                left=member.left,
+                newcomer=member.newcomer,
+            )
+        for name, schema in schemas.items():
+            changes[key_of("schema", name)] = None if schema is None else _schema_json(schema)
+        if changes:
+            self._store.write(changes)
+        self.cluster_version = cluster_version or self.cluster_version
+        self.members.update(members)
+        for name, schema in schemas.items():
+            if schema is None:
+                self.schemas.pop(name, None)
+            else:
+                self.schemas[name] = schema
+
+    def _read(self, values: Mapping[str, bytes], num_shards: int) -> None:
+        cluster = _parsed("cluster", values.get("cluster"))
+        if cluster["format"] > FORMAT:
+            raise ConfigError(
+                f"the scheduler's state is of format {cluster['format']}, this Geartrain reads up to {FORMAT}; "
+                "upgrade it, or give an empty data folder"
+            )
+        if cluster["num_shards"] != num_shards:
+            raise ConfigError(
+                f"num_shards is {num_shards}, but the scheduler's state is that of a cluster with "
+                f"num_shards {cluster['num_shards']}; start it with that, or give an empty data folder"
+            )
+        self.cluster_version = int(_parsed("version", values.get("version"))["cluster_version"])
+        placed = base64.b64decode(_parsed("placement", values.get("placement"))["bucket_shards"])
+        self.bucket_shards = np.frombuffer(placed, "<u2").astype(np.uint16)
+        if len(self.bucket_shards) != NUM_BUCKETS:
+            raise StateDamaged(f"key 'placement' of the scheduler's state places {len(self.bucket_shards)} buckets")
+        for key, value in values.items():
+            kind = key.partition("/")[0]
+            if kind == "member":
+                fields = _parsed(key, value)
+                shard = int(fields.pop("shard"))
+                self.members[shard] = Member(**fields, is_heard=False)
+            elif kind == "schema":
+                fields = _parsed(key, value)
+                spec = TableSpec.from_dict(fields["spec"])
+                holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
+                self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"])
+
+
+def key_of(kind: str, name: str) -> str:
+    """Return the key of something named by a user. Long names are cut and told apart by their hash."""
+    encoded = name.encode()
+    if len(encoded) <= _LONGEST_NAME_BYTES:
+        return f"{kind}/{name}"
+    return f"{kind}/{encoded[:100].decode(errors='ignore')}…{xxhash.xxh3_128_hexdigest(encoded)}"
+
+
+def _schema_json(schema: Schema) -> bytes:
+    return _json(spec=schema.spec.to_dict(), holders=schema.holders, is_unsettled=schema.is_unsettled)
+
+
+def _json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def _parsed(key: str, value: bytes | None) -> dict[str, Any]:
+    if value is None:
+        raise StateDamaged(f"the scheduler's state has no key {key!r}; give a copy of the folder, or an empty one")
+    fields: dict[str, Any] = json.loads(value)
+    return fields

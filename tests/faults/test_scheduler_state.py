@@ -1,0 +1,97 @@
+"""A scheduler that is killed in the middle of its work, and whose files are damaged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geartrain.ams import errors
+from geartrain.ams.cluster import cluster_status, connect
+from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.service import ShardServer
+from geartrain.ams.specs import SGD
+
+CONFIG = ClientConfig(attempt_timeout_seconds=10, recovery_timeout_seconds=30, connect_timeout_seconds=30)
+
+
+@contextmanager
+def scheduler_process(folder: Path, listen: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "geartrain", "scheduler", f"--data={folder}", f"--listen={listen}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())["address"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_a_killed_scheduler_acknowledged_is_there_when_it_is_started_again(tmp_path: Path) -> None:
+    made: list[str] = []
+    enough = threading.Event()
+    with scheduler_process(tmp_path) as (process, address):
+        server = ShardServer(ServerConfig(scheduler=address, heartbeat_seconds=0.05))
+        server.start()
+        cluster = connect(address, config=CONFIG)
+
+        def make_tables() -> None:
+            try:
+                for number in range(10_000):
+                    cluster.create_table(f"t{number}", dim=1, optimizer=SGD(1.0))
+                    made.append(f"t{number}")
+                    if number == 20:
+                        enough.set()
+            except errors.SchedulerUnavailable:
+                pass
+
+        maker = threading.Thread(target=make_tables)
+        maker.start()
+        assert enough.wait(30)
+        process.kill()
+        maker.join(30)
+        before = cluster.num_shards
+    with scheduler_process(tmp_path, listen=address):
+        table = connect(address, config=CONFIG).table(made[-1])
+        table.push(np.arange(3), np.ones((3, 1), np.float32))
+        with connect(address, config=CONFIG) as anew:
+            assert anew.num_shards == before
+            interrupted = f"t{len(made)}"  # may be there, whole, if only its reply was lost
+            anew.drop_table(interrupted)
+            anew.create_table(interrupted, dim=7, optimizer=SGD(1.0)).pull(np.arange(3))
+    cluster.close()
+    server.stop(0)
+    with scheduler_process(tmp_path, listen=address):  # its shard is gone: nobody else can tell it
+        assert {table.name for table in cluster_status(address).tables} >= {*made, interrupted}
+
+
+def test_damaged_state_is_named_and_stops_the_start(tmp_path: Path) -> None:
+    config = SchedulerConfig(listen="127.0.0.1:0", data=str(tmp_path))
+    first = SchedulerServer(config)
+    first.start()
+    with pytest.raises(errors.ConfigError, match="in use by another living process"):
+        SchedulerServer(config).start()
+    first.stop(0)
+    path = tmp_path / "state.lmdb"
+    path.write_bytes(path.read_bytes().replace(b'"cluster_version": 1', b'"cluster_version": 9'))
+    with pytest.raises(errors.StateDamaged, match="the value of key 'version' is damaged"):
+        SchedulerServer(config).start()
+
+
+def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
+    first = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", data=str(tmp_path), num_shards=2))
+    first.start()
+    first.stop(0)
+    with pytest.raises(errors.ConfigError, match="num_shards is 1, but"):
+        SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", data=str(tmp_path))).start()

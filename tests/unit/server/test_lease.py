@@ -1,0 +1,71 @@
+"""A process that was stopped past its lease answers nothing until the scheduler has spoken."""
+
+from __future__ import annotations
+
+import pytest
+
+from geartrain.ams.errors import ShardUnavailable
+from geartrain.ams.server.lease import Lease
+
+
+class Clocked:
+    """A lease of 10 s, and its clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.lease = Lease(3, 10.0, clock=lambda: self.now)
+
+    def run_until(self, end: float) -> None:
+        while self.now < end:
+            self.now = min(end, self.now + 1)
+            self.lease.pulse()
+
+
+@pytest.fixture
+def clocked() -> Clocked:
+    return Clocked()
+
+
+def test_a_stop_past_the_lease_refuses_until_a_heartbeat_is_answered(clocked: Clocked) -> None:
+    clocked.run_until(105)
+    clocked.lease.confirm(began=105)
+    clocked.now = 127
+    with pytest.raises(ShardUnavailable, match=r"shard 3 was stopped for 22\.0 s and its lease of 10 s ran out"):
+        clocked.lease.check()
+    clocked.run_until(130)
+    with pytest.raises(ShardUnavailable):
+        clocked.lease.check()
+    clocked.lease.confirm(began=129)
+    clocked.lease.check()
+
+
+def test_the_answer_to_a_heartbeat_from_before_the_stop_says_nothing(clocked: Clocked) -> None:
+    clocked.run_until(105)
+    clocked.now = 120
+    clocked.lease.confirm(began=105)
+    with pytest.raises(ShardUnavailable):
+        clocked.lease.check()
+
+
+def test_a_stop_shorter_than_the_lease_that_outlasts_its_rest_refuses(clocked: Clocked) -> None:
+    clocked.run_until(103)
+    clocked.now = 110.5
+    with pytest.raises(ShardUnavailable):
+        clocked.lease.check()
+
+
+def test_a_stop_within_the_lease_refuses_nothing(clocked: Clocked) -> None:
+    clocked.now = 109
+    clocked.lease.check()
+
+
+def test_a_process_that_runs_serves_on_while_the_scheduler_is_silent(clocked: Clocked) -> None:
+    clocked.run_until(1000)
+    clocked.lease.check()
+
+
+def test_a_shard_that_was_taken_over_never_answers_again(clocked: Clocked) -> None:
+    clocked.lease.revoke("shard 3 was taken over")
+    clocked.lease.confirm(began=clocked.now)
+    with pytest.raises(ShardUnavailable, match="taken over"):
+        clocked.lease.check()
