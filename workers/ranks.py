@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from geartrain.ams.errors import ConfigError
 
@@ -88,8 +90,24 @@ def joined_ranks(device: str) -> Iterator[Ranks]:
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
         torch.cuda.set_device(ranks.local_rank)
-    dist.init_process_group("nccl" if on_cuda else "gloo")
+    store = _store_of_this_start(ranks)
+    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=ranks.rank, world_size=world_size)
     try:
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _store_of_this_start(ranks: Ranks) -> Any:
+    """The store through which the ranks find each other, without what earlier starts left in it.
+
+    torchrun keeps one store over its restarts, so that a rank may find the address that a dead one wrote and wait for
+    it (pytorch issue 135712). Agents of several nodes count restarts each for themselves: there, set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.
+    """
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != ranks.world_size:
+        return store
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
