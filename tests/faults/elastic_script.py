@@ -37,6 +37,7 @@ def main(scheduler: str, images: str, out: str, steps: str, dies: str, *flags: s
         device="cpu",
         scheduler=scheduler,
         resume="--resume" in flags,
+        resume_steps=int(steps),
         overwrite="--overwrite" in flags,
     )
     jobs.train_folder(options, folder=Path(images), held_out=0.25, console=Console(width=200))

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from geartrain.ams.storage.snapshot_folder import latest
-from tests.faults.test_job_recovery import STEPS, images
+from tests.faults.test_job_recovery import images
 from tests.integration.test_classify_and_predict import assert_same_state
 from tests.integration.test_up import up
 
 __all__ = ["images"]
+STEPS = 12
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,17 +39,13 @@ def test_ranks_that_torchrun_starts_again_go_on_together(scheduler: str, images:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     torchrun(2, scheduler, str(images), str(straight), str(STEPS), "never")
     (broken / "model").mkdir(parents=True)  # of an earlier run, which the restarted ranks must not take for their own
-    told = torchrun(2, scheduler, str(images), str(broken), str(STEPS), "1:13", "--overwrite", restarts=1)
-    assert "Going on at step 10" in told
+    told = torchrun(2, scheduler, str(images), str(broken), str(STEPS), "1:8", "--overwrite", restarts=1)
+    assert "Going on at step 5" in told
     assert (tmp_path / "broken.previous" / "model").exists()
     assert_same_state(straight, broken)
 
-
-def test_a_job_goes_on_with_another_number_of_ranks(scheduler: str, images: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    torchrun(2, scheduler, str(images), str(out), "6", "never")
-    told = torchrun(1, scheduler, str(images), str(out), "6", "never", "--resume")
-    assert "Going on at step 6" in told
-    values = latest(out / "snapshots").manifest.job
-    assert values["progress"]["step"] == 12  # type: ignore[index,call-overload]
-    assert values["world_size"] == 1
+    told = torchrun(1, scheduler, str(images), str(broken), "6", "never", "--resume")  # another number of ranks
+    assert f"Going on at step {STEPS}" in told
+    job = latest(broken / "snapshots").manifest.job
+    assert job["world_size"] == 1
+    assert job["progress"]["step"] == STEPS + 6  # type: ignore[index,call-overload]
