@@ -1,12 +1,21 @@
-"""What all tests share: tests marked ``cuda`` are skipped, with the reason, where there is no device."""
+"""What all tests share: tests marked ``cuda`` or ``slow`` are skipped, with the reason, where that is not to be had."""
 
 from __future__ import annotations
 
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device if there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take ``--slow``."""
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device if there is none, and what takes long unless it is asked for."""
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; --slow runs it"))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from geartrain.ams.storage.snapshot_folder import latest
-from tests.faults.test_job_recovery import images
+from tests.faults.test_job_recovery import images, train
 from tests.integration.test_classify_and_predict import assert_same_state
 from tests.integration.test_up import up
 
@@ -35,17 +35,27 @@ def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> str:
     return done.stdout
 
 
-def test_ranks_that_torchrun_starts_again_go_on_together(scheduler: str, images: Path, tmp_path: Path) -> None:
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    torchrun(2, scheduler, str(images), str(straight), str(STEPS), "never")
-    (broken / "model").mkdir(parents=True)  # of an earlier run, which the restarted ranks must not take for their own
-    told = torchrun(2, scheduler, str(images), str(broken), str(STEPS), "1:8", "--overwrite", restarts=1)
-    assert "Going on at step 5" in told
-    assert (tmp_path / "broken.previous" / "model").exists()
-    assert_same_state(straight, broken)
+def break_and_restart(scheduler: str, images: Path, out: Path) -> str:
+    (out / "model").mkdir(parents=True)  # of an earlier run, which the restarted ranks must not take for their own
+    return torchrun(2, scheduler, str(images), str(out), str(STEPS), "1:8", "--overwrite", restarts=1)
 
-    told = torchrun(1, scheduler, str(images), str(broken), "6", "never", "--resume")  # another number of ranks
+
+def test_ranks_that_torchrun_starts_again_go_on_together(scheduler: str, images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    told = break_and_restart(scheduler, images, out)
+    assert "Going on at step 5" in told
+    assert (tmp_path / "run.previous" / "model").exists()
+    job = latest(out / "snapshots").manifest.job
+    assert (job["world_size"], job["progress"]["step"]) == (2, STEPS)  # type: ignore[index,call-overload]
+
+    result, told = train(out, images, scheduler=scheduler, resume=True, resume_steps=3)  # with another number of ranks
     assert f"Going on at step {STEPS}" in told
-    job = latest(broken / "snapshots").manifest.job
-    assert job["world_size"] == 1
-    assert job["progress"]["step"] == STEPS + 6  # type: ignore[index,call-overload]
+    assert result.step == STEPS + 3
+    assert latest(out / "snapshots").manifest.job["world_size"] == 1
+
+
+@pytest.mark.slow
+def test_what_ranks_lost_is_as_if_it_had_never_been(scheduler: str, images: Path, tmp_path: Path) -> None:
+    torchrun(2, scheduler, str(images), str(tmp_path / "straight"), str(STEPS), "never")
+    break_and_restart(scheduler, images, tmp_path / "broken")
+    assert_same_state(tmp_path / "straight", tmp_path / "broken")
