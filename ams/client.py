@@ -112,11 +112,16 @@ class ShardCalls:
         return replies
 
     def on_all_shards(
-        self, request: Request, timeout_seconds: float | None = None, *, recovery_seconds: float | None = None
+        self,
+        request: Request,
+        timeout_seconds: float | None = None,
+        *,
+        recovery_seconds: float | None = None,
+        caller: CallContext | None = None,
     ) -> list[Outcome]:
-        """:meth:`deliver` the same request, which is no write, to every shard."""
+        """:meth:`deliver` the same request, which is no write, to every shard. ``caller`` says who may be fenced."""
         calls = [(shard, request) for shard in range(self._view.num_shards)]
-        return self.deliver(calls, CallContext(), timeout_seconds, recovery_seconds=recovery_seconds)
+        return self.deliver(calls, caller or CallContext(), timeout_seconds, recovery_seconds=recovery_seconds)
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Run ``function`` on a thread of the client's own."""

@@ -214,12 +214,19 @@ class Cluster:
         is needed to restore. A shard can tell only what was written since the last snapshot that was completed of a
         table, or that it was restored from: if that is not the parent, it writes the whole table.
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
-        if ``name`` exists), ShardUnavailable.
+        if ``name`` exists), ShardUnavailable, StaleClient (of a named stream that was taken over).
         """
         job = JobState(step=step, values=values or {}, files=files or {})
         name = f"step-{step:09}" if name is None else name
         return begin_snapshot(
-            self._calls, lambda: self._describe().tables, root, name, job, tables=tables, parent=parent
+            self._calls,
+            lambda: self._describe().tables,
+            root,
+            name,
+            job,
+            tables=tables,
+            parent=parent,
+            caller=self._stream.caller,
         )
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:

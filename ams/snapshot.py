@@ -23,7 +23,7 @@ from geartrain.ams.errors import (
     TableExists,
     TableNotFound,
 )
-from geartrain.ams.messages import Done, Freeze, Restore, Thaw, WriteFrozen, Written
+from geartrain.ams.messages import CallContext, Done, Freeze, Restore, Thaw, WriteFrozen, Written
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
@@ -75,13 +75,14 @@ def begin_snapshot(
     *,
     tables: Sequence[str] | None = None,
     parent: str | Path | None = None,
+    caller: CallContext | None = None,
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
     ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
     are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
     same root, writes all of its rows. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
-    parent), SnapshotFailed, ShardUnavailable.
+    parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
     """
     root = Path(root).absolute()
     older = None if parent is None else _parent(root, parent)
@@ -92,7 +93,8 @@ def begin_snapshot(
     staging = new_staging(root, name)
     try:
         parent_id = "" if older is None else older.manifest.moment_id
-        _all_of(calls.on_all_shards(Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)))
+        freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
+        _all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
         work = calls.background(_finish, calls, staging, specs, job, older)
     except BaseException:

@@ -125,6 +125,11 @@ class ClientStream:
         """The job that fences the writes that nobody numbered."""
         return f"{self.name}/process"
 
+    @property
+    def caller(self) -> CallContext | None:
+        """Who calls, for what is no write but only the present incarnation may do; None without a name."""
+        return CallContext(stream=self.name, incarnation=self.incarnation) if self.is_named else None
+
     def numbers(self, table: str, sequence: int | None) -> Numbers:
         """Return where a write to ``table`` has its number from. Raises InvalidArgument."""
         if sequence is None:

@@ -61,10 +61,25 @@ def _run_once(
             )
         options = _after_restart(options, ranks)
         data = _load_in_turn(load, ranks, console)
-        cluster = stack.enter_context(connect(options.scheduler) if options.scheduler else local(num_shards=1))
+        job, incarnation = _job_name(options, ranks), ranks.share(time.time_ns())
+        stream = f"{job}/rank{ranks.rank}"
+        cluster = stack.enter_context(
+            connect(options.scheduler, stream=stream, incarnation=incarnation)
+            if options.scheduler
+            else local(num_shards=1)
+        )
+        if options.resume and ranks.is_first:
+            cluster.fence(job, incarnation)  # a process of this job that was only stopped must not go on beside it
         stop = stack.enter_context(interruption())
-        run = TrainingRun(options, data, cluster, ranks, console, launch=launch_name(), loss=loss)
+        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), loss=loss)
         return run.execute(stop, {"data": time.perf_counter() - started})
+
+
+def _job_name(options: JobOptions, ranks: Ranks) -> str:
+    """The job of the run that is gone on with, or a name that no other job has."""
+    if options.resume:
+        return read_run(options.out).job
+    return f"{options.out.name or 'run'}-{ranks.new_job_id()}"
 
 
 def _load_in_turn(load: Callable[[Console], JobData], ranks: Ranks, console: Console) -> JobData:

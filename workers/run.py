@@ -126,6 +126,7 @@ class TrainingRun:
 
     def __init__(
         self,
+        job: str,
         options: JobOptions,
         data: JobData,
         cluster: Cluster,
@@ -135,7 +136,11 @@ class TrainingRun:
         launch: str | None,
         loss: Loss | None = None,
     ) -> None:
-        """``launch`` names the launcher; ``loss`` is what made this job go back, if that was it."""
+        """``job`` is its name, also that of its table.
+
+        ``launch`` names the launcher; ``loss`` is what made this job go back, if that was it.
+        """
+        self._job = job
         self._options = options
         self._data = data
         self._cluster = cluster
@@ -182,7 +187,7 @@ class TrainingRun:
         if not self._options.resume:
             return None
         run = read_run(self._options.out)
-        snapshot, state = find_state(run.snapshots, run.job, allow_fallback=self._options.allow_fallback)
+        snapshot, state = find_state(run.snapshots, self._job, allow_fallback=self._options.allow_fallback)
         if state.class_names != self._data.class_names:
             raise ConfigError(
                 f"the run knows {counted(len(state.class_names), 'class', 'classes')}, the data have others "
@@ -192,8 +197,7 @@ class TrainingRun:
 
     def _first_progress(self) -> Progress:
         if self._saved is None:
-            table = f"{self._options.out.name or 'run'}-{self._ranks.new_job_id()}"
-            return Progress(step=0, stage_start=0, stage_steps=self._options.recipe.steps, table=table)
+            return Progress(step=0, stage_start=0, stage_steps=self._options.recipe.steps, table=self._job)
         progress = self._saved.state.progress
         if not progress.is_complete:
             return progress
@@ -254,7 +258,7 @@ class TrainingRun:
         if self._options.snapshots is not None:
             require_new_snapshots(root)
         self._options.out.mkdir(parents=True, exist_ok=True)
-        run = Run(job=self._trainer.progress.table, snapshots=root, launch=self._launch)
+        run = Run(job=self._job, snapshots=root, launch=self._launch)
         write_run(self._options.out, run)
 
     def _begin(self, evaluation: Evaluation) -> None:

@@ -99,6 +99,11 @@ class WriteMarks:
             for name in [name for name in self._streams if belongs(name, job)]:
                 self._forget_before(name, incarnation)
 
+    def require_current(self, context: CallContext) -> None:
+        """Raise StaleClient if the caller has a name and was superseded."""
+        if context.stream:
+            self._require_current(context.stream, context.incarnation)
+
     def _current(self, context: CallContext) -> _Stream:
         self._require_current(context.stream, context.incarnation)
         stream = self._streams.setdefault(context.stream, _Stream())

@@ -250,7 +250,7 @@ class Shard:
             elif isinstance(call.request, WriteFrozen | Restore):
                 _pass_on(self._in_background(call.request), call.future)
             else:
-                call.future.set_result(self._answer(call.request))
+                call.future.set_result(self._answer(call.context, call.request))
         except GeartrainError as error:
             _fail(call.future, error)
         except MemoryError as error:
@@ -261,7 +261,7 @@ class Shard:
             # A defect must reach the caller and must not end the shard that others rely on.
             _fail(call.future, InternalError(f"shard {self.shard}: {error!r}\n{traceback.format_exc()}"))
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, context: CallContext, request: Request) -> Reply:
         match request:
             case Pull():
                 if request.required_sync is not None:
@@ -276,6 +276,7 @@ class Shard:
             case Describe():
                 return self._describe()
             case Freeze():
+                self._marks.require_current(context)  # or a stopped process would mix two pasts of its job
                 return self._freeze(request)
             case Thaw():
                 failpoints.reach("thaw.before")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import geartrain as gt
 from geartrain.ams import errors
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.storage.snapshot_folder import list_snapshots
@@ -82,7 +85,7 @@ def test_a_job_that_never_began_goes_back_to_no_earlier_run(
     tried: list[bool] = []
     whole = job.connect
 
-    def connecting(address: str) -> Any:
+    def connecting(address: str, **_: Any) -> Any:
         tried.append(True)
         return whole(address, config=ClientConfig(connect_timeout_seconds=0.2))
 
@@ -114,3 +117,29 @@ def test_a_job_that_may_not_go_back_says_what_was_lost(
     monkeypatch.setattr(Trainer, "_step", lost)
     with up("--shards=1") as running, pytest.raises(errors.ShardRestarted):
         train(tmp_path / "run", images, scheduler=running.facts["scheduler"], max_recoveries=2)
+
+
+def test_a_worker_whose_job_was_taken_over_neither_trains_on_nor_saves(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Trainer._step
+
+    def stopped(at: int) -> Callable[[Trainer, int], torch.Tensor]:
+        def step(self: Trainer, number: int) -> torch.Tensor:
+            loss = whole(self, number)
+            if number == at:  # another process resumes the job while this one stands still
+                with gt.connect(running.facts["scheduler"]) as successor:
+                    successor.fence(self.head.name, time.time_ns())
+            return loss
+
+        return step
+
+    with up("--shards=1") as running:
+        # 7: the next thing it does is a push. 9: it is a snapshot, which would hold this backbone and the rows of the
+        # successor.
+        for at, kept in ((7, 5), (9, 5)):
+            monkeypatch.setattr(Trainer, "_step", stopped(at))
+            with pytest.raises(errors.StaleClient, match="another process writes in its place"):
+                train(tmp_path / f"run-{at}", images, scheduler=running.facts["scheduler"])
+            newest = list_snapshots(tmp_path / f"run-{at}" / "snapshots")[0]
+            assert newest.name == f"step-{kept:09}"
