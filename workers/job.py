@@ -7,7 +7,7 @@ if it is several, torchrun starts them again and they find the snapshot.
 from __future__ import annotations
 
 import os
-import socket
+import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -100,7 +100,7 @@ def launch_name() -> str | None:
     if name != "none":  # else torchrun was given no name for its job
         return name
     agent = psutil.Process(os.getppid())
-    return f"{socket.gethostname()}:{agent.pid}:{agent.create_time():.2f}"
+    return f"{platform.node()}:{agent.pid}:{agent.create_time():.2f}"
 
 
 def _is_restart() -> bool:
