@@ -110,9 +110,11 @@ def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: Jo
         for shard, reply in enumerate(replies):
             for table in reply.deltas:
                 deltas.setdefault(table, []).append(shard)
-        unknown = {entry.table for entry in files}.union(deltas) - {spec.name for spec in specs}
+        unknown = {entry.table for entry in files if entry.table is not None}.union(deltas) - {
+            spec.name for spec in specs
+        }
         if unknown:
-            raise SnapshotFailed(f"tables {sorted(map(str, unknown))} came or went at that moment; take it again")
+            raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment; take it again")
         files += [
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
-from geartrain.ams.placement import NUM_BUCKETS, bucket_of
+from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
-from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block
+from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_marks
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import open_snapshot
-from geartrain.ams.storage.snapshot_manifest import ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable
 
 _WRITERS = 2
@@ -40,8 +40,12 @@ class FrozenTables:
     ``deltas``. Any other table is held whole, so that a snapshot never rests on rows that its parent has not.
     """
 
-    def __init__(self, snapshot_id: str, tables: Mapping[str, RowTable], parent_id: str = "") -> None:
+    def __init__(
+        self, snapshot_id: str, tables: Mapping[str, RowTable], *, marks: Mapping[str, Any], parent_id: str = ""
+    ) -> None:
         self.snapshot_id = snapshot_id
+        self._marks = marks
+        """JSON values that belong to the moment."""
         self.deltas = tuple(name for name, table in tables.items() if parent_id and table.kept_as == parent_id)
         self._tables: dict[str, RowTable] = {}
         self._num_rows: dict[str, int] = {}
@@ -62,12 +66,12 @@ class FrozenTables:
         return frozenset(self._tables.values())
 
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
-        """Write every held row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
+        """Write every held row once, in blocks of about 8 MiB, and the marks, synced; may run beside the shard's work.
 
         Raises SnapshotFailed if the disk fails, or the freeze was ended before or meanwhile.
         """
         self._require_frozen()
-        entries: list[FileEntry] = []
+        entries = [write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
             for name, table in self._tables.items():
                 written = 0
@@ -134,6 +138,17 @@ class FrozenTables:
                 parts, held = [], 0
             if not len(part[0]):
                 return
+
+
+def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
+    """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
+    snapshot = open_snapshot(Path(folder))
+    sources = set(even_placement(snapshot.manifest.num_shards)[owned_buckets].tolist())
+    return [
+        snapshot.read_marks(entry)
+        for entry in snapshot.manifest.files
+        if entry.kind == MARKS and entry.shard in sources
+    ]
 
 
 def _joined(parts: list[Part]) -> dict[str, npt.NDArray[Any]]:

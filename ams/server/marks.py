@@ -5,8 +5,10 @@ The key is (stream, sequence), not the process. A mark is dropped when the clien
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from geartrain.ams.errors import InvalidArgument, StaleClient
 from geartrain.ams.messages import CallContext, Done, Reply
@@ -20,7 +22,25 @@ class _Stream:
     incarnation: int = 0
     oldest_unacknowledged: int = 0
     done: dict[int, Done] = field(default_factory=dict)
+    tables: dict[int, str] = field(default_factory=dict)
+    """Table of each write applied."""
     waiting: dict[int, list[Future[Reply]]] = field(default_factory=dict)
+
+
+class MarkedWrite(NamedTuple):
+    """A write that was applied."""
+
+    sequence: int
+    created: int
+    table: str
+
+
+class MarkedStream(NamedTuple):
+    """What a shard knows of a stream, as snapshots keep it."""
+
+    incarnation: int
+    oldest_unacknowledged: int
+    done: list[MarkedWrite]
 
 
 class WriteMarks:
@@ -62,10 +82,11 @@ class WriteMarks:
         stream.waiting[context.sequence] = [future]
         return True
 
-    def applied(self, context: CallContext, done: Done) -> None:
-        """Mark the write and answer everyone who waits for it."""
+    def applied(self, context: CallContext, done: Done, table: str) -> None:
+        """Mark the write to ``table`` and answer everyone who waits for it."""
         stream = self._streams[context.stream]
         stream.done[context.sequence] = done
+        stream.tables[context.sequence] = table
         for future in stream.waiting.pop(context.sequence, ()):
             future.set_result(done)
 
@@ -73,6 +94,31 @@ class WriteMarks:
         """Answer everyone who waits with ``error``; the write left no trace and may be sent again."""
         for future in self._streams[context.stream].waiting.pop(context.sequence, ()):
             future.set_exception(error)
+
+    def streams(self, tables: Collection[str]) -> dict[str, MarkedStream]:
+        """Return what is known of each stream, of the writes applied those to ``tables``."""
+        return {
+            name: MarkedStream(
+                stream.incarnation,
+                stream.oldest_unacknowledged,
+                [
+                    MarkedWrite(sequence, done.created, stream.tables[sequence])
+                    for sequence, done in stream.done.items()
+                    if stream.tables[sequence] in tables
+                ],
+            )
+            for name, stream in self._streams.items()
+        }
+
+    def restore(self, name: str, marked: MarkedStream) -> None:
+        """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds."""
+        stream = self._streams.setdefault(name, _Stream())
+        stream.incarnation = max(stream.incarnation, marked.incarnation)
+        self._forget_acknowledged(stream, marked.oldest_unacknowledged)
+        for write in marked.done:
+            if write.sequence >= stream.oldest_unacknowledged and write.sequence not in stream.done:
+                stream.done[write.sequence] = Done(created=write.created)
+                stream.tables[write.sequence] = write.table
 
     def _fence(self, context: CallContext) -> _Stream:
         stream = self._streams.setdefault(context.stream, _Stream())
@@ -91,3 +137,4 @@ class WriteMarks:
         stream.oldest_unacknowledged = oldest_unacknowledged
         for sequence in [s for s in stream.done if s < oldest_unacknowledged]:
             del stream.done[sequence]
+            stream.tables.pop(sequence, None)

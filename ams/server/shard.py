@@ -47,7 +47,8 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.server.frozen import FrozenTables, restore_tables
+from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
+from geartrain.ams.server.frozen_marks import held_marks, restore_marks
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
 from geartrain.ams.specs import Ids, TableSpec
@@ -279,11 +280,11 @@ class Shard:
         except BaseException as error:
             self._marks.failed(call.context, _as_ours(error, self.shard))
             return
-        self._marks.applied(call.context, Done(created=created))
+        self._marks.applied(call.context, Done(created=created), request.table)
 
     def _write_jointly(self, context: CallContext, push: Push, table: _Table) -> None:
         if self._groups.is_applied(push):
-            self._marks.applied(context, Done(duplicate=True))
+            self._marks.applied(context, Done(duplicate=True), push.table)
             return
         parts = self._groups.join(context, push)
         if parts is None:
@@ -299,7 +300,7 @@ class Shard:
         table.writes += 1
         self._groups.complete(push)
         for part_context, _ in parts:
-            self._marks.applied(part_context, Done(created=created))
+            self._marks.applied(part_context, Done(created=created), push.table)
 
     def _create(self, spec: TableSpec) -> Done:
         existing = self._tables.get(spec.name)
@@ -325,7 +326,10 @@ class Shard:
         for other in list(self._frozen.values()):
             if not other.tables.isdisjoint(tables.values()):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
-        self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables, request.parent_id)
+        marks = held_marks(self._marks, self._groups, tables)
+        self._frozen[request.snapshot_id] = FrozenTables(
+            request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
+        )
         return Done()
 
     def _thaw(self, snapshot_id: str, *, kept: bool) -> None:
@@ -354,7 +358,11 @@ class Shard:
         return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
     def _restore(self, folder: str, tables: dict[str, RowTable]) -> Reply:
-        return Done(created=restore_tables(folder, tables, self._owned_buckets, self._turn))
+        num_read = restore_tables(folder, tables, self._owned_buckets, self._turn)
+        sources = marks_for(folder, self._owned_buckets)
+        with self._turn:
+            restore_marks(sources, tables, self._marks, self._groups)
+        return Done(created=num_read)
 
     def _describe(self) -> ShardState:
         tables = tuple(

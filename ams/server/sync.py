@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,15 @@ class _Group:
     next_sequence: int
     deadline: float = 0.0
     waiting: dict[int, tuple[CallContext, Push]] = field(default_factory=dict)
+
+
+class GroupStep(NamedTuple):
+    """The step that a group is at, as snapshots keep it."""
+
+    table: str
+    job: str
+    world_size: int
+    next_sequence: int
 
 
 def joint_push(pushes: list[Push]) -> Push:
@@ -97,6 +107,16 @@ class SyncGroups:
         """Raise StepMismatch unless exactly the writes before ``member.sequence`` are applied."""
         if (table, member.job) in self._groups:
             self._require_step(table, member, self._group(table, member))
+
+    def steps(self) -> list[GroupStep]:
+        """Return the step of every group."""
+        return [
+            GroupStep(table, job, group.world_size, group.next_sequence) for (table, job), group in self._groups.items()
+        ]
+
+    def restore(self, step: GroupStep) -> None:
+        """Let a group go on at ``step``, unless it has begun already."""
+        self._groups.setdefault((step.table, step.job), _Group(step.world_size, step.next_sequence))
 
     def next_deadline(self) -> float | None:
         """When the first incomplete group runs out of time, on the injected clock; None if none waits."""

@@ -1,5 +1,5 @@
-"""The files of a snapshot: blocks of rows (safetensors) and opaque files of the job. Written by any process that knows
-the staging folder's path and the snapshot's id; read back only after their hash and their own labels were checked.
+"""The files of a snapshot: blocks of rows (safetensors), marks (JSON) and opaque files of the job. Written by any
+process that knows the staging folder's path and the snapshot's id; read back once hash and labels were checked.
 
 Legend: N rows of a block, D width of a row.
 """
@@ -10,6 +10,7 @@ import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,7 @@ from safetensors.numpy import save
 
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.storage.durable import failed, write_file
-from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, block_path, in_words, job_path
+from geartrain.ams.storage.snapshot_manifest import JOB, MARKS, FileEntry, block_path, in_words, job_path, marks_path
 from geartrain.ams.words import counted
 
 BLOCK_BYTES = 8 << 20
@@ -81,6 +82,29 @@ def write_job_file(staging_path: str, *, snapshot_id: str, name: str, data: byte
     )
 
 
+def write_marks(staging_path: str, *, snapshot_id: str, shard: int, values: Mapping[str, Any]) -> FileEntry:
+    """Write a shard's marks, JSON values, into a staging folder and sync them. Raises as :func:`write_block`."""
+    labelled = {"snapshot": snapshot_id, "shard": shard, "marks": values}
+    data = json.dumps(labelled, sort_keys=True, allow_nan=False).encode()
+    path = marks_path(shard)
+    return _write(staging_path, snapshot_id, data, path=path, kind=MARKS, table=None, shard=shard, index=0, num_rows=0)
+
+
+def read_marks(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
+    """Return the checked bytes of a shard's marks, and their values. Raises SnapshotDamaged."""
+    data = read_file(folder, entry)
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise damaged(folder, entry, f"it is not JSON ({exc})") from exc
+    is_whole = isinstance(values, dict) and set(values) == {"snapshot", "shard", "marks"}
+    if not is_whole or (values["snapshot"], values["shard"]) != (snapshot_id, entry.shard):
+        raise damaged(folder, entry, f"it does not say that it is of shard {entry.shard} of snapshot {snapshot_id}")
+    if not isinstance(values["marks"], dict):
+        raise damaged(folder, entry, "it holds no marks")
+    return data, values["marks"]
+
+
 def read_file(folder: Path, entry: FileEntry) -> bytes:
     """Return the bytes of a file whose length and hash are right. Raises SnapshotDamaged."""
     path = folder / entry.path
@@ -125,6 +149,8 @@ def damaged(folder: Path, entry: FileEntry, why: str) -> SnapshotDamaged:
     """Return the error that names the file and what it holds."""
     if entry.kind == JOB:
         holds = "state of the job"
+    elif entry.kind == MARKS:
+        holds = f"what shard {entry.shard} knew of the writes applied"
     else:
         rows = counted(entry.num_rows, "row")
         holds = f"{rows} ({entry.kind}, block {entry.index}) of table {entry.table!r} on shard {entry.shard}"

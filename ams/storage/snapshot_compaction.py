@@ -18,10 +18,10 @@ import numpy.typing as npt
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.placement import bucket_of, even_placement
 from geartrain.ams.storage.durable import remove_quietly
-from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file
+from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
 from geartrain.ams.storage.snapshot_chain import Layer, layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import JOB, MARKS, ROWS, FileEntry
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -123,7 +123,11 @@ def _copied(staging: Staging, snapshot: Snapshot, entry: FileEntry) -> FileEntry
     if entry.kind == JOB:
         name = entry.path.removeprefix(f"{JOB}-")
         return write_job_file(staging.path, snapshot_id=staging.id, name=name, data=snapshot.read_bytes(entry))
-    assert entry.table is not None and entry.shard is not None
+    assert entry.shard is not None
+    if entry.kind == MARKS:
+        values = snapshot.read_marks(entry)
+        return write_marks(staging.path, snapshot_id=staging.id, shard=entry.shard, values=values)
+    assert entry.table is not None
     return write_block(
         staging.path,
         snapshot_id=staging.id,

@@ -33,10 +33,11 @@ from geartrain.ams.storage.durable import (
     sync_folder,
     write_file,
 )
-from geartrain.ams.storage.snapshot_blocks import read_block, read_file
+from geartrain.ams.storage.snapshot_blocks import read_block, read_file, read_marks
 from geartrain.ams.storage.snapshot_manifest import (
     JOB,
     MANIFEST,
+    MARKS,
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
@@ -163,16 +164,22 @@ class Snapshot:
     def read(self, entry: FileEntry) -> dict[str, np.ndarray]:
         """Return the arrays of a block, writable, once its size, hash and labels have been checked.
 
-        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for a file of the job.
+        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for marks and files of the job.
         """
-        if entry.kind == JOB:
-            raise InvalidArgument(f"{entry.path!r} holds state of the job, not a block; use read_bytes")
+        if entry.kind in (JOB, MARKS):
+            raise InvalidArgument(f"{entry.path!r} is no block; use read_bytes")
         return read_block(self.path, self.manifest.id, entry)[1]
+
+    def read_marks(self, entry: FileEntry) -> dict[str, Any]:
+        """Return a shard's marks, checked as in :meth:`read`. Raises SnapshotDamaged."""
+        return read_marks(self.path, self.manifest.id, entry)[1]
 
     def read_bytes(self, entry: FileEntry) -> bytes:
         """Return the content of any file, checked as in :meth:`read`. Raises SnapshotDamaged."""
         if entry.kind == JOB:
             return read_file(self.path, entry)
+        if entry.kind == MARKS:
+            return read_marks(self.path, self.manifest.id, entry)[0]
         return read_block(self.path, self.manifest.id, entry)[0]
 
     def chain(self) -> list[Snapshot]:
@@ -435,7 +442,9 @@ def _is_snapshot(folder: Path) -> bool:
         names = [child.name for child in folder.iterdir()]
     except OSError:
         return True  # listed as damaged, with the reason
-    return MANIFEST in names or any(name.startswith(f"{JOB}-") or name.endswith(".safetensors") for name in names)
+    return MANIFEST in names or any(
+        name.startswith((f"{JOB}-", f"{MARKS}-")) or name.endswith(".safetensors") for name in names
+    )
 
 
 def _age(listed: Listed) -> tuple[float, float, str]:
