@@ -169,6 +169,8 @@ class Cluster:
     ) -> PendingSnapshot:
         """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
 
+        ``root`` is a local folder or any fsspec URL (``s3://bucket/runs/1``).
+
         Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
         waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
         meanwhile a shard may hold some and another not, so call it at a step boundary. ``values`` (JSON) and ``files``

@@ -17,6 +17,7 @@ from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
     InvalidArgument,
     SnapshotDamaged,
+    SnapshotError,
     SnapshotFailed,
     SnapshotNotFound,
     TableExists,
@@ -27,7 +28,8 @@ from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, FileEntry, Parent
+from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, Parent
+from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
 
 _TELL_SECONDS = 2.0
 """How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
@@ -48,16 +50,16 @@ class JobState:
 class PendingSnapshot:
     """A snapshot whose moment has passed and whose files are being written."""
 
-    def __init__(self, path: Path, work: Future[Path]) -> None:
+    def __init__(self, path: Place, work: Future[Place]) -> None:
         self.path = path
-        """The folder it will be."""
+        """The folder it will be: an absolute Path, or a URL."""
         self._work = work
 
     def done(self) -> bool:
         """Whether :meth:`result` returns at once."""
         return self._work.done()
 
-    def result(self, timeout_seconds: float | None = None) -> Path:
+    def result(self, timeout_seconds: float | None = None) -> Place:
         """Wait until it is whole and on the disk; return its folder.
 
         Raises SnapshotFailed, or another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
@@ -82,7 +84,7 @@ def begin_snapshot(
     same root, writes all of its rows. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
     parent), SnapshotFailed, ShardUnavailable.
     """
-    root = Path(root).absolute()
+    root = place(root)
     older = None if parent is None else _parent(root, parent)
     chosen = None if tables is None else _chosen(tables, [spec.name for spec in existing()], "cluster")
     for label, data in job.files.items():
@@ -97,10 +99,12 @@ def begin_snapshot(
     except BaseException:
         _give_up(calls, staging)
         raise
-    return PendingSnapshot(staging.root / name, work)
+    return PendingSnapshot(within(staging.root, name), work)
 
 
-def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None) -> Path:
+def _finish(
+    calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None
+) -> Place:
     try:
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
         outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
@@ -143,12 +147,12 @@ def _give_up(calls: ShardCalls, staging: Staging) -> None:
         staging.abandon()
 
 
-def _parent(root: Path, parent: str | Path) -> Snapshot:
+def _parent(root: Place, parent: str | Path) -> Snapshot:
     """The snapshot to add to, itself whole with all that it adds to, as far as manifests tell."""
-    path = root / parent
-    if path.absolute().parent != root:
+    folder = within(root, parent) if isinstance(parent, str) and is_name(parent) else place(parent)
+    if parent_of(folder) != root:
         raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
-    snapshot = open_snapshot(path)
+    snapshot = open_snapshot(folder)
     snapshot.chain()
     return snapshot
 
@@ -185,10 +189,7 @@ def restore_snapshot(
     snapshot was read and found sound: that is one more read of all of it, here.
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
-    folder = Path(path).absolute()
-    if not (folder / MANIFEST).exists() and (inside := [listed.name for listed in list_snapshots(folder)]):
-        raise SnapshotNotFound(f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them")
-    snapshot = open_snapshot(folder)
+    snapshot = _open(place(path))
     specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
     if tables is not None:
         chosen = _chosen(tables, [spec.name for spec in specs], "snapshot")
@@ -222,6 +223,17 @@ def restore_snapshot(
             drop(name)
         raise
     return snapshot
+
+
+def _open(folder: Place) -> Snapshot:
+    try:
+        return open_snapshot(folder)
+    except SnapshotError as exc:
+        if inside := [listed.name for listed in list_snapshots(folder)]:
+            raise SnapshotNotFound(
+                f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them"
+            ) from exc
+        raise
 
 
 def job_files(snapshot: Snapshot) -> dict[str, bytes]:

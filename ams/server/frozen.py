@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,7 +141,7 @@ class FrozenTables:
 
 def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
     """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
-    snapshot = open_snapshot(Path(folder))
+    snapshot = open_snapshot(folder)
     sources = set(even_placement(snapshot.manifest.num_shards)[owned_buckets].tolist())
     return [
         snapshot.read_marks(entry)
@@ -168,7 +167,7 @@ def restore_tables(
     Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
     checked before any of its rows is written, and written while holding ``turn``. Raises SnapshotError, SpecMismatch.
     """
-    snapshot = open_snapshot(Path(folder))
+    snapshot = open_snapshot(folder)
     chain = snapshot.chain()
     specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
     for name, table in tables.items():

@@ -7,9 +7,7 @@ Legend: N rows of a block, D width of a row.
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,8 +18,9 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
-from geartrain.ams.storage.durable import failed, write_file
+from geartrain.ams.storage.durable import failed
 from geartrain.ams.storage.snapshot_manifest import JOB, MARKS, FileEntry, block_path, in_words, job_path, marks_path
+from geartrain.ams.storage.snapshot_store import Place, place, store_of, within
 from geartrain.ams.words import counted
 
 BLOCK_BYTES = 8 << 20
@@ -90,7 +89,7 @@ def write_marks(staging_path: str, *, snapshot_id: str, shard: int, values: Mapp
     return _write(staging_path, snapshot_id, data, path=path, kind=MARKS, table=None, shard=shard, index=0, num_rows=0)
 
 
-def read_marks(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
+def read_marks(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
     """Return the checked bytes of a shard's marks, and their values. Raises SnapshotDamaged."""
     data = read_file(folder, entry)
     try:
@@ -105,16 +104,16 @@ def read_marks(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes,
     return data, values["marks"]
 
 
-def read_file(folder: Path, entry: FileEntry) -> bytes:
+def read_file(folder: Place, entry: FileEntry) -> bytes:
     """Return the bytes of a file whose length and hash are right. Raises SnapshotDamaged."""
-    path = folder / entry.path
+    store = store_of(folder)
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
+        size = store.size(folder, entry.path)
+        if size is None:
             raise damaged(folder, entry, "it is not a file")
-        if status.st_size != entry.bytes:
-            raise damaged(folder, entry, f"it has {status.st_size:,} of {counted(entry.bytes, 'byte')}")
-        data = path.read_bytes()
+        if size != entry.bytes:
+            raise damaged(folder, entry, f"it has {size:,} of {counted(entry.bytes, 'byte')}")
+        data = store.read(folder, entry.path)
     except FileNotFoundError as exc:
         raise damaged(folder, entry, "it is missing") from exc
     except OSError as exc:
@@ -124,7 +123,7 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
     return data
 
 
-def read_block(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, np.ndarray]]:
+def read_block(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, np.ndarray]]:
     """Return the checked bytes of a block and its arrays, writable and apart from the bytes. Raises SnapshotDamaged."""
     data = read_file(folder, entry)
     assert entry.table is not None and entry.shard is not None
@@ -145,7 +144,7 @@ def read_block(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes,
     return data, arrays
 
 
-def damaged(folder: Path, entry: FileEntry, why: str) -> SnapshotDamaged:
+def damaged(folder: Place, entry: FileEntry, why: str) -> SnapshotDamaged:
     """Return the error that names the file and what it holds."""
     if entry.kind == JOB:
         holds = "state of the job"
@@ -155,8 +154,8 @@ def damaged(folder: Path, entry: FileEntry, why: str) -> SnapshotDamaged:
         rows = counted(entry.num_rows, "row")
         holds = f"{rows} ({entry.kind}, block {entry.index}) of table {entry.table!r} on shard {entry.shard}"
     return SnapshotDamaged(
-        f"{folder / entry.path} is damaged: {why}. It holds {holds}. Bring the file back from a copy, or use another "
-        "snapshot"
+        f"{within(folder, entry.path)} is damaged: {why}. It holds {holds}. Bring the file back from a copy, or use "
+        "another snapshot"
     )
 
 
@@ -172,8 +171,9 @@ def _write(
     index: int,
     num_rows: int,
 ) -> FileEntry:
-    staging = Path(staging_path)
-    if not staging.name.startswith(".staging-") or not staging.name.endswith(f"-{snapshot_id}"):
+    staging = place(staging_path)
+    store = store_of(staging)
+    if not store.is_staging(staging, snapshot_id):
         raise InvalidArgument(f"{staging_path!r} is not the staging folder of snapshot {snapshot_id!r}")
     try:
         entry = FileEntry(
@@ -189,9 +189,9 @@ def _write(
     except ValidationError as exc:
         raise InvalidArgument(in_words(exc)) from exc
     try:
-        write_file(staging / path, data)
+        store.write(staging, path, data)
     except OSError as exc:
-        raise failed(f"{staging / path} ({counted(len(data), 'byte')}) was not written", exc) from exc
+        raise failed(f"{within(staging, path)} ({counted(len(data), 'byte')}) was not written", exc) from exc
     return entry
 
 
