@@ -204,6 +204,8 @@ class Cluster:
     ) -> PendingSnapshot:
         """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
 
+        ``root`` is a local folder or any fsspec URL (``s3://bucket/runs/1``).
+
         Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
         waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
         meanwhile a shard may hold some and another not, so call it at a step boundary. ``values`` (JSON) and ``files``
@@ -234,7 +236,9 @@ class Cluster:
 
         The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
         All or nothing: if anything fails, none of its tables stays. With ``replace=True`` (a job that goes back) tables
-        of these names are dropped first, but only after every byte of the snapshot was read and found sound.
+        of these names are dropped first, but only after every byte of the snapshot was read and found sound. A write
+        that the restored rows hold is recognised if it is sent again (exactly where the number of shards is the same,
+        at a step boundary where it is not), and sync groups go on at their step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
         the snapshot has not), SnapshotNotFound, SnapshotDamaged (naming the file; checked before any of its rows is
         written), ShardUnavailable.

@@ -18,6 +18,7 @@ from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
     InvalidArgument,
     SnapshotDamaged,
+    SnapshotError,
     SnapshotFailed,
     SnapshotNotFound,
     TableExists,
@@ -28,7 +29,8 @@ from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, FileEntry, Parent
+from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, Parent
+from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
 
 _TELL_SECONDS = 2.0
 """How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
@@ -49,16 +51,16 @@ class JobState:
 class PendingSnapshot:
     """A snapshot whose moment has passed and whose files are being written."""
 
-    def __init__(self, path: Path, work: Future[Path]) -> None:
+    def __init__(self, path: Place, work: Future[Place]) -> None:
         self.path = path
-        """The folder it will be."""
+        """The folder it will be: an absolute Path, or a URL."""
         self._work = work
 
     def done(self) -> bool:
         """Whether :meth:`result` returns at once."""
         return self._work.done()
 
-    def result(self, timeout_seconds: float | None = None) -> Path:
+    def result(self, timeout_seconds: float | None = None) -> Place:
         """Wait until it is whole and on the disk; return its folder.
 
         Raises SnapshotFailed, or another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
@@ -84,7 +86,7 @@ def begin_snapshot(
     same root, writes all of its rows. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
     parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
     """
-    root = Path(root).absolute()
+    root = place(root)
     older = None if parent is None else _parent(root, parent)
     chosen = None if tables is None else _chosen(tables, [spec.name for spec in existing()], "cluster")
     for label, data in job.files.items():
@@ -100,10 +102,12 @@ def begin_snapshot(
     except BaseException:
         _give_up(calls, staging)
         raise
-    return PendingSnapshot(staging.root / name, work)
+    return PendingSnapshot(within(staging.root, name), work)
 
 
-def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None) -> Path:
+def _finish(
+    calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None
+) -> Place:
     try:
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
         outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
@@ -113,9 +117,11 @@ def _finish(calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: Jo
         for shard, reply in enumerate(replies):
             for table in reply.deltas:
                 deltas.setdefault(table, []).append(shard)
-        unknown = {entry.table for entry in files}.union(deltas) - {spec.name for spec in specs}
+        unknown = {entry.table for entry in files if entry.table is not None}.union(deltas) - {
+            spec.name for spec in specs
+        }
         if unknown:
-            raise SnapshotFailed(f"tables {sorted(map(str, unknown))} came or went at that moment; take it again")
+            raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment; take it again")
         files += [
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
@@ -145,12 +151,12 @@ def _give_up(calls: ShardCalls, staging: Staging) -> None:
         staging.abandon()
 
 
-def _parent(root: Path, parent: str | Path) -> Snapshot:
+def _parent(root: Place, parent: str | Path) -> Snapshot:
     """The snapshot to add to, itself whole with all that it adds to, as far as manifests tell."""
-    path = root / parent
-    if path.absolute().parent != root:
+    folder = within(root, parent) if isinstance(parent, str) and is_name(parent) else place(parent)
+    if parent_of(folder) != root:
         raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
-    snapshot = open_snapshot(path)
+    snapshot = open_snapshot(folder)
     snapshot.chain()
     return snapshot
 
@@ -187,10 +193,7 @@ def restore_snapshot(
     snapshot was read and found sound: that is one more read of all of it, here.
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
-    folder = Path(path).absolute()
-    if not (folder / MANIFEST).exists() and (inside := [listed.name for listed in list_snapshots(folder)]):
-        raise SnapshotNotFound(f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them")
-    snapshot = open_snapshot(folder)
+    snapshot = _open(place(path))
     specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
     if tables is not None:
         chosen = _chosen(tables, [spec.name for spec in specs], "snapshot")
@@ -225,6 +228,17 @@ def restore_snapshot(
             drop(name)
         raise
     return snapshot
+
+
+def _open(folder: Place) -> Snapshot:
+    try:
+        return open_snapshot(folder)
+    except SnapshotError as exc:
+        if inside := [listed.name for listed in list_snapshots(folder)]:
+            raise SnapshotNotFound(
+                f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them"
+            ) from exc
+        raise
 
 
 def job_files(snapshot: Snapshot) -> dict[str, bytes]:

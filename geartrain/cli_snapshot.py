@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from geartrain.ams.cluster import Cluster
     from geartrain.ams.storage.snapshot_folder import Listed, Snapshot
+    from geartrain.ams.storage.snapshot_store import Place
 
 FAILED = 1
 
 app = typer.Typer(no_args_is_help=True, help="Take, list, check, restore, compact and remove snapshots of a cluster.")
 
-Root = Annotated[Path, typer.Argument(help="Folder that holds the snapshots; the same for all servers.")]
-Where = Annotated[Path, typer.Argument(help="A snapshot, or a folder of snapshots (then the newest one).")]
+Root = Annotated[str, typer.Argument(help="Folder or fsspec URL with the snapshots; the same for all servers.")]
+Where = Annotated[str, typer.Argument(help="A snapshot, or what holds snapshots (then the newest one): folder or URL.")]
 Fallback = Annotated[
     bool, typer.Option("--allow-fallback", help="If the newest snapshot is damaged, use the newest one that is not.")
 ]
@@ -76,7 +77,7 @@ def verify(where: Where, as_json: Json = False) -> None:
     """Read every byte of a snapshot and name all damage; exits with 1 if there is any."""
     from geartrain.ams.storage.snapshot_folder import list_snapshots, open_snapshot
 
-    if (where / "manifest.json").exists():
+    if _is_snapshot(where):
         snapshot = open_snapshot(where)
     else:
         listed = list_snapshots(_folder(where))
@@ -114,7 +115,7 @@ def restore(
     """Make a snapshot's tables, rows and slots, on a running cluster of any number of shards."""
     from geartrain.ams.storage.snapshot_folder import latest
 
-    path = where if (where / "manifest.json").exists() else latest(_folder(where), allow_fallback=allow_fallback).path
+    path = where if _is_snapshot(where) else latest(_folder(where), allow_fallback=allow_fallback).path
     with _connected(file, scheduler) as cluster:
         facts = _facts(cluster.restore(path, tables=table or None, replace=replace))
     print(json.dumps(facts) if as_json else f"restored {path}: {_summary(facts)}")
@@ -154,10 +155,24 @@ def prune(
     print(json.dumps({"removed": removed}) if as_json else text)
 
 
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
+def _folder(path: str) -> Place:
+    from geartrain.ams.storage.snapshot_store import place
+
+    folder = place(path)
+    if isinstance(folder, Path) and not folder.is_dir():
         raise ConfigError(f"{path} is not a folder")
-    return path
+    return folder
+
+
+def _is_snapshot(path: str) -> bool:
+    from geartrain.ams.storage.snapshot_manifest import MANIFEST
+    from geartrain.ams.storage.snapshot_store import place, store_of
+
+    folder = place(path)
+    try:
+        return MANIFEST in store_of(folder).names(folder)
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ import numpy.typing as npt
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
-from geartrain.ams.placement import NUM_BUCKETS, bucket_of
+from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement
 from geartrain.ams.specs import DTYPES, Ids, TableSpec
-from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block
+from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_marks
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import open_snapshot
-from geartrain.ams.storage.snapshot_manifest import ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable
 
 _WRITERS = 2
@@ -41,8 +40,12 @@ class FrozenTables:
     ``deltas``. Any other table is held whole, so that a snapshot never rests on rows that its parent has not.
     """
 
-    def __init__(self, snapshot_id: str, tables: Mapping[str, RowTable], parent_id: str = "") -> None:
+    def __init__(
+        self, snapshot_id: str, tables: Mapping[str, RowTable], *, marks: Mapping[str, Any], parent_id: str = ""
+    ) -> None:
         self.snapshot_id = snapshot_id
+        self._marks = marks
+        """JSON values that belong to the moment."""
         self.deltas = tuple(name for name, table in tables.items() if parent_id and table.kept_as == parent_id)
         self._tables: dict[str, RowTable] = {}
         self._num_rows: dict[str, int] = {}
@@ -63,12 +66,12 @@ class FrozenTables:
         return frozenset(self._tables.values())
 
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
-        """Write every held row once, in blocks of about 8 MiB, synced; may run beside the shard's work.
+        """Write every held row once, in blocks of about 8 MiB, and the marks, synced; may run beside the shard's work.
 
         Raises SnapshotFailed if the disk fails, or the freeze was ended before or meanwhile.
         """
         self._require_frozen()
-        entries: list[FileEntry] = []
+        entries = [write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
             for name, table in self._tables.items():
                 written = 0
@@ -137,6 +140,17 @@ class FrozenTables:
                 return
 
 
+def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
+    """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
+    snapshot = open_snapshot(folder)
+    sources = set(even_placement(snapshot.manifest.num_shards)[owned_buckets].tolist())
+    return [
+        snapshot.read_marks(entry)
+        for entry in snapshot.manifest.files
+        if entry.kind == MARKS and entry.shard in sources
+    ]
+
+
 def _joined(parts: list[Part]) -> dict[str, npt.NDArray[Any]]:
     arrays = {
         "ids": np.concatenate([ids for ids, _, _ in parts]),
@@ -154,7 +168,7 @@ def restore_tables(
     Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
     checked before any of its rows is written, and written while holding ``turn``. Raises SnapshotError, SpecMismatch.
     """
-    snapshot = open_snapshot(Path(folder))
+    snapshot = open_snapshot(folder)
     chain = snapshot.chain()
     specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
     for name, table in tables.items():

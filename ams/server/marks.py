@@ -6,12 +6,22 @@ a fence says that the job starts over.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, StaleClient
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply
+
+
+class _Applied(NamedTuple):
+    """A write that was applied: by which incarnation, to which table, and its reply."""
+
+    incarnation: int
+    table: str
+    done: Done
 
 
 @dataclass
@@ -20,9 +30,24 @@ class _Stream:
     oldest_unacknowledged: int = 0
     acknowledged_by: int = 0
     """Incarnation that said ``oldest_unacknowledged``."""
-    done: dict[int, tuple[int, Done]] = field(default_factory=dict)
-    """Incarnation and reply of each write applied."""
+    done: dict[int, _Applied] = field(default_factory=dict)
     waiting: dict[int, list[Future[Reply]]] = field(default_factory=dict)
+
+
+class MarkedWrite(NamedTuple):
+    """A write that was applied."""
+
+    sequence: int
+    created: int
+    table: str
+
+
+class MarkedStream(NamedTuple):
+    """What a shard knows of a stream, as snapshots keep it."""
+
+    incarnation: int
+    oldest_unacknowledged: int
+    done: list[MarkedWrite]
 
 
 def belongs(stream: str, job: str) -> bool:
@@ -50,14 +75,14 @@ class WriteMarks:
                 "they are what makes a retry apply once"
             )
         stream = self._current(context)
-        self._forget_acknowledged(stream, context)
+        self._forget_acknowledged(stream, context.oldest_unacknowledged, context.incarnation)
         if context.sequence < stream.oldest_unacknowledged:
             raise StaleClient(
                 f"sequence {context.sequence} of stream {context.stream!r} was acknowledged already "
                 f"(oldest unacknowledged: {stream.oldest_unacknowledged}); number writes upwards"
             )
         if context.sequence in stream.done:
-            _, done = stream.done[context.sequence]
+            done = stream.done[context.sequence].done
             future.set_result(Done(created=done.created, duplicate=True))
             return False
         if context.sequence in stream.waiting:
@@ -71,11 +96,11 @@ class WriteMarks:
         stream.waiting[context.sequence] = [future]
         return True
 
-    def applied(self, context: CallContext, done: Done) -> None:
-        """Mark the write and answer everyone who waits for it."""
+    def applied(self, context: CallContext, done: Done, table: str) -> None:
+        """Mark the write to ``table`` and answer everyone who waits for it."""
         failpoints.reach("shard.mark.before")
         stream = self._streams[context.stream]
-        stream.done[context.sequence] = context.incarnation, done
+        stream.done[context.sequence] = _Applied(context.incarnation, table, done)
         failpoints.reach("shard.mark.after")
         for future in stream.waiting.pop(context.sequence, ()):
             future.set_result(done)
@@ -104,6 +129,35 @@ class WriteMarks:
         if context.stream:
             self._require_current(context.stream, context.incarnation)
 
+    def streams(self, tables: Collection[str]) -> dict[str, MarkedStream]:
+        """Return what is known of each stream, of the writes applied those to ``tables``."""
+        return {
+            name: MarkedStream(
+                stream.incarnation,
+                stream.oldest_unacknowledged,
+                [
+                    MarkedWrite(sequence, applied.done.created, applied.table)
+                    for sequence, applied in stream.done.items()
+                    if applied.table in tables
+                ],
+            )
+            for name, stream in self._streams.items()
+        }
+
+    def restore(self, name: str, marked: MarkedStream) -> None:
+        """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds.
+
+        A stream that is fenced stays forgotten: its writes are refused, whether they were applied or not.
+        """
+        if self._superseded_by(name, marked.incarnation) is not None:
+            return
+        stream = self._streams.setdefault(name, _Stream())
+        stream.incarnation = max(stream.incarnation, marked.incarnation)
+        self._forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation)
+        for write in marked.done:
+            if write.sequence >= stream.oldest_unacknowledged and write.sequence not in stream.done:
+                stream.done[write.sequence] = _Applied(marked.incarnation, write.table, Done(created=write.created))
+
     def _current(self, context: CallContext) -> _Stream:
         self._require_current(context.stream, context.incarnation)
         stream = self._streams.setdefault(context.stream, _Stream())
@@ -113,29 +167,36 @@ class WriteMarks:
         return stream
 
     def _require_current(self, name: str, incarnation: int) -> None:
+        job = self._superseded_by(name, incarnation)
+        if job is not None:
+            raise _superseded(name, incarnation, job, self._fences[job])
+
+    def _superseded_by(self, name: str, incarnation: int) -> str | None:
+        """The job whose fence shuts ``incarnation`` of this stream or job out, if there is one."""
         job, rest = "", name
         while self._fences and rest:
             head, slash, rest = rest.partition("/")
             job += head
             if incarnation < self._fences.get(job, 0):
-                raise _superseded(name, incarnation, job, self._fences[job])
+                return job
             job += slash
+        return None
 
     def _forget_before(self, name: str, incarnation: int) -> None:
         stream = self._streams[name]
-        stream.done = {s: (by, done) for s, (by, done) in stream.done.items() if by >= incarnation}
+        stream.done = {s: applied for s, applied in stream.done.items() if applied.incarnation >= incarnation}
         if stream.acknowledged_by < incarnation:
             stream.oldest_unacknowledged = 0
         if stream.incarnation < incarnation and not stream.waiting:
             del self._streams[name]
 
     @staticmethod
-    def _forget_acknowledged(stream: _Stream, context: CallContext) -> None:
-        if context.oldest_unacknowledged <= stream.oldest_unacknowledged:
+    def _forget_acknowledged(stream: _Stream, oldest_unacknowledged: int, incarnation: int) -> None:
+        if oldest_unacknowledged <= stream.oldest_unacknowledged:
             return
-        stream.oldest_unacknowledged = context.oldest_unacknowledged
-        stream.acknowledged_by = context.incarnation
-        for sequence in [s for s in stream.done if s < context.oldest_unacknowledged]:
+        stream.oldest_unacknowledged = oldest_unacknowledged
+        stream.acknowledged_by = incarnation
+        for sequence in [s for s in stream.done if s < oldest_unacknowledged]:
             del stream.done[sequence]
 
 

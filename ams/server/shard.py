@@ -52,7 +52,8 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.server.frozen import FrozenTables, restore_tables
+from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
+from geartrain.ams.server.frozen_marks import held_marks, restore_marks
 from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
@@ -308,11 +309,11 @@ class Shard:
         except BaseException as error:
             self._marks.failed(call.context, _as_ours(error, self.shard))
             return
-        self._marks.applied(call.context, Done(created=created))
+        self._marks.applied(call.context, Done(created=created), request.table)
 
     def _write_jointly(self, context: CallContext, push: Push, table: _Table) -> None:
         if self._groups.is_applied(push):
-            self._marks.applied(context, Done(duplicate=True))
+            self._marks.applied(context, Done(duplicate=True), push.table)
             return
         parts = self._groups.join(context, push)
         if parts is None:
@@ -330,7 +331,7 @@ class Shard:
         table.writes += 1
         self._groups.complete(push)
         for part_context, _ in parts:
-            self._marks.applied(part_context, Done(created=created))
+            self._marks.applied(part_context, Done(created=created), push.table)
 
     def _create(self, spec: TableSpec) -> Done:
         existing = self._tables.get(spec.name)
@@ -361,8 +362,11 @@ class Shard:
         for other in list(self._frozen.values()):
             if not other.tables.isdisjoint(tables.values()):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
+        marks = held_marks(self._marks, self._groups, tables)
         failpoints.reach("freeze.before")
-        self._frozen[request.snapshot_id] = FrozenTables(request.snapshot_id, tables, request.parent_id)
+        self._frozen[request.snapshot_id] = FrozenTables(
+            request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
+        )
         failpoints.reach("freeze.after")
         return Done()
 
@@ -411,7 +415,11 @@ class Shard:
         turn = _TurnUnlessWritten(self._turn, tables)
         with turn:
             pass  # refused before anything is read
-        return Done(created=restore_tables(folder, rows, self._owned_buckets, turn))
+        num_read = restore_tables(folder, rows, self._owned_buckets, turn)
+        sources = marks_for(folder, self._owned_buckets)
+        with turn:
+            restore_marks(sources, rows, self._marks, self._groups)
+        return Done(created=num_read)
 
     def _describe(self) -> ShardState:
         tables = tuple(

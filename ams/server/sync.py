@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,15 @@ class _Group:
     incarnation: int = 0
     """Its incarnation."""
     waiting: dict[int, tuple[CallContext, Push]] = field(default_factory=dict)
+
+
+class GroupStep(NamedTuple):
+    """The step that a group is at, as snapshots keep it."""
+
+    table: str
+    job: str
+    world_size: int
+    next_sequence: int
 
 
 def joint_push(pushes: list[Push]) -> Push:
@@ -126,6 +136,16 @@ class SyncGroups:
             if forget and not group.waiting and is_past(group.stream, group.incarnation):
                 del self._groups[key]
         return dropped
+
+    def steps(self) -> list[GroupStep]:
+        """Return the step of every group."""
+        return [
+            GroupStep(table, job, group.world_size, group.next_sequence) for (table, job), group in self._groups.items()
+        ]
+
+    def restore(self, step: GroupStep) -> None:
+        """Let a group go on at ``step``, unless it has begun already."""
+        self._groups.setdefault((step.table, step.job), _Group(step.world_size, step.next_sequence))
 
     def next_deadline(self) -> float | None:
         """When the first incomplete group runs out of time, on the injected clock; None if none waits."""

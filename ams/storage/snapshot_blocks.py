@@ -1,5 +1,5 @@
-"""The files of a snapshot: blocks of rows (safetensors) and opaque files of the job. Written by any process that knows
-the staging folder's path and the snapshot's id; read back only after their hash and their own labels were checked.
+"""The files of a snapshot: blocks of rows (safetensors), marks (JSON) and opaque files of the job. Written by any
+process that knows the staging folder's path and the snapshot's id; read back once hash and labels were checked.
 
 Legend: N rows of a block, D width of a row.
 """
@@ -7,9 +7,8 @@ Legend: N rows of a block, D width of a row.
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,8 +19,9 @@ from safetensors.numpy import save
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
-from geartrain.ams.storage.durable import failed, write_file
-from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, block_path, in_words, job_path
+from geartrain.ams.storage.durable import failed
+from geartrain.ams.storage.snapshot_manifest import JOB, MARKS, FileEntry, block_path, in_words, job_path, marks_path
+from geartrain.ams.storage.snapshot_store import Place, place, store_of, within
 from geartrain.ams.words import counted
 
 BLOCK_BYTES = 8 << 20
@@ -82,16 +82,39 @@ def write_job_file(staging_path: str, *, snapshot_id: str, name: str, data: byte
     )
 
 
-def read_file(folder: Path, entry: FileEntry) -> bytes:
-    """Return the bytes of a file whose length and hash are right. Raises SnapshotDamaged."""
-    path = folder / entry.path
+def write_marks(staging_path: str, *, snapshot_id: str, shard: int, values: Mapping[str, Any]) -> FileEntry:
+    """Write a shard's marks, JSON values, into a staging folder and sync them. Raises as :func:`write_block`."""
+    labelled = {"snapshot": snapshot_id, "shard": shard, "marks": values}
+    data = json.dumps(labelled, sort_keys=True, allow_nan=False).encode()
+    path = marks_path(shard)
+    return _write(staging_path, snapshot_id, data, path=path, kind=MARKS, table=None, shard=shard, index=0, num_rows=0)
+
+
+def read_marks(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
+    """Return the checked bytes of a shard's marks, and their values. Raises SnapshotDamaged."""
+    data = read_file(folder, entry)
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
+        values = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise damaged(folder, entry, f"it is not JSON ({exc})") from exc
+    is_whole = isinstance(values, dict) and set(values) == {"snapshot", "shard", "marks"}
+    if not is_whole or (values["snapshot"], values["shard"]) != (snapshot_id, entry.shard):
+        raise damaged(folder, entry, f"it does not say that it is of shard {entry.shard} of snapshot {snapshot_id}")
+    if not isinstance(values["marks"], dict):
+        raise damaged(folder, entry, "it holds no marks")
+    return data, values["marks"]
+
+
+def read_file(folder: Place, entry: FileEntry) -> bytes:
+    """Return the bytes of a file whose length and hash are right. Raises SnapshotDamaged."""
+    store = store_of(folder)
+    try:
+        size = store.size(folder, entry.path)
+        if size is None:
             raise damaged(folder, entry, "it is not a file")
-        if status.st_size != entry.bytes:
-            raise damaged(folder, entry, f"it has {status.st_size:,} of {counted(entry.bytes, 'byte')}")
-        data = path.read_bytes()
+        if size != entry.bytes:
+            raise damaged(folder, entry, f"it has {size:,} of {counted(entry.bytes, 'byte')}")
+        data = store.read(folder, entry.path)
     except FileNotFoundError as exc:
         raise damaged(folder, entry, "it is missing") from exc
     except OSError as exc:
@@ -101,7 +124,7 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
     return data
 
 
-def read_block(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, np.ndarray]]:
+def read_block(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, np.ndarray]]:
     """Return the checked bytes of a block and its arrays, writable and apart from the bytes. Raises SnapshotDamaged."""
     data = read_file(folder, entry)
     assert entry.table is not None and entry.shard is not None
@@ -122,16 +145,18 @@ def read_block(folder: Path, snapshot_id: str, entry: FileEntry) -> tuple[bytes,
     return data, arrays
 
 
-def damaged(folder: Path, entry: FileEntry, why: str) -> SnapshotDamaged:
+def damaged(folder: Place, entry: FileEntry, why: str) -> SnapshotDamaged:
     """Return the error that names the file and what it holds."""
     if entry.kind == JOB:
         holds = "state of the job"
+    elif entry.kind == MARKS:
+        holds = f"what shard {entry.shard} knew of the writes applied"
     else:
         rows = counted(entry.num_rows, "row")
         holds = f"{rows} ({entry.kind}, block {entry.index}) of table {entry.table!r} on shard {entry.shard}"
     return SnapshotDamaged(
-        f"{folder / entry.path} is damaged: {why}. It holds {holds}. Bring the file back from a copy, or use another "
-        "snapshot"
+        f"{within(folder, entry.path)} is damaged: {why}. It holds {holds}. Bring the file back from a copy, or use "
+        "another snapshot"
     )
 
 
@@ -147,8 +172,9 @@ def _write(
     index: int,
     num_rows: int,
 ) -> FileEntry:
-    staging = Path(staging_path)
-    if not staging.name.startswith(".staging-") or not staging.name.endswith(f"-{snapshot_id}"):
+    staging = place(staging_path)
+    store = store_of(staging)
+    if not store.is_staging(staging, snapshot_id):
         raise InvalidArgument(f"{staging_path!r} is not the staging folder of snapshot {snapshot_id!r}")
     try:
         entry = FileEntry(
@@ -165,10 +191,10 @@ def _write(
         raise InvalidArgument(in_words(exc)) from exc
     try:
         failpoints.reach("block.write.before")
-        write_file(staging / path, data)
+        store.write(staging, path, data)
         failpoints.reach("block.write.after")
     except OSError as exc:
-        raise failed(f"{staging / path} ({counted(len(data), 'byte')}) was not written", exc) from exc
+        raise failed(f"{within(staging, path)} ({counted(len(data), 'byte')}) was not written", exc) from exc
     return entry
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ import numpy.typing as npt
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.placement import bucket_of, even_placement
-from geartrain.ams.storage.durable import remove_quietly
-from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file
+from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
 from geartrain.ams.storage.snapshot_chain import Layer, layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import JOB, MARKS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot_store import Place, place, store_of, within
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Path:
+def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Place:
     """Write what the chain that ends at snapshot ``name`` holds as one whole snapshot, and return its folder.
 
     It is called ``new_name`` (None: ``name``-whole), lists as newer than ``name``, and the next incremental one may
@@ -34,7 +35,7 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Path
     Raises InvalidArgument if ``name`` is whole already, SnapshotNotFound, SnapshotDamaged, SnapshotFailed; then nothing
     new is listed.
     """
-    snapshot = open_snapshot(Path(root) / name)
+    snapshot = open_snapshot(within(place(root), name))
     if snapshot.manifest.parent is None:
         raise InvalidArgument(f"snapshot {name!r} in {root} is whole already: it adds to no other")
     chain = snapshot.chain()
@@ -56,7 +57,9 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Path
     )
     damage = open_snapshot(path).verify()
     if damage:
-        remove_quietly(path)
+        store = store_of(path)
+        with suppress(OSError):
+            store.discard(store.hide(path))
         raise damage[0]
     return path
 
@@ -123,7 +126,11 @@ def _copied(staging: Staging, snapshot: Snapshot, entry: FileEntry) -> FileEntry
     if entry.kind == JOB:
         name = entry.path.removeprefix(f"{JOB}-")
         return write_job_file(staging.path, snapshot_id=staging.id, name=name, data=snapshot.read_bytes(entry))
-    assert entry.table is not None and entry.shard is not None
+    assert entry.shard is not None
+    if entry.kind == MARKS:
+        values = snapshot.read_marks(entry)
+        return write_marks(staging.path, snapshot_id=staging.id, shard=entry.shard, values=values)
+    assert entry.table is not None
     return write_block(
         staging.path,
         snapshot_id=staging.id,

@@ -1,7 +1,7 @@
-"""Snapshots as folders of a local disk, each whole or not there.
+"""Snapshots in a root, each whole or not there: folders of a local disk, or of a URL (``snapshot_store``).
 
     ROOT/NAME/manifest.json              every file with its hash, read first
-    ROOT/NAME/*.safetensors, job-*       blocks of rows, state of the job
+    ROOT/NAME/*.safetensors, …           blocks of rows, marks, state of the job (below a URL in ROOT/NAME/ID/)
     ROOT/.staging-NAME-ID/               one being written; takes its name, by a rename, as the last step
     ROOT/.trash-NAME-ID/                 one being removed
 
@@ -12,11 +12,9 @@ One process commits and prunes in a root; any number may write blocks and read.
 from __future__ import annotations
 
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +24,12 @@ from pydantic import ValidationError
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotError, SnapshotFailed, SnapshotNotFound
-from geartrain.ams.storage.durable import (
-    create_folders,
-    disk,
-    failed,
-    remove_quietly,
-    sync_folder,
-    write_file,
-)
-from geartrain.ams.storage.snapshot_blocks import read_block, read_file
+from geartrain.ams.storage.durable import failed
+from geartrain.ams.storage.snapshot_blocks import read_block, read_file, read_marks
 from geartrain.ams.storage.snapshot_manifest import (
     JOB,
     MANIFEST,
+    MARKS,
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
@@ -46,20 +38,19 @@ from geartrain.ams.storage.snapshot_manifest import (
     encode_manifest,
     in_words,
 )
+from geartrain.ams.storage.snapshot_store import Place, is_name, name_of, parent_of, place, store_of, within
 from geartrain.ams.words import counted
 
 logger = logging.getLogger(__name__)
 
 STALE_STAGING_SECONDS = 86_400.0
-_STAGING, _TRASH = ".staging-", ".trash-"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class Staging:
     """A snapshot being written."""
 
-    root: Path
+    root: Place
     name: str
     id: str
     """32 hexadecimal digits, new for every attempt."""
@@ -67,7 +58,7 @@ class Staging:
     @property
     def path(self) -> str:
         """The folder that blocks are written to, for those who write them."""
-        return str(self.root / f"{_STAGING}{self.name}-{self.id}")
+        return str(self._folder)
 
     def commit(
         self,
@@ -81,14 +72,14 @@ class Staging:
         parent: Parent | None = None,
         deltas: Mapping[str, Sequence[int]] | None = None,
         moment: str | None = None,
-    ) -> Path:
+    ) -> Place:
         """Make the snapshot appear, whole and safe from a loss of power, and return its folder.
 
         ``created`` is Unix time in seconds; ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there
         are no ``deltas``. Raises InvalidArgument for values that cannot be a manifest, and SnapshotFailed; then the
         staging folder is removed and nothing new listed.
         """
-        final = self.root / self.name
+        final, store = within(self.root, self.name), store_of(self.root)
         try:
             manifest = self._manifest(
                 step=step,
@@ -104,11 +95,11 @@ class Staging:
             data = encode_manifest(manifest)
             self._require_files(files)
             failpoints.reach("manifest.write.before")
-            write_file(Path(self.path) / MANIFEST, data)
-            sync_folder(Path(self.path))
+            store.write(self._folder, MANIFEST, data)
+            store.sync(self._folder)
             failpoints.reach("manifest.write.after")
             _require_free(final)
-            self._publish(final)
+            store.publish(self._folder, final)
         except OSError as exc:
             self.abandon()
             raise failed(f"snapshot {self.name!r} in {self.root} was not written", exc) from exc
@@ -119,7 +110,11 @@ class Staging:
 
     def abandon(self) -> None:
         """Remove the staging folder. What cannot be removed stays hidden until :func:`prune`."""
-        remove_quietly(Path(self.path))
+        store_of(self.root).discard(self._folder)
+
+    @property
+    def _folder(self) -> Place:
+        return store_of(self.root).staging(self.root, self.name, self.id)
 
     def _manifest(self, **fields: Any) -> Manifest:
         try:
@@ -129,56 +124,56 @@ class Staging:
 
     def _require_files(self, files: Sequence[FileEntry]) -> None:
         """Check that the folder holds the listed files and no other. Their content is checked by who reads them."""
-        folder = Path(self.path)
-        present = {child.name: child.stat().st_size for child in folder.iterdir() if not child.name.startswith(".")}
+        folder, store = self._folder, store_of(self.root)
+        names = store.names(folder) if files or isinstance(folder, Path) else []
+        present = {name: store.size(folder, name) for name in names if not name.startswith(".")}
         for entry in files:
             found = present.pop(entry.path, None)
             if found != entry.bytes:
                 has = "is missing" if found is None else f"has {found:,} of {counted(entry.bytes, 'byte')}"
-                raise SnapshotFailed(f"snapshot {self.name!r} was not written: {folder / entry.path} {has}")
+                raise SnapshotFailed(f"snapshot {self.name!r} was not written: {within(folder, entry.path)} {has}")
         if present:
-            extra = folder / min(present)
+            extra = within(folder, min(present))
             raise SnapshotFailed(f"snapshot {self.name!r} was not written: {extra} is not listed in files; list it")
-
-    def _publish(self, final: Path) -> None:
-        try:
-            failpoints.reach("snapshot.rename.before")
-            disk.rename(Path(self.path), final)
-            failpoints.reach("snapshot.rename.after")
-            sync_folder(self.root)
-        except OSError:
-            if not Path(self.path).exists():
-                # Visible, but not known to be safe: whoever is told of a failure must not find it.
-                _take_back(final)
-            raise
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A snapshot whose manifest is sound. Its blocks are checked as they are read."""
 
-    path: Path
+    path: Place
+    """Its folder: an absolute Path, or a URL."""
     manifest: Manifest
 
     @property
     def name(self) -> str:
         """Name of its folder."""
-        return self.path.name
+        return name_of(self.path)
+
+    @property
+    def _files(self) -> Place:
+        return store_of(self.path).files_of(self.path, self.manifest.id)
 
     def read(self, entry: FileEntry) -> dict[str, np.ndarray]:
         """Return the arrays of a block, writable, once its size, hash and labels have been checked.
 
-        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for a file of the job.
+        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for marks and files of the job.
         """
-        if entry.kind == JOB:
-            raise InvalidArgument(f"{entry.path!r} holds state of the job, not a block; use read_bytes")
-        return read_block(self.path, self.manifest.id, entry)[1]
+        if entry.kind in (JOB, MARKS):
+            raise InvalidArgument(f"{entry.path!r} is no block; use read_bytes")
+        return read_block(self._files, self.manifest.id, entry)[1]
+
+    def read_marks(self, entry: FileEntry) -> dict[str, Any]:
+        """Return a shard's marks, checked as in :meth:`read`. Raises SnapshotDamaged."""
+        return read_marks(self._files, self.manifest.id, entry)[1]
 
     def read_bytes(self, entry: FileEntry) -> bytes:
         """Return the content of any file, checked as in :meth:`read`. Raises SnapshotDamaged."""
         if entry.kind == JOB:
-            return read_file(self.path, entry)
-        return read_block(self.path, self.manifest.id, entry)[0]
+            return read_file(self._files, entry)
+        if entry.kind == MARKS:
+            return read_marks(self._files, self.manifest.id, entry)[0]
+        return read_block(self._files, self.manifest.id, entry)[0]
 
     def chain(self) -> list[Snapshot]:
         """Return this snapshot and those that it adds to, the newest first; the last one is whole.
@@ -189,7 +184,7 @@ class Snapshot:
         while (parent := found[-1].manifest.parent) is not None:
             adds = f"{found[-1].path} is damaged: it adds to snapshot {parent.name!r} ({parent.id}), "
             try:
-                older = open_snapshot(self.path.parent / parent.name)
+                older = open_snapshot(within(parent_of(self.path), parent.name))
             except SnapshotNotFound as exc:
                 raise SnapshotDamaged(f"{adds}which is missing. {_INSTEAD_OF_PARENT}") from exc
             if older.manifest.id != parent.id or parent.id in ids:
@@ -231,11 +226,11 @@ class Snapshot:
     def _extra_files(self) -> list[SnapshotDamaged]:
         known = {MANIFEST, *(entry.path for entry in self.manifest.files)}
         try:
-            names = sorted(child.name for child in self.path.iterdir())
+            names = sorted(store_of(self.path).names(self._files))
         except OSError as exc:
             return [SnapshotDamaged(f"{self.path} is damaged: it cannot be listed ({exc})")]
         return [
-            SnapshotDamaged(f"{self.path / name} is damaged: it is not of this snapshot. Move it away")
+            SnapshotDamaged(f"{within(self._files, name)} is damaged: it is not of this snapshot. Move it away")
             for name in names
             if name not in known and not name.startswith(".")
         ]
@@ -245,26 +240,26 @@ class Snapshot:
 class Listed:
     """A snapshot as a listing shows it: either its manifest is sound, or ``damage`` says why not."""
 
-    path: Path
+    path: Place
     snapshot: Snapshot | None
     damage: SnapshotDamaged | None
 
     @property
     def name(self) -> str:
         """Name of its folder."""
-        return self.path.name
+        return name_of(self.path)
 
 
 def new_staging(root: str | Path, name: str) -> Staging:
     """Create the folder to write snapshot ``name`` in. Raises InvalidArgument, and SnapshotFailed if it exists."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise InvalidArgument(
             f"name is {name!r}; it must be 1 to 100 of A-Z, a-z, 0-9 and ._- and begin with a letter or digit"
         )
-    staging = Staging(Path(root), name, uuid.uuid4().hex)
+    staging = Staging(place(root), name, uuid.uuid4().hex)
     try:
-        _require_free(staging.root / name)
-        create_folders(Path(staging.path))
+        _require_free(within(staging.root, name))
+        store_of(staging.root).create(staging._folder)
     except OSError as exc:
         staging.abandon()
         raise failed(f"snapshot {name!r} in {root} was not begun", exc) from exc
@@ -273,20 +268,23 @@ def new_staging(root: str | Path, name: str) -> Staging:
 
 def open_snapshot(path: str | Path) -> Snapshot:
     """Read a snapshot's manifest. Raises SnapshotNotFound, and SnapshotDamaged if the manifest is."""
-    return Snapshot(Path(path), read_manifest(Path(path)))
+    folder = place(path)
+    return Snapshot(folder, read_manifest(folder))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Return the manifest of a snapshot. Raises SnapshotNotFound if there is no folder, SnapshotDamaged."""
-    path = folder / MANIFEST
+    path, store = within(folder, MANIFEST), store_of(folder)
     try:
-        if not folder.is_dir():
-            raise SnapshotNotFound(f"{folder} is not the folder of a snapshot")
-        if not path.is_file():
+        try:
+            names = store.names(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            raise SnapshotNotFound(f"{folder} is not the folder of a snapshot") from None
+        if MANIFEST not in names or (size := store.size(folder, MANIFEST)) is None:
             raise SnapshotDamaged(f"{path} is damaged: it is missing. {_INSTEAD}")
-        if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
+        if size > MAX_MANIFEST_BYTES:
             raise SnapshotDamaged(f"{path} is damaged: it has {size:,} bytes, no manifest has. {_INSTEAD}")
-        return decode_manifest(path.read_bytes())
+        return decode_manifest(store.read(folder, MANIFEST))
     except OSError as exc:
         raise SnapshotDamaged(f"{path} is damaged: it cannot be read ({exc}). {_INSTEAD}") from exc
     except ValueError as exc:
@@ -299,8 +297,9 @@ def list_snapshots(root: str | Path) -> list[Listed]:
     Only manifests are read. One with a damaged manifest, whose age is therefore unknown, comes before all others.
     Raises SnapshotFailed if the root cannot be read.
     """
+    root = place(root)
     try:
-        folders = [child for child in Path(root).iterdir() if _NAME.fullmatch(child.name) and _is_snapshot(child)]
+        names = store_of(root).snapshots(root)
     except FileNotFoundError:
         return []
     except OSError as exc:
@@ -308,7 +307,7 @@ def list_snapshots(root: str | Path) -> list[Listed]:
             f"the snapshots in {root} cannot be listed: {exc}. Give the folder that holds them"
         ) from exc
     listed = []
-    for folder in sorted(folders):
+    for folder in (within(root, name) for name in sorted(names)):
         try:
             listed.append(Listed(folder, open_snapshot(folder), None))
         except SnapshotDamaged as exc:
@@ -356,7 +355,8 @@ def prune(
     """
     if keep < 1:
         raise InvalidArgument(f"keep is {keep}; it must be >= 1")
-    root = Path(root)
+    root = place(root)
+    store = store_of(root)
     known = [listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None]
     kept, old = known[:keep], known[keep:]
     if old and all(snapshot.verify() for snapshot in kept):
@@ -364,12 +364,11 @@ def prune(
     removed = []
     try:
         for snapshot in _children_first(_without_ancestors(old, kept)):
-            hidden = _hide(snapshot.path)
-            sync_folder(root)
+            hidden = store.hide(snapshot.path)
             removed.append(snapshot.name)
             failpoints.reach("prune.before")
-            disk.remove_folder(hidden)
-        _remove_leftovers(root, (time.time() if now is None else now) - stale_seconds)
+            store.remove(hidden)
+        store.sweep(root, (time.time() if now is None else now) - stale_seconds)
     except OSError as exc:
         raise failed(f"{root} was not pruned to {counted(keep, 'snapshot')}", exc) from exc
     return removed
@@ -402,46 +401,9 @@ def _children_first(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     return order
 
 
-def _hide(folder: Path) -> Path:
-    """Rename a snapshot, so that nobody takes what is left of it for one while it is removed. Raises OSError."""
-    trash = folder.with_name(f"{_TRASH}{folder.name}-{uuid.uuid4().hex}")
-    disk.rename(folder, trash)
-    return trash
-
-
-def _take_back(folder: Path) -> None:
-    """Remove a snapshot on a disk that fails: hidden if it can be, else without its manifest."""
-    try:
-        folder = _hide(folder)
-    except OSError:
-        with suppress(OSError):
-            (folder / MANIFEST).unlink()
-    remove_quietly(folder)
-
-
-def _remove_leftovers(root: Path, stale_before: float) -> None:
-    if not root.is_dir():
-        return
-    for child in sorted(root.iterdir()):
-        is_stale = child.name.startswith(_STAGING) and child.stat().st_mtime < stale_before
-        if is_stale or child.name.startswith(_TRASH):
-            disk.remove_folder(child)
-
-
-def _require_free(path: Path) -> None:
-    if path.exists():
-        raise SnapshotFailed(f"{path} already exists; choose another name or remove it")
-
-
-def _is_snapshot(folder: Path) -> bool:
-    """Whether a folder is a snapshot or the remains of one; other folders may lie beside them."""
-    if not folder.is_dir():
-        return False
-    try:
-        names = [child.name for child in folder.iterdir()]
-    except OSError:
-        return True  # listed as damaged, with the reason
-    return MANIFEST in names or any(name.startswith(f"{JOB}-") or name.endswith(".safetensors") for name in names)
+def _require_free(folder: Place) -> None:
+    if store_of(folder).exists(folder):
+        raise SnapshotFailed(f"{folder} already exists; choose another name or remove it")
 
 
 def _age(listed: Listed) -> tuple[float, float, str]:

@@ -22,6 +22,8 @@ _READABLE = (1, FORMAT)
 MANIFEST = "manifest.json"
 JOB = "job"
 """Kind of the job's files, opaque here."""
+MARKS = "marks"
+"""Kind of the files with what a shard knew of the writes to its rows: JSON values."""
 ROWS = "rows"
 """Kind of the blocks of rows: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
 MAX_MANIFEST_BYTES = 1 << 30
@@ -39,9 +41,9 @@ class FileEntry(BaseModel):
     path: str
     """Name within the snapshot's folder."""
     kind: str
-    """What it holds: ``job`` for bytes that are opaque here, else a kind of block, such as ``rows``."""
+    """What it holds: ``job`` for bytes that are opaque here, ``marks``, else a kind of block, such as ``rows``."""
     table: str | None
-    """Name of the table; None for the job's files."""
+    """Name of the table; None for the job's files and marks."""
     shard: Count | None
     """Shard that wrote it; None for the job's files."""
     index: Count
@@ -58,6 +60,9 @@ class FileEntry(BaseModel):
         if self.kind == JOB:
             if (self.table, self.shard) != (None, None) or self.path != job_path(self.path.removeprefix(f"{JOB}-")):
                 raise ValueError(f"path is {self.path!r}; a file of the job is {JOB}-NAME, without table and shard")
+        elif self.kind == MARKS:
+            if self.table is not None or self.shard is None or self.path != marks_path(self.shard):
+                raise ValueError(f"path is {self.path!r}; the marks of shard {self.shard} have another, and no table")
         elif self.table is None or self.shard is None:
             raise ValueError(f"{self.path!r} is a block, but its table is {self.table!r} and its shard {self.shard!r}")
         elif self.path != (expected := block_path(self.kind, self.table, self.shard, self.index)):
@@ -125,9 +130,10 @@ class Manifest(BaseModel):
 
 def block_path(kind: str, table: str, shard: int, index: int) -> str:
     """Return the name of a block's file: legible, and different for different tables. Raises InvalidArgument."""
-    if kind == JOB or not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", kind):
+    if kind in (JOB, MARKS) or not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", kind):
         raise InvalidArgument(
-            f"kind is {kind!r}; it must be 1 to 32 of a-z, 0-9 and _, begin with a letter and not be {JOB!r}"
+            f"kind is {kind!r}; it must be 1 to 32 of a-z, 0-9 and _, begin with a letter and not be {JOB!r} or "
+            f"{MARKS!r}"
         )
     for label, value in (("shard", shard), ("index", index)):
         if value < 0:
@@ -144,6 +150,11 @@ def job_path(name: str) -> str:
             f"name is {name!r}; it must be 1 to 100 of A-Z, a-z, 0-9 and ._- and begin with a letter or digit"
         )
     return f"{JOB}-{name}"
+
+
+def marks_path(shard: int) -> str:
+    """Return the name of the file that holds a shard's marks."""
+    return f"{MARKS}-{shard:05}.json"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

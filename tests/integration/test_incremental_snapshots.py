@@ -266,3 +266,22 @@ def test_what_a_chain_restores_is_the_live_table(operations: list[tuple[str, str
 
 def _full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_chain_lives_below_a_url(cluster: Cluster, tmp_path: Path, scheme: str) -> None:
+    root = f"{scheme}://{tmp_path}/chain"
+    for name in ("dense", "hashed"):
+        make(cluster, name)
+    write(cluster, 0, count=300)
+    parent = cluster.snapshot(root, "a", files={"x": b"12"}).result(60)
+    write(cluster, 1)
+    path = cluster.snapshot(root, "b", step=1, parent=parent).result(60)
+    live = contents(cluster, tmp_path)
+    for one in (path, compact(root, "b"), latest(root).path):
+        assert restored(tmp_path, one, 3) == live
+    cluster.restore(f"{root}/b", replace=True)
+    assert contents(cluster, tmp_path) == live
+    with pytest.raises(errors.SnapshotNotFound, match="is no snapshot but holds some: b-whole, b, a"):
+        cluster.restore(root)
+    assert prune(root, 1) == ["b", "a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from geartrain.ams import errors
 from geartrain.ams.client import ShardCalls
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.config import ClientConfig
-from geartrain.ams.messages import Thaw
+from geartrain.ams.messages import SyncGroup, Thaw
 from geartrain.ams.server import frozen
 from geartrain.ams.snapshot import job_files
 from geartrain.ams.specs import SGD, Constant, SparseMomentum
@@ -249,3 +250,44 @@ def test_giving_up_does_not_wait_for_a_shard_that_is_gone(served: Callable[..., 
                 cluster.snapshot(tmp_path, "a")
         assert told == [0]
         assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_the_snapshot_holds_is_not_applied_again(tmp_path: Path) -> None:
+    ids, ones = np.arange(100), np.ones((100, 2), np.float32)
+    for num_shards in (2, 3):  # the number that wrote it, and another
+        with local(2) as cluster:
+            table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
+            held, later = table.prepare_push(ids, ones), table.prepare_push(ids, ones)
+            held.send()
+            path = cluster.snapshot(tmp_path, f"a{num_shards}").result(60)
+            context = cluster._stream.context(later._sequence)
+        with local(num_shards) as other:
+            other.restore(path)
+            again = replace(context, sequence=held._sequence, oldest_unacknowledged=1)
+            for sequence_context, expected in ((again, -1.0), (context, -2.0), (context, -2.0)):
+                write = other.table("t").prepare_push(ids, ones)
+                outcomes = other._calls.deliver(write._pending, sequence_context)
+                assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+                assert (other.table("t").pull(ids) == expected).all()
+
+
+def test_ranks_go_on_at_the_step_of_the_snapshot(cluster: Cluster, tmp_path: Path) -> None:
+    table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
+
+    def step(sequence: int, job: str = "job") -> None:
+        group = SyncGroup(job=job, world_size=1, rank=0, sequence=sequence, sample_count=1)
+        table.push(IDS, np.ones((len(IDS), 2), np.float32), group=group)
+
+    for sequence in (1, 2, 3):
+        step(sequence)
+    path = cluster.snapshot(tmp_path, "a").result(60)
+    step(4)
+    for _ in range(2):
+        cluster.restore(path, replace=True)
+        with pytest.raises(errors.StepMismatch, match=r"at step 5 .* its group at 4"):
+            step(5)
+        step(3)  # a retry of what the rows hold
+        assert (table.pull(IDS) == -3).all()
+        step(4)
+        step(1, job="another run")  # which numbers from where it likes
+        assert (table.pull(IDS) == -5).all()

@@ -41,6 +41,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_health": GRPC_FILES,
     "grpc_reflection": GRPC_FILES,
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
+    "fsspec": ("ams/storage/*.py",),
     "lmdb": ("ams/storage/lmdb*.py",),
     "redis": ("ams/storage/redis*.py",),
     "socket": ("ams/*", "geartrain/*"),

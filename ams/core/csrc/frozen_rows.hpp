@@ -24,12 +24,19 @@ inline void clear_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64
 // Items are a row followed by its slot.
 class FrozenRows {
  public:
-  // `members`: the positions that belong to the moment; `touched_before`: what was touched since the moment before it.
-  FrozenRows(Bits members, Bits touched_before, int64_t item_bytes)
-      : members_(members), in_place_(std::move(members)), touched_before_(std::move(touched_before)), copies_(item_bytes, INT64_MAX) {}
+  // `members`: the positions that belong to the moment; `touched_before`: what was touched since the moment before it;
+  // `room`: memory for items to keep, whatever it holds.
+  FrozenRows(Bits members, Bits touched_before, SlabArray room)
+      : members_(members), in_place_(std::move(members)), touched_before_(std::move(touched_before)), copies_(std::move(room)) {}
 
   const Bits& members() const { return members_; }
   const Bits& touched_before() const { return touched_before_; }
+  // The memory that was used, for the next moment: fresh pages cost a push more than the copies. Bounded, so that a
+  // moment at which every row was written does not hold as much for good.
+  SlabArray take_room() {
+    copies_.keep(aside_.size(), kMostKeptBytes);
+    return std::move(copies_);
+  }
   bool is_only_in_place(int64_t position) const {
     return position / 64 < static_cast<int64_t>(in_place_.size()) && has_bit(in_place_, position);
   }
@@ -68,6 +75,8 @@ class FrozenRows {
   }
 
  private:
+  static constexpr int64_t kMostKeptBytes = int64_t{256} << 20;
+
   Bits members_;
   Bits in_place_;  // of the members: neither copied aside nor read yet
   Bits touched_before_;

@@ -380,7 +380,9 @@ int64_t RowStore::freeze(bool only_touched) {
   int64_t count = 0;
   for (uint64_t word : members) count += std::popcount(word);
   Bits untouched(touched_.size());
-  frozen_.emplace(std::move(members), touched_, rows_.item_bytes() + static_cast<int64_t>(slot_bytes()));
+  if (!room_) room_.emplace(rows_.item_bytes() + static_cast<int64_t>(slot_bytes()), INT64_MAX);
+  frozen_.emplace(std::move(members), touched_, std::move(*room_));
+  room_.reset();
   touched_.swap(untouched);
   return count;
 }
@@ -412,6 +414,7 @@ void RowStore::thaw(bool kept) {
   if (!frozen_) return;
   const Bits& before = frozen_->touched_before();
   for (size_t i = 0; !kept && i < before.size(); ++i) touched_[i] |= before[i];
+  room_ = frozen_->take_room();
   frozen_.reset();
 }
 

@@ -100,6 +100,7 @@ class RowStore {
   Bounds bounds_;
   Bits touched_;  // positions written since the last freeze
   std::optional<FrozenRows> frozen_;
+  std::optional<SlabArray> room_;  // what the last freeze kept rows in
   mutable std::shared_mutex mutex_;
 };
 

@@ -36,6 +36,13 @@ class SlabArray {
     slabs_[slab] = Pages(static_cast<size_t>(item_bytes_) << shift_);
   }
 
+  // Gives back the memory behind the first `items` items, and that of whole slabs above `most_bytes`.
+  void keep(int64_t items, int64_t most_bytes) {
+    const int64_t slab_items = int64_t{1} << shift_;
+    const int64_t slabs = std::min((items + slab_items - 1) / slab_items, most_bytes / (slab_items * item_bytes_));
+    if (slabs < static_cast<int64_t>(slabs_.size())) slabs_.resize(static_cast<size_t>(slabs));
+  }
+
   int64_t item_bytes() const { return item_bytes_; }
 
  private:

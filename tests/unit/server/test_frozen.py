@@ -27,7 +27,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> RowTable:
 
 
 def frozen_for(staging: Staging, table: RowTable) -> FrozenTables:
-    return FrozenTables(staging.id, {"t": table})
+    return FrozenTables(staging.id, {"t": table}, marks={})
 
 
 def test_what_was_ended_before_it_was_written_is_no_empty_snapshot(table: RowTable, tmp_path: Path) -> None:

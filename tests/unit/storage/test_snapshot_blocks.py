@@ -73,7 +73,7 @@ def test_an_array_is_written_by_value_however_it_lies_in_memory(tmp_path: Path, 
 def test_a_block_without_ids_counts_its_rows_and_one_of_other_arrays_none(tmp_path: Path) -> None:
     staging = new_staging(tmp_path, "a")
     dense = write(staging, {"rows": np.zeros((7, 2), np.float32), "first": np.array(3)})
-    marks = write(staging, {"streams": np.arange(4)}, kind="marks")
+    marks = write(staging, {"streams": np.arange(4)}, kind="streams")
     snapshot = commit(staging, dense, marks)
     assert (dense.num_rows, marks.num_rows, snapshot.verify()) == (7, 0, [])
 

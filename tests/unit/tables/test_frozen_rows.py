@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,3 +145,40 @@ def test_a_table_is_frozen_once_at_a_time() -> None:
     table.thaw(kept=False)
     table.thaw(kept=False)
     assert table.freeze() == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(num_rows=st.sampled_from([None, 200]), rounds=st.lists(st.tuples(WRITES, st.booleans()), max_size=4))
+def test_one_moment_after_another_shows_its_own_rows(num_rows: int | None, rounds: list[Any]) -> None:
+    table, twin = make_table(num_rows), make_table(num_rows)
+    for number, (during, kept) in enumerate(rounds):
+        expected = state_now(twin)
+        table.freeze()
+        for step, (ids, assigns, _) in enumerate(during):
+            for one in (table, twin):
+                write(one, ids, 10 * number + step, assigns=assigns)
+        assert rest_of(table) == expected
+        table.thaw(kept=kept)
+    assert state_now(table) == state_now(twin)
+
+
+def test_memory_for_copies_serves_the_next_freeze_and_goes_when_it_is_not_needed() -> None:
+    count, dim = 40_000, 256  # 80 MB of rows and slots
+    table = RowTable(TableSpec(name="t", dim=dim, optimizer=SparseMomentum(lr=0.1), num_rows=count), ALL_BUCKETS)
+    ids, gradients = np.arange(count), np.ones((count, dim), np.float32)
+    table.push(ids, gradients)
+    process = psutil.Process()
+
+    def frozen_push(rows: int) -> tuple[int, int]:
+        """Bytes that the process grew by while frozen, and from before to after."""
+        before = process.memory_info().rss
+        table.freeze()
+        table.push(ids[:rows], gradients[:rows])
+        during = process.memory_info().rss
+        table.thaw(kept=True)
+        return during - before, process.memory_info().rss - before
+
+    first, second, small = frozen_push(count), frozen_push(count), frozen_push(10)
+    assert first[0] > 60e6
+    assert second[0] < 10e6, "the second freeze took fresh memory"
+    assert small[1] < -30e6, "memory that was not needed was kept"

@@ -1,0 +1,85 @@
+"""The marks of a shard in a snapshot: which writes its rows hold, and which step each sync group is at.
+
+A shard reads the marks of every shard that wrote rows for it. With the number of shards unchanged that is one, and what
+holds is exact: a write is known to be applied if, and only if, the restored rows hold it. With another number, each
+source holds a part of a write's rows:
+
+- At a step boundary, where every write sent was answered, nothing can be sent again and the groups agree.
+- In the middle of a step a write counts as applied only if all sources have it, or were told that it is acknowledged.
+  One that some had and others had not, be it that they had no row of it, is applied anew where it is sent again: the
+  part that was there then counts twice. So take the snapshot at a step boundary.
+
+A job that goes back and will use numbers anew fences its past first and restores then: what a live shard knows beyond
+the snapshot is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from geartrain.ams.errors import SnapshotDamaged
+from geartrain.ams.server.marks import MarkedStream, MarkedWrite, WriteMarks
+from geartrain.ams.server.sync import GroupStep, SyncGroups
+
+
+class ShardMarks(BaseModel):
+    """What one shard knew of the writes to some of its tables."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    streams: dict[str, MarkedStream]
+    groups: list[GroupStep]
+
+
+def held_marks(marks: WriteMarks, groups: SyncGroups, tables: Collection[str]) -> dict[str, Any]:
+    """Return the marks of writes to ``tables`` as JSON values."""
+    held = ShardMarks(streams=marks.streams(tables), groups=[step for step in groups.steps() if step.table in tables])
+    return held.model_dump(mode="json")
+
+
+def restore_marks(
+    sources: Sequence[dict[str, Any]], tables: Collection[str], marks: WriteMarks, groups: SyncGroups
+) -> None:
+    """Merge what the source shards knew of ``tables`` into a shard that has their rows now. Raises SnapshotDamaged."""
+    try:
+        known = [ShardMarks.model_validate(source) for source in sources]
+    except ValidationError as exc:
+        raise SnapshotDamaged(f"the marks of the snapshot are not of this version of Geartrain: {exc}") from exc
+    for name in sorted({name for source in known for name in source.streams}):
+        marks.restore(name, merged_stream([source.streams.get(name) for source in known], tables))
+    steps: dict[tuple[str, str], list[GroupStep]] = {}
+    for step in (step for source in known for step in source.groups if step.table in tables):
+        steps.setdefault((step.table, step.job), []).append(step)
+    for found in steps.values():
+        groups.restore(min(found, key=lambda step: step.next_sequence))
+
+
+def merged_stream(sources: Sequence[MarkedStream | None], tables: Collection[str]) -> MarkedStream:
+    """Return what holds of a stream on a shard whose rows come from all ``sources`` (None: it never wrote there)."""
+    known = [source for source in sources if source is not None]
+    done_by = [{write.sequence: write for write in source.done} for source in known]
+    everywhere = [
+        write
+        for write in {write.sequence: write for source in known for write in source.done}.values()
+        if write.table in tables
+        and len(known) == len(sources)
+        and all(
+            write.sequence in done or write.sequence < source.oldest_unacknowledged
+            for done, source in zip(done_by, known, strict=True)
+        )
+    ]
+    return MarkedStream(
+        incarnation=max(source.incarnation for source in known),
+        oldest_unacknowledged=max(source.oldest_unacknowledged for source in known),
+        done=[
+            MarkedWrite(
+                sequence=write.sequence,
+                created=sum(done[write.sequence].created for done in done_by if write.sequence in done),
+                table=write.table,
+            )
+            for write in sorted(everywhere, key=lambda write: write.sequence)
+        ],
+    )

@@ -1,0 +1,351 @@
+"""Where snapshots lie: folders of a local disk, or prefixes of an object store or any other fsspec URL.
+
+A *place* names a folder: an absolute Path, or a URL without a slash at its end. ``file://`` is the local disk.
+
+| | local disk | URL |
+|---|---|---|
+| being written | ``ROOT/.staging-NAME-ID/`` | ``ROOT/NAME/ID/`` |
+| committed by | a rename to ``ROOT/NAME/``, all synced before | ``ROOT/NAME/manifest.json``, written last |
+| its files | ``ROOT/NAME/`` | ``ROOT/NAME/ID/`` |
+| removed by | a rename to ``ROOT/.trash-NAME-ID/`` first | the removal of ``manifest.json`` first |
+
+An object store has no rename and no sync: an object is whole and safe, or not there, when its write returns. Every
+attempt writes under an ID of its own, so that a late write of one that was given up spoils no other. Of two that commit
+one name at once the later holds. ``ROOT/NAME/ID/`` has a copy of the manifest: taken to a local disk, it is a snapshot.
+Nothing is tried again here; fsspec's file systems have their own settings for that.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from geartrain.ams import failpoints
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.storage.durable import create_folders, disk, remove_quietly, sync_folder, write_file
+from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, MARKS
+
+Place = Path | str
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_STAGING, _TRASH = ".staging-", ".trash-"
+
+
+def place(path: str | Path) -> Place:
+    """Return the place that a path or URL names. Raises InvalidArgument for a URL that fsspec cannot serve."""
+    if isinstance(path, Path) or not _URL.match(path):
+        return Path(path).absolute()
+    with _typed_argument(path):
+        protocol = path.partition("://")[0]
+        if protocol in ("file", "local"):
+            return Path(fsspec.core.url_to_fs(path)[1])
+        fsspec.get_filesystem_class(protocol)
+    return path.rstrip("/")
+
+
+def within(folder: Place, name: str) -> Place:
+    """Return the place called ``name`` in a folder."""
+    return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
+
+
+def parent_of(folder: Place) -> Place:
+    """Return the place that a folder lies in."""
+    return folder.parent if isinstance(folder, Path) else folder.rpartition("/")[0]
+
+
+def name_of(folder: Place) -> str:
+    """Return the last part of a place."""
+    return folder.name if isinstance(folder, Path) else folder.rpartition("/")[2]
+
+
+def is_name(name: str) -> bool:
+    """Whether a snapshot may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
+def store_of(folder: Place) -> SnapshotStore:
+    """Return what reads and writes there."""
+    return _LocalStore() if isinstance(folder, Path) else _UrlStore(folder)
+
+
+class SnapshotStore(ABC):
+    """The folders of snapshots and their files. Every method may raise OSError."""
+
+    @abstractmethod
+    def staging(self, root: Place, name: str, snapshot_id: str) -> Place:
+        """The folder to write a snapshot in."""
+
+    @abstractmethod
+    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        """Whether it is such a folder."""
+
+    @abstractmethod
+    def create(self, staging: Place) -> None:
+        """Create the folder and those above it."""
+
+    @abstractmethod
+    def write(self, folder: Place, name: str, data: bytes) -> None:
+        """Write a file that appears whole and safe, or not at all; one of that name is replaced."""
+
+    @abstractmethod
+    def sync(self, folder: Place) -> None:
+        """Return once the names in the folder are safe."""
+
+    @abstractmethod
+    def publish(self, staging: Place, final: Place) -> None:
+        """Make what was written the snapshot ``final``; if that fails, there is none of that name."""
+
+    @abstractmethod
+    def exists(self, folder: Place) -> bool:
+        """Whether the place is taken."""
+
+    @abstractmethod
+    def files_of(self, folder: Place, snapshot_id: str) -> Place:
+        """The folder of a snapshot's files."""
+
+    @abstractmethod
+    def names(self, folder: Place) -> list[str]:
+        """What lies in a folder. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def size(self, folder: Place, name: str) -> int | None:
+        """Bytes of a file; None if it is something else. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def read(self, folder: Place, name: str) -> bytes:
+        """The content of a file. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def snapshots(self, root: Place) -> list[str]:
+        """Names of the snapshots, or what remains of them. Raises FileNotFoundError if there is no such root."""
+
+    @abstractmethod
+    def discard(self, staging: Place) -> None:
+        """Remove what can be removed of a snapshot that was given up. Raises nothing."""
+
+    @abstractmethod
+    def hide(self, folder: Place) -> Place:
+        """Make a snapshot no snapshot, in one step; return where its files are to be removed."""
+
+    @abstractmethod
+    def remove(self, hidden: Place) -> None:
+        """Remove what :meth:`hide` returned."""
+
+    @abstractmethod
+    def sweep(self, root: Place, stale_before: float) -> None:
+        """Remove what is no snapshot and was last written before ``stale_before`` (Unix time in seconds)."""
+
+
+class _LocalStore(SnapshotStore):
+    def staging(self, root: Place, name: str, snapshot_id: str) -> Path:
+        return Path(root) / f"{_STAGING}{name}-{snapshot_id}"
+
+    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        name = name_of(folder)
+        return name.startswith(_STAGING) and name.endswith(f"-{snapshot_id}")
+
+    def create(self, staging: Place) -> None:
+        create_folders(Path(staging))
+
+    def write(self, folder: Place, name: str, data: bytes) -> None:
+        write_file(Path(folder) / name, data)
+
+    def sync(self, folder: Place) -> None:
+        sync_folder(Path(folder))
+
+    def publish(self, staging: Place, final: Place) -> None:
+        try:
+            failpoints.reach("snapshot.rename.before")
+            disk.rename(Path(staging), Path(final))
+            failpoints.reach("snapshot.rename.after")
+            sync_folder(Path(final).parent)
+        except OSError:
+            if not Path(staging).exists():
+                # Visible, but not known to be safe: whoever is told of a failure must not find it.
+                self._take_back(Path(final))
+            raise
+
+    def exists(self, folder: Place) -> bool:
+        return Path(folder).exists()
+
+    def files_of(self, folder: Place, snapshot_id: str) -> Place:  # noqa: ARG002
+        return folder
+
+    def names(self, folder: Place) -> list[str]:
+        return [child.name for child in Path(folder).iterdir()]
+
+    def size(self, folder: Place, name: str) -> int | None:
+        status = (Path(folder) / name).lstat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def read(self, folder: Place, name: str) -> bytes:
+        return (Path(folder) / name).read_bytes()
+
+    def snapshots(self, root: Place) -> list[str]:
+        return [name for name in self.names(root) if is_name(name) and self._is_snapshot(Path(root) / name)]
+
+    def discard(self, staging: Place) -> None:
+        remove_quietly(Path(staging))
+
+    def hide(self, folder: Place) -> Path:
+        trash = Path(folder).with_name(f"{_TRASH}{name_of(folder)}-{uuid.uuid4().hex}")
+        disk.rename(Path(folder), trash)
+        sync_folder(trash.parent)
+        return trash
+
+    def remove(self, hidden: Place) -> None:
+        disk.remove_folder(Path(hidden))
+
+    def sweep(self, root: Place, stale_before: float) -> None:
+        if not Path(root).is_dir():
+            return
+        for child in sorted(Path(root).iterdir()):
+            is_stale = child.name.startswith(_STAGING) and child.stat().st_mtime < stale_before
+            if is_stale or child.name.startswith(_TRASH):
+                disk.remove_folder(child)
+
+    def _is_snapshot(self, folder: Path) -> bool:
+        """Whether a folder is a snapshot or the remains of one; other folders may lie beside them."""
+        if not folder.is_dir():
+            return False
+        try:
+            names = self.names(folder)
+        except OSError:
+            return True  # listed as damaged, with the reason
+        return MANIFEST in names or any(
+            name.startswith((f"{JOB}-", f"{MARKS}-")) or name.endswith(".safetensors") for name in names
+        )
+
+    def _take_back(self, folder: Path) -> None:
+        """Remove a snapshot on a disk that fails: hidden if it can be, else without its manifest."""
+        trash = folder.with_name(f"{_TRASH}{folder.name}-{uuid.uuid4().hex}")
+        try:
+            disk.rename(folder, trash)
+            folder = trash
+        except OSError:
+            with suppress(OSError):
+                (folder / MANIFEST).unlink()
+        remove_quietly(folder)
+
+
+class _UrlStore(SnapshotStore):
+    def __init__(self, url: str) -> None:
+        with _typed_argument(url):
+            self._system: Any = fsspec.core.url_to_fs(url)[0]
+
+    def staging(self, root: Place, name: str, snapshot_id: str) -> str:
+        return f"{root}/{name}/{snapshot_id}"
+
+    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        return name_of(folder) == snapshot_id
+
+    def create(self, staging: Place) -> None:
+        with _as_os_error():
+            self._system.makedirs(str(staging), exist_ok=True)  # which does nothing where there are no folders
+
+    def write(self, folder: Place, name: str, data: bytes) -> None:
+        with _as_os_error():
+            self._system.pipe_file(f"{folder}/{name}", data)
+
+    def sync(self, folder: Place) -> None:
+        pass  # what was written is safe already
+
+    def publish(self, staging: Place, final: Place) -> None:
+        try:
+            failpoints.reach("snapshot.rename.before")
+            self.write(final, MANIFEST, self.read(staging, MANIFEST))
+            failpoints.reach("snapshot.rename.after")
+        except OSError:
+            with suppress(OSError):  # it may have arrived all the same
+                self.hide(final)
+            raise
+
+    def exists(self, folder: Place) -> bool:
+        return MANIFEST in self._names_or_none(folder)
+
+    def files_of(self, folder: Place, snapshot_id: str) -> str:
+        return f"{folder}/{snapshot_id}"
+
+    def names(self, folder: Place) -> list[str]:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            paths = self._system.ls(str(folder), detail=False)
+        return [name for path in paths if (name := path.rstrip("/").rpartition("/")[2])]
+
+    def size(self, folder: Place, name: str) -> int | None:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            found = self._system.info(f"{folder}/{name}")
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def read(self, folder: Place, name: str) -> bytes:
+        with _as_os_error():
+            return bytes(self._system.cat_file(f"{folder}/{name}"))
+
+    def snapshots(self, root: Place) -> list[str]:
+        return [name for name in self.names(root) if is_name(name) and self.exists(f"{root}/{name}")]
+
+    def discard(self, staging: Place) -> None:
+        with suppress(OSError):
+            self.remove(staging)
+
+    def hide(self, folder: Place) -> str:
+        with _as_os_error():
+            self._system.rm_file(f"{folder}/{MANIFEST}")
+        return str(folder)
+
+    def remove(self, hidden: Place) -> None:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            self._system.rm(str(hidden), recursive=True)
+
+    def sweep(self, root: Place, stale_before: float) -> None:
+        for name in self._names_or_none(root):
+            folder = f"{root}/{name}"
+            if is_name(name) and not self.exists(folder) and self._last_written(folder) < stale_before:
+                self.remove(folder)
+
+    def _names_or_none(self, folder: Place) -> list[str]:
+        try:
+            return self.names(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _last_written(self, folder: str) -> float:
+        """Unix time in seconds; infinity if nothing of it looks like an attempt, or the file system does not tell."""
+        with _as_os_error():
+            attempts = [path for path in self._system.find(folder) if re.search(r"/[0-9a-f]{32}/[^/]+$", path)]
+            try:
+                times: list[datetime] = [self._system.modified(path) for path in attempts]
+            except NotImplementedError:
+                times = []
+        return max((time.timestamp() for time in times), default=float("inf"))
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """File systems raise what their libraries raise; here it is one kind."""
+    try:
+        yield
+    except (OSError, NotImplementedError):
+        raise
+    except Exception as exc:
+        raise OSError(f"{type(exc).__name__}: {exc}") from exc
+
+
+@contextmanager
+def _typed_argument(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, ImportError) as exc:
+        raise InvalidArgument(f"{url!r} cannot be opened: {exc}. Give a folder, or a URL that fsspec serves") from exc
