@@ -66,6 +66,7 @@ class ShardCalls:
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
+        self._given_up = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -88,13 +89,13 @@ class ShardCalls:
 
         Returns only when no carrier uses the requests' arrays any more.
         """
-        if self._closed:
+        if self._closed or self._given_up.is_set():
             raise Unavailable("this cluster is closed; use its tables inside the 'with' block, or before close()")
         attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
         futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
         outcomes: list[Outcome] = []
-        # One for all, or dead shards would add up.
-        patience = _Patience(self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds)
+        recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
+        patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
                 outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
@@ -130,6 +131,12 @@ class ShardCalls:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
         return self._executor.submit(function, *arguments, **keywords)
 
+    def give_up(self) -> None:
+        """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
+        self._given_up.set()
+        for carrier in self._carriers:
+            carrier.close()
+
     def close(self) -> None:
         """Finish background calls and close the connections. Idempotent."""
         if self._executor is not None:
@@ -159,6 +166,8 @@ class ShardCalls:
             try:
                 return future.result()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
+                if self._given_up.is_set():
+                    raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from exc
                 if patience.is_fresh:
                     logger.warning(
                         "shard %d does not answer, waiting for it up to %g s: %s", shard, patience.seconds, exc
@@ -190,8 +199,9 @@ class ShardCalls:
 class _Patience:
     """Waits between attempts, longer each time, until the time is used up."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, given_up: threading.Event) -> None:
         self.seconds = seconds
+        self._given_up = given_up
         self._deadline: float | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
 
@@ -207,7 +217,7 @@ class _Patience:
         if left <= 0:
             return False
         # Jitter keeps the workers of a job from knocking all at once.
-        time.sleep(min(left, self._backoff * random.uniform(0.5, 1.0)))
+        self._given_up.wait(min(left, self._backoff * random.uniform(0.5, 1.0)))
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
         return True
 

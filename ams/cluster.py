@@ -103,6 +103,8 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self._give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
         self.close()
 
     @property
@@ -250,13 +252,25 @@ class Cluster:
         return restore_snapshot(self._calls, path, create, self.drop_table, tables=tables, replace=replace)
 
     def close(self) -> None:
-        """Close connections; an embedded cluster ends with its rows. Idempotent."""
+        """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.
+
+        Left by Ctrl-C, the ``with`` block does not wait: what runs in the background fails with Unavailable.
+        """
         if self._closed:
             return
         self._closed = True
-        self._calls.close()
-        self._scheduler.close()
-        self._close()
+        try:
+            self._calls.close()
+        except BaseException:  # Ctrl-C while background calls wait for a shard
+            self._give_up()
+            raise
+        finally:
+            self._scheduler.close()
+            self._close()
+
+    def _give_up(self) -> None:
+        self._calls.give_up()
+        self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
 
     def _describe(self) -> ClusterView:
         try:

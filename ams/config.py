@@ -30,6 +30,8 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is neither.
     """
+    if not isinstance(address, str):
+        raise ConfigError(f"address is {address!r}; it must be a text of the form 'host:port', as '127.0.0.1:7000'")
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

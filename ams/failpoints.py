@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from geartrain.ams.config import suggestion
-from geartrain.ams.errors import ConfigError, GeartrainError, InternalError, ShardUnavailable
+from geartrain.ams.errors import ConfigError, GeartrainError, InternalError, ShardUnavailable, StateFailed
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,9 @@ FAILPOINTS: Mapping[str, Failpoint] = {
     "lease.heartbeat.after": Failpoint("a shard has renewed its lease", InternalError),
     "scheduler.register.before": Failpoint("a shard asks to join, the scheduler has not decided", InternalError),
     "scheduler.version.before": Failpoint("a shard was replaced, the cluster version is the old one"),
-    "scheduler.version.after": Failpoint("the cluster version moved on, the new shard is not a member yet"),
+    "scheduler.version.after": Failpoint("the cluster version moved on, nobody was told"),
+    "state.write.before": Failpoint("a change of the scheduler's state is decided, not written", StateFailed),
+    "state.write.after": Failpoint("a change of the scheduler's state is written, not shown"),
     "table.create.before": Failpoint("a table is to be made, no shard has been told", InternalError),
     "table.create.after": Failpoint("every shard has a new table, the scheduler has not noted it", InternalError),
     "job.save.before": Failpoint("a worker is about to save its job", OSError),

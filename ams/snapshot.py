@@ -99,8 +99,11 @@ def begin_snapshot(
         _all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
         work = calls.background(_finish, calls, staging, specs, job, older)
-    except BaseException:
+    except Exception:
         _give_up(calls, staging)
+        raise
+    except BaseException:  # Ctrl-C, perhaps while a dead shard is waited for: it would be waited for once more
+        staging.abandon()
         raise
     return PendingSnapshot(within(staging.root, name), work)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
@@ -31,7 +32,13 @@ def _require(condition: bool, message: str) -> None:
         raise InvalidArgument(message)
 
 
+def _require_number(name: str, value: object) -> None:
+    # numpy's floats and integers are numbers too; a bool is one by accident.
+    _require(isinstance(value, Real) and not isinstance(value, bool), f"{name} is {value!r}; it must be a number")
+
+
 def _require_rate(name: str, value: float) -> None:
+    _require_number(name, value)
     _require(math.isfinite(value) and value >= 0, f"{name} is {value!r}; it must be finite and >= 0")
 
 
@@ -72,6 +79,7 @@ class Momentum:
     def __post_init__(self) -> None:
         _require_rate("lr", self.lr)
         _require_rate("weight_decay", self.weight_decay)
+        _require_number("momentum", self.momentum)
         _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
 
 
@@ -96,6 +104,7 @@ class SparseMomentum:
     def __post_init__(self) -> None:
         _require_rate("lr", self.lr)
         _require_rate("weight_decay", self.weight_decay)
+        _require_number("momentum", self.momentum)
         _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
         _require(self.untouched == "freeze", f"untouched is {self.untouched!r}; the only form is 'freeze'")
 
@@ -110,6 +119,7 @@ class Constant:
     value: float = 0.0
 
     def __post_init__(self) -> None:
+        _require_number("value", self.value)
         _require(math.isfinite(self.value), f"value is {self.value!r}; it must be finite")
 
 
@@ -121,6 +131,8 @@ class Uniform:
     high: float = 0.01
 
     def __post_init__(self) -> None:
+        _require_number("low", self.low)
+        _require_number("high", self.high)
         _require(
             math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high,
             f"[low, high) is [{self.low!r}, {self.high!r}); both must be finite and low <= high",
@@ -135,6 +147,7 @@ class Normal:
     std: float = 0.01
 
     def __post_init__(self) -> None:
+        _require_number("mean", self.mean)
         _require(math.isfinite(self.mean), f"mean is {self.mean!r}; it must be finite")
         _require_rate("std", self.std)
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "up": ("geartrain.cli_up", "up"),
     "status": ("geartrain.cli_status", "status"),
     "worker": ("geartrain.cli_worker", "app"),
+    "table": ("geartrain.cli_table", "app"),
     "snapshot": ("geartrain.cli_snapshot", "app"),
     "predict": ("geartrain.cli_predict", "predict"),
     "scheduler": ("geartrain.cli_roles", "scheduler"),

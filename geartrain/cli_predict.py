@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from geartrain.ams.errors import ConfigError
 from geartrain.cli_options import Json
 
 DEFAULT_K = 5
@@ -27,7 +28,7 @@ def predict(
 ) -> None:
     """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
 
-    Exits with 1 if an image could not be read; the others are named all the same.
+    Exits with 1 if an image could not be read (the others are named all the same), with 2 if one does not exist.
     """
     from geartrain.workers.model import (
         load_model,
@@ -37,6 +38,8 @@ def predict(
 
     files = image_files(images)
     loaded = load_model(model)
+    if missing := [str(path) for path in files if not path.exists()]:
+        raise ConfigError(f"{', '.join(missing)}: no such file or folder; give images, or folders of images")
     results = list(predictions(loaded, files, min(DEFAULT_K, len(loaded.class_names)) if k is None else k))
     if as_json:
         print(

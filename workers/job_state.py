@@ -147,7 +147,10 @@ def find_state(root: str | Path, job: str, *, allow_fallback: bool = False) -> t
     else:
         listed = list_snapshots(root)
         if not listed:
-            raise ConfigError(f"there is no snapshot in {root}: the run ended before its first; start it again")
+            raise ConfigError(
+                f"there is no snapshot in {root}: the run ended before its first; start it "
+                "again, with --overwrite in the place of --resume"
+            )
         if listed[0].snapshot is None:
             raise listed[0].damage or SnapshotDamaged(f"{listed[0].path} is damaged")
         snapshot = listed[0].snapshot

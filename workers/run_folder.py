@@ -47,7 +47,10 @@ def read_run(folder: Path) -> Run:
     try:
         return Run(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as exc:
-        raise ConfigError(f"{path} does not exist; is {folder} the folder of a run?") from exc
+        raise ConfigError(
+            f"{path} does not exist; is {folder} the folder of a run? One that ended before it began is started again "
+            "with --overwrite"
+        ) from exc
     except (OSError, ValueError, TypeError) as exc:
         raise ConfigError(f"{path} cannot be read: {exc}") from exc
 

@@ -6,6 +6,7 @@ not, and says so until somebody drops it: rows are never replaced by initial val
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -70,8 +71,8 @@ class Scheduler:
 
         Raises ConfigError (another number of shards, a newer format), StateDamaged.
         """
-        if not 1 <= num_shards <= MAX_SHARDS:
-            raise ConfigError(f"num_shards is {num_shards}; it must lie in [1, {MAX_SHARDS}]")
+        if not isinstance(num_shards, int) or not 1 <= num_shards <= MAX_SHARDS:
+            raise ConfigError(f"num_shards is {num_shards!r}; it must be an integer in [1, {MAX_SHARDS}]")
         self._num_shards = num_shards
         self._open_carrier = open_carrier
         self.lease_seconds = lease_seconds
@@ -319,7 +320,8 @@ class Scheduler:
     def _check_reuse(existing: Schema, spec: TableSpec, reuse: bool, view: ClusterView) -> None:
         if not reuse:
             raise TableExists(
-                f"table {spec.name!r} exists; pass reuse=True to go on with its rows, drop it, or choose another name"
+                f"table {spec.name!r} exists; pass reuse=True to go on with its rows, drop it (cluster.drop_table, or "
+                f"geartrain table drop {shlex.quote(spec.name)}), or choose another name"
             )
         if existing.spec != spec:
             raise SpecMismatch(f"table {spec.name!r} exists as {existing.spec}, not as {spec}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import ConfigError, StateDamaged
 from geartrain.ams.placement import NUM_BUCKETS, BucketShards, even_placement
 from geartrain.ams.specs import TableSpec
@@ -94,7 +95,9 @@ class State:
         for name, schema in schemas.items():
             changes[key_of("schema", name)] = None if schema is None else _schema_json(schema)
         if changes:
+            failpoints.reach("state.write.before")
             self._store.write(changes)
+            failpoints.reach("state.write.after")
         self.cluster_version = cluster_version or self.cluster_version
         self.members.update(members)
         for name, schema in schemas.items():

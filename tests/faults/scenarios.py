@@ -27,6 +27,7 @@ from geartrain.ams.errors import (
     SnapshotDamaged,
     SnapshotFailed,
     StaleCluster,
+    StateFailed,
     Unavailable,
 )
 from geartrain.ams.failpoints import EXIT_CODE, FAILPOINTS, armed
@@ -119,7 +120,7 @@ class Job:
                         cluster, table, step = self._begin()
                     else:
                         step = self._step(cluster, table, step)
-                except (*LOST, InternalError):
+                except (*LOST, InternalError, StateFailed):
                     self.recoveries += 1
                     if time.monotonic() > deadline:
                         raise
@@ -214,7 +215,7 @@ class Served:
             try:
                 self._addresses[shard] = server.start()[0]
                 break
-            except InternalError:  # an armed failpoint of the scheduler: whoever started it tries again
+            except (InternalError, StateFailed):  # an armed failpoint of the scheduler: tried again, as by 'up'
                 continue
         self._servers[shard] = server
 
@@ -272,6 +273,8 @@ PLACES: dict[str, tuple[str, int]] = {
     "scheduler.register.before": (SCHEDULER_ROLE, 2),
     "scheduler.version.before": (SCHEDULER_ROLE, 1),
     "scheduler.version.after": (SCHEDULER_ROLE, 1),
+    "state.write.before": (SCHEDULER_ROLE, 6),
+    "state.write.after": (SCHEDULER_ROLE, 6),
     "table.create.before": (SCHEDULER_ROLE, 2),
     "table.create.after": (SCHEDULER_ROLE, 2),
     "job.save.before": (WORKER, 3),
@@ -337,7 +340,8 @@ def _shard_dies(name: str, seed: int, text: str, root: Path) -> Outcome:
 def _scheduler_dies(name: str, seed: int, text: str, root: Path) -> Outcome:
     from tests.faults.children import Supervised
 
-    scheduler = Supervised("scheduler", {**SCHEDULER, "num_shards": 2}, text)
+    settings = {**SCHEDULER, "num_shards": 2, "data": str(root.with_name("scheduler"))}
+    scheduler = Supervised("scheduler", settings, text)
     try:
         with served(scheduler=scheduler.address) as roles:
             if name.startswith("scheduler.version"):

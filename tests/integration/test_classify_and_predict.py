@@ -300,6 +300,8 @@ def test_predict_names_what_it_cannot_read_and_goes_on(images: Path, tmp_path: P
     assert str(good) in out and "circle" in out
     with pytest.raises(ConfigError, match="does not exist"):
         invoke("predict", str(tmp_path / "nowhere"), str(good))
+    with pytest.raises(ConfigError, match=r"none\.png: no such file or folder"):  # exits with 2: wrong usage
+        invoke("predict", str(tmp_path / "run" / "model"), str(good), str(tmp_path / "none.png"))
 
 
 def test_predict_never_gives_fewer_answers_than_asked_for(images: Path, tmp_path: Path) -> None:

@@ -89,12 +89,13 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
         (["worker", "classify", "--data", ".", "--held-out", "3"], "3.0"),
         (["worker", "glyphs", "--cache", __file__], __file__),
         (["predict", "/nope", "x.png"], "/nope"),
+        (["worker", "classify", "--resume", "/nope"], "--overwrite"),
         (["bench", "nope"], "'nope'"),
         (["config", "validate", "/nope"], "/nope"),
     ],
 )
 def test_bad_input_exits_with_2(arguments: list[str], named: str, tmp_path: Path) -> None:
-    if arguments[0] == "worker":
+    if arguments[0] == "worker" and "--resume" not in arguments:
         arguments = [*arguments, "--out", str(tmp_path / "run")]
     assert_one_line_error(geartrain(*arguments), 2, named)
 

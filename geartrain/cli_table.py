@@ -1,0 +1,62 @@
+"""``geartrain table``: the tables of a running cluster, and how one that nobody needs any more goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from geartrain import configuration
+from geartrain.ams.errors import ConfigError, TableNotFound
+from geartrain.ams.words import counted
+from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
+
+app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster.")
+
+
+@app.command(name="list")
+def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
+    """List the tables of a cluster: a job's stays when the job has ended."""
+    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+    from geartrain.ams.cluster import cluster_status  # after the settings are known to be right: it is slower
+
+    tables = cluster_status(config.server.scheduler, config=config.client).tables
+    if as_json:
+        print(json.dumps([dataclasses.asdict(table) for table in tables]))
+        return
+    for table in tables:
+        ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
+        rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
+        print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.pushes, 'push', 'pushes')}")
+    if not tables:
+        print("this cluster has no table")
+
+
+@app.command()
+def drop(
+    names: Annotated[list[str], typer.Argument(help="Tables to drop, with all their rows.")],
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove tables and their rows from every shard, after asking. A job that still uses one fails."""
+    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+    if as_json and not yes:
+        raise ConfigError("--json asks nothing; confirm with --yes")
+    from geartrain.ams.cluster import connect  # after the settings are known to be right: it is slower
+
+    with connect(config.server.scheduler, config=config.client) as cluster:
+        rows = {table.name: table.rows for table in cluster.status().tables}
+        for name in names:
+            if name not in rows:
+                raise TableNotFound(f"there is no table {name!r}; tables: {', '.join(map(repr, rows)) or 'none'}")
+        rows = {name: rows[name] for name in names}
+        if not yes:
+            listed = ", ".join(f"{name!r} ({counted(number, 'row')})" for name, number in rows.items())
+            typer.confirm(f"Drop {listed}? There is no way back but a snapshot", abort=True, err=True)
+        for name in rows:
+            cluster.drop_table(name)
+    print(json.dumps({"dropped": rows}) if as_json else f"dropped {', '.join(rows)}")

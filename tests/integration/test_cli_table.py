@@ -1,0 +1,61 @@
+"""``geartrain table``, and the second run of a script whose table is still there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import geartrain as gt
+from geartrain.ams.errors import ConfigError, TableExists, TableNotFound
+from geartrain.cli import build_app
+from tests.integration.conftest import ServedCluster
+
+
+def table_command(*arguments: str, answer: str | None = None) -> tuple[int, str, str]:
+    words = ["table", *arguments]
+    result = CliRunner().invoke(build_app(words), words, input=answer)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_table_that_a_job_left_is_listed_and_dropped_after_asking(served: Callable[..., ServedCluster]) -> None:
+    address = served(2).address
+    at = ["--scheduler", address]
+    assert table_command("list", *at)[1] == "this cluster has no table\n"
+    with gt.connect(address) as cluster:
+        for name in ("left", "kept"):
+            table = cluster.create_table(name, dim=4, optimizer=gt.SGD(0.1), num_rows=100)
+            table.push(np.arange(100), np.ones((100, 4), np.float32))
+    listed = json.loads(table_command("list", "--json", *at)[1])
+    assert [(table["name"], table["rows"]) for table in listed] == [("left", 100), ("kept", 100)]
+    assert "left: 100 rows of dim 4, ids below 100" in table_command("list", *at)[1]
+
+    code, _, asked = table_command("drop", "left", *at, answer="n\n")
+    assert (code, "Drop 'left' (100 rows)?" in asked) == (1, True)
+    with pytest.raises(TableNotFound, match="no table 'nope'; tables: 'left', 'kept'"):
+        table_command("drop", "left", "nope", "--yes", *at)
+    with pytest.raises(ConfigError, match="--yes"):
+        table_command("drop", "left", "--json", *at)
+    assert len(json.loads(table_command("list", "--json", *at)[1])) == 2
+
+    code, out, _ = table_command("drop", "left", *at, answer="y\n")
+    assert (code, "dropped left" in out) == (0, True)
+    assert [table["name"] for table in json.loads(table_command("list", "--json", *at)[1])] == ["kept"]
+
+
+def test_a_script_that_runs_twice_is_told_the_command_that_lets_it(served: Callable[..., ServedCluster]) -> None:
+    address = served(2).address
+    with gt.connect(address) as cluster:
+        cluster.create_table("t 1", dim=4, optimizer=gt.SGD(0.1))
+        with pytest.raises(TableExists, match="reuse=True") as caught:
+            cluster.create_table("t 1", dim=4, optimizer=gt.SGD(0.1))
+        assert re.search(r"geartrain table drop 't 1'", str(caught.value))
+        code, out, _ = table_command("drop", "t 1", "--yes", "--json", "--scheduler", address)
+        assert (code, json.loads(out)) == (0, {"dropped": {"t 1": 0}})
+        cluster.create_table("t 1", dim=4, optimizer=gt.SGD(0.1))
