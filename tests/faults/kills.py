@@ -24,7 +24,6 @@ from geartrain.ams.client import Table
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.placement import bucket_of
 from geartrain.ams.storage.snapshot_folder import list_snapshots
-from geartrain.ams.writes import WriteStream
 from tests.faults.pusher import AT_ONCE, CONFIG, DIM, PUSHES, SPEC, WAIT_WHEN_FROZEN, content
 
 ROLES = ("shard", "worker", "scheduler", "all", "shard during a snapshot")
@@ -270,7 +269,7 @@ def _client(running: Up) -> Iterator[Cluster]:
 
 def rows_of(cluster: Cluster, ids: np.ndarray | None = None) -> np.ndarray:
     """Return the rows of some ids, or all of them."""
-    table = Table(SPEC, cluster._calls, WriteStream(1))
+    table = Table(SPEC, cluster._calls, cluster._stream)
     assert SPEC.num_rows is not None
     return np.asarray(table.pull(np.arange(SPEC.num_rows) if ids is None else ids))
 
