@@ -14,7 +14,7 @@ SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
 PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q $(PIP_ARGS)
 
-.PHONY: help quickstart install dev test lint format proto bench gpu-check compose-check links clean
+.PHONY: help quickstart install dev test campaign lint format proto bench gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -45,6 +45,10 @@ links:  ## git-ignored links that show ams/, bridge/, workers/ under their impor
 
 test: dev  ## every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one seed again: ONLY=kills SEED=123
+	$(BIN)/python -m tests.faults.campaign --budget-minutes $(or $(BUDGET_MINUTES),40) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED))
 
 lint: dev links  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check $(SOURCES)

@@ -1,8 +1,25 @@
-"""What all tests share: tests marked ``cuda`` or ``slow`` are skipped, with the reason, where that is not to be had."""
+"""What all tests share: tests marked ``cuda`` or ``slow`` are skipped, with the reason, where that is not to be had; what
+``GEARTRAIN_TEST_REMOVE`` names is taken out of the product while they run.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def removed_mechanisms() -> Iterator[None]:
+    """Show that the suite can fail: see ``tests/faults/mutations.py``."""
+    if "GEARTRAIN_TEST_REMOVE" not in os.environ:
+        yield
+        return
+    from tests.faults.mutations import removed_by_environment
+
+    with removed_by_environment():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

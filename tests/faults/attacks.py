@@ -30,19 +30,19 @@ def sequences(seed: int, folder: Path, *, examples: int = 60) -> None:  # noqa: 
     run(examples, seed, shrink=False)
 
 
-def proxies(seed: int, folder: Path, *, pushes: int = 120) -> None:  # noqa: ARG001
+def proxies(seed: int, folder: Path, *, pushes: int = 120, most_bytes: int = 800_000) -> None:  # noqa: ARG001
     """Integer pushes through proxies that mistreat connections."""
     from tests.faults.test_exactly_once import attack
 
-    rows, expected, _ = attack(seed, pushes)
+    rows, expected, _ = attack(seed, pushes, most_bytes)
     np.testing.assert_array_equal(rows, expected)
 
 
-def damage(seed: int, folder: Path) -> None:
-    """Damage one snapshot in one way; it must be found and named."""
+def damage(seed: int, folder: Path, *, times: int = 40) -> None:
+    """Damage a snapshot so many times, each time in one way; it must be found and named."""
     whole = take_snapshot(folder, "whole", step=1)
     take_snapshot(folder, "other", step=2)
-    damage_copies(whole, range(seed, seed + 40))
+    damage_copies(whole, range(seed * times, (seed + 1) * times))
 
 
 def damage_copies(whole: Path, seeds: range) -> None:

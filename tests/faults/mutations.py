@@ -1,13 +1,14 @@
 """The suite's own mutations: each takes one mechanism out of the product, so that the attacks can show that they bite.
 
 Monkeypatches only; the product has no such switches. ``GEARTRAIN_TEST_REMOVE=dedup make test`` runs every test without
-one, see ``tests/conftest.py``.
+one (this process only: not the roles that a test starts), and so does ``make campaign``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def _no_sync(patch: pytest.MonkeyPatch, spared: Callable[[Path], bool]) -> None:
     patch.setattr(disk, "sync", forgotten)
 
 
+VARIABLE = "GEARTRAIN_TEST_REMOVE"
 REMOVALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "dedup": _dedup,
     "shard fence": _shard_fence,
@@ -115,4 +117,17 @@ def removed(name: str) -> Iterator[None]:
     """Take one mechanism out while the block runs. Raises KeyError for an unknown name."""
     with pytest.MonkeyPatch.context() as patch:
         REMOVALS[name](patch)
+        yield
+
+
+@contextmanager
+def removed_by_environment() -> Iterator[None]:
+    """Take out what ``GEARTRAIN_TEST_REMOVE`` names, separated by commas. Raises ValueError for an unknown name."""
+    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    unknown = [name for name in names if name not in REMOVALS]
+    if unknown:
+        raise ValueError(f"{VARIABLE} names {unknown[0]!r}; it can be {', '.join(REMOVALS)}")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(removed(name))
         yield

@@ -1,0 +1,139 @@
+"""SIGSTOP past the lease: a shard's process is stopped, replaced by another, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.client import Table
+from geartrain.ams.cluster import Cluster, cluster_status, connect
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.errors import GeartrainError
+from geartrain.ams.placement import bucket_of
+from tests.faults.kills import JobProcess, Oracle, rows_of
+from tests.faults.pusher import AT_ONCE, DIM, PUSHES, SPEC
+
+GONE_WITHIN_SECONDS = 30.0
+HAS_LEASE = importlib.util.find_spec("geartrain.ams.server.lease") is not None
+"""Whether a shard looks at its lease before it answers. Without that, one that was replaced may still acknowledge
+writes until its next heartbeat, which is not promised away."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened, where nothing was lost."""
+
+    seed: int
+    moment: str
+    zombie_refused: int
+    """Writes that the process refused after it went on; -1 where that is not promised and was not tried."""
+    seconds: float
+
+
+def run_stop(seed: int, folder: Path) -> Outcome:
+    """Stop a shard's process at a random moment, replace it, see the job through, and let the old one go on.
+
+    Raises AssertionError if an acknowledged push was lost or doubled, or the old process does not end by itself.
+    """
+    start = time.monotonic()
+    chance = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    oracle = Oracle(folder, seed)
+    with ExitStack() as stack:
+        scheduler = _Role(stack, "scheduler", "--num-shards=2")
+        servers = [_server(stack, scheduler, shard) for shard in range(2)]
+        old_client = stack.enter_context(connect(scheduler.address, config=_QUICK))
+        job = JobProcess(scheduler.address, folder, seed, "new")
+        stack.callback(job.close)
+        number, kind = chance.randrange(2, PUSHES - AT_ONCE), chance.choice(["begin", "ack"])
+        moment = str(job.until(lambda event: event.get(kind) == number))
+        stopped = chance.randrange(2)
+        servers[stopped].send(signal.SIGSTOP)
+        while cluster_status(scheduler.address).shards[stopped].state != "lost":
+            time.sleep(0.05)
+        _server(stack, scheduler, stopped)
+        goes_on_early = chance.random() < 0.5
+        if goes_on_early:
+            servers[stopped].send(signal.SIGCONT)
+        while "done" not in (event := job.next()):
+            if "back" in event:
+                with connect(scheduler.address, config=_QUICK) as cluster:
+                    oracle.require_exact(rows_of(cluster), range(1, int(event["back"]) + 1))
+            if "back" in event or "lost" in event:
+                job.go_on()
+        if not goes_on_early:
+            servers[stopped].send(signal.SIGCONT)
+        refused = _refused_by_the_zombie(old_client, stopped) if HAS_LEASE else -1
+        assert servers[stopped].ends_within(GONE_WITHIN_SECONDS), "a process that was replaced serves on"
+        with connect(scheduler.address, config=_QUICK) as cluster:
+            oracle.require_exact(rows_of(cluster), range(1, PUSHES + 1))
+    return Outcome(seed, moment, refused, time.monotonic() - start)
+
+
+_QUICK = ClientConfig(attempt_timeout_seconds=2.0, recovery_timeout_seconds=0, connect_timeout_seconds=60)
+
+
+def _refused_by_the_zombie(client: Cluster, shard: int) -> int:
+    """Write to the old process as one that knows no other; every write must be refused or find nobody."""
+    assert SPEC.num_rows is not None
+    every = np.arange(SPEC.num_rows)
+    ids = every[client._calls.view.bucket_shards[bucket_of(every, dense=True)] == shard]
+    table = Table(SPEC, client._calls, client._stream)
+    refused = 0
+    for _ in range(5):
+        try:
+            table.push(ids, np.ones((len(ids), DIM), np.float32))
+        except GeartrainError:
+            refused += 1
+    assert refused == 5, "a process that was replaced has acknowledged a write"
+    return refused
+
+
+class _Role:
+    """One role process. It ends with this one, or when it is closed."""
+
+    def __init__(self, stack: ExitStack, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "geartrain", *arguments, "--listen=127.0.0.1:0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "GEARTRAIN_SCHEDULER__LEASE_SECONDS": "1", "GEARTRAIN_SERVER__HEARTBEAT_SECONDS": "0.2"},
+        )
+        stack.callback(self._close)
+        assert self._process.stdout is not None
+        self._facts: dict[str, Any] = json.loads(self._process.stdout.readline())
+
+    @property
+    def address(self) -> str:
+        return str(self._facts["address"])
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def ends_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def _server(stack: ExitStack, scheduler: _Role, shard: int) -> _Role:
+    return _Role(stack, "server", f"--scheduler={scheduler.address}", f"--shard={shard}")
