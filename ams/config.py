@@ -126,6 +126,8 @@ class SchedulerConfig(Section):
     """Shards of the cluster, 1 … 4096; fixed for its life."""
     lease_seconds: Seconds = 10.0
     """A shard that has sent no heartbeat for this long counts as lost."""
+    stream_lease_seconds: Seconds = 60.0
+    """A worker that has committed nothing for this long loses its data streams to others."""
     data: str | None = Field(default=None, min_length=1)
     """Folder of its own for its state, so that a restarted scheduler goes on where it was; None: in memory."""
     insecure: bool = False
