@@ -49,6 +49,9 @@ def server(
     advertise: Annotated[str | None, typer.Option(help="host:port for clients, if not the one bound.")] = None,
     shard: Annotated[int | None, typer.Option(help="Shard to hold; by default the first that is free.")] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to hold in this process.")] = None,
+    ports: Annotated[
+        str | None, typer.Option(help="Port of each shard held, as 7001,7002, in place of that of --listen.")
+    ] = None,
     insecure: Insecure = None,
     log_level: LogLevel = "info",
     end_with_parent: EndWithParent = False,
@@ -67,6 +70,7 @@ def server(
         advertise=advertise,
         shard=shard,
         shards=shards,
+        ports=ports,
         insecure=insecure,
     )
     config = configuration.load(file, given).server
