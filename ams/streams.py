@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from geartrain.ams.errors import SchedulerUnavailable
+from geartrain.ams.errors import InvalidArgument, SchedulerUnavailable
 from geartrain.ams.transport.carrier import AttemptFailed, Cursor, SchedulerCarrier, StreamLease, StreamRenewal
 
 R = TypeVar("R")
-NOTHING: Mapping[int, Cursor] = {}
+Cursors = Mapping[int, tuple[int, int]] | Mapping[str, Sequence[int]]
+"""(epoch, position) by stream, as this module gives them or as they came back from JSON."""
+NOTHING: Mapping[int, tuple[int, int]] = {}
 
 
 class DataStreams:
@@ -53,23 +55,23 @@ class DataStreams:
             )
         )
 
-    def commit(self, cursors: Mapping[int, Cursor] = NOTHING) -> StreamRenewal:
+    def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:
         """Keep how far these streams were read, all or nothing, and prolong the lease.
 
-        A stream that ended epoch e is committed as ``Cursor(e + 1, 0)``. The reply asks for streams to be released
+        A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply asks for streams to be released
         if other workers have too few, and says whether there is more to lease.
         """
         return self._call(
             lambda: self._scheduler.renew_streams(
-                self._job, self._worker, self._incarnation, cursors, self._timeout_seconds
+                self._job, self._worker, self._incarnation, _checked(cursors), self._timeout_seconds
             )
         )
 
-    def release(self, streams: Sequence[int] | None = None, cursors: Mapping[int, Cursor] = NOTHING) -> None:
+    def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING) -> None:
         """Commit ``cursors``, then give ``streams`` back; None: all of them, as a worker that leaves does."""
         self._call(
             lambda: self._scheduler.release_streams(
-                self._job, self._worker, self._incarnation, cursors, streams, self._timeout_seconds
+                self._job, self._worker, self._incarnation, _checked(cursors), streams, self._timeout_seconds
             )
         )
 
@@ -77,13 +79,15 @@ class DataStreams:
         """Return the committed cursor of every stream of the job, for a snapshot; nothing before the first lease."""
         return self._call(lambda: self._scheduler.stream_cursors(self._job, self._timeout_seconds))
 
-    def restore(self, cursors: Mapping[int, Cursor]) -> None:
+    def restore(self, cursors: Cursors) -> None:
         """Put the job back to ``cursors``, one for each stream: every lease ends, lower incarnations are shut out.
 
         To be called, and if need be repeated, before the workers go on.
         """
         self._call(
-            lambda: self._scheduler.restore_streams(self._job, self._incarnation, cursors, self._timeout_seconds)
+            lambda: self._scheduler.restore_streams(
+                self._job, self._incarnation, _checked(cursors), self._timeout_seconds
+            )
         )
 
     def _call(self, call: Callable[[], R]) -> R:
@@ -91,3 +95,10 @@ class DataStreams:
             return call()
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether it was done is unknown, repeating it does no harm") from exc
+
+
+def _checked(cursors: Cursors) -> dict[int, Cursor]:
+    try:
+        return {int(stream): Cursor(int(epoch), int(position)) for stream, (epoch, position) in cursors.items()}
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgument(f"cursors map a stream to (epoch, position), numbers from 0 on: {exc}") from exc

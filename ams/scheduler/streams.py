@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.messages import jobs_of
 from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.storage.kv import KeyValueStore
@@ -214,15 +215,18 @@ class DataStreams:
             self._keep(job, restored, fence=incarnation)
 
     def fence(self, job: str, incarnation: int) -> None:
-        """Shut out workers of a lower incarnation, and end their leases. Raises StaleClient."""
+        """Shut workers of a lower incarnation out of ``job`` and ``job/…``, and end their leases.
+
+        Raises StaleClient if a higher incarnation did so before.
+        """
         with self._lock:
             self._require_fence(job, incarnation)
-            known = self._jobs.get(job)
-            changed = None if known is None else known.copy()
-            if changed is not None:
-                for name in [name for name, worker in changed.workers.items() if worker.incarnation < incarnation]:
-                    changed.drop(name)
-            self._keep(job, changed, fence=incarnation)
+            self._keep(job, None, fence=incarnation)
+            for name in [name for name in self._jobs if job in jobs_of(name)]:
+                changed = self._jobs[name].copy()
+                for worker in [one for one, held in changed.workers.items() if held.incarnation < incarnation]:
+                    changed.drop(worker)
+                self._keep(name, changed)
 
     def _look_at(self, job: str, num_streams: int = 0) -> _Job:
         """Return a copy of the job as it is now, without workers whose time is up; a new one if it is not known."""
@@ -291,11 +295,12 @@ class DataStreams:
             )
 
     def _require_fence(self, job: str, incarnation: int) -> None:
-        fence = self._fences.get(job, 0)
+        fenced = max(jobs_of(job), key=lambda name: self._fences.get(name, 0))
+        fence = self._fences.get(fenced, 0)
         if incarnation < max(fence, 1):
             raise StaleClient(
-                f"incarnation {incarnation} of job {job!r} was superseded by {fence}: the job was taken over; stop "
-                "this process"
+                f"incarnation {incarnation} of job {job!r} was superseded by {fence} of {fenced!r}: the job was taken "
+                "over; stop this process"
             )
 
     def _keep(self, name: str, job: _Job | None, *, fence: int | None = None) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from geartrain.ams.errors import InvalidArgument, StaleClient
-from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply
+from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_of
 
 
 @dataclass
@@ -22,11 +22,6 @@ class _Stream:
     done: dict[int, tuple[int, Done]] = field(default_factory=dict)
     """Incarnation and reply of each write applied."""
     waiting: dict[int, list[Future[Reply]]] = field(default_factory=dict)
-
-
-def belongs(stream: str, job: str) -> bool:
-    """Whether a stream is that of ``job``: is called so, or ``job/…``."""
-    return stream == job or stream.startswith(f"{job}/")
 
 
 class WriteMarks:
@@ -93,7 +88,7 @@ class WriteMarks:
         self._require_current(job, incarnation)
         self._fences[job] = incarnation
         if forget:
-            for name in [name for name in self._streams if belongs(name, job)]:
+            for name in [name for name in self._streams if job in jobs_of(name)]:
                 self._forget_before(name, incarnation)
 
     def _current(self, context: CallContext) -> _Stream:
@@ -105,13 +100,9 @@ class WriteMarks:
         return stream
 
     def _require_current(self, name: str, incarnation: int) -> None:
-        job, rest = "", name
-        while self._fences and rest:
-            head, slash, rest = rest.partition("/")
-            job += head
+        for job in jobs_of(name) if self._fences else ():
             if incarnation < self._fences.get(job, 0):
                 raise _superseded(name, incarnation, job, self._fences[job])
-            job += slash
 
     def _forget_before(self, name: str, incarnation: int) -> None:
         stream = self._streams[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_job_goes_back_to_the_cursors_of_a_snapshot_and_its_past_is_shut_out(c
     snapshot = old.cursors()
     old.commit({0: Cursor(0, 5)})
     cluster.fence("job", 2)
-    new.restore(snapshot)
+    new.restore(json.loads(json.dumps(snapshot)))
     with pytest.raises(errors.StaleClient, match="superseded by 2"):
         old.commit({0: Cursor(0, 9)})
     assert new.lease().cursors == snapshot
@@ -51,6 +52,8 @@ def test_a_cursor_that_is_none_is_refused(cluster: Cluster) -> None:
     streams.lease()
     with pytest.raises(errors.InvalidArgument, match=r"from 0 on|does not follow"):
         streams.commit({0: Cursor(0, -1)})
+    with pytest.raises(errors.InvalidArgument, match="cursors map a stream"):
+        streams.commit({0: 5})  # type: ignore[dict-item]
     with pytest.raises(errors.InvalidArgument, match="job is 'a//b'"):
         cluster.streams("a//b", worker="a")
 

@@ -153,8 +153,10 @@ def test_a_fence_ends_the_leases_of_lower_incarnations_and_outlives_the_schedule
         job.commit("a")
     assert job.lease("b", incarnation=5).cursors == {0: (0, 0), 1: (0, 0)}
     job.streams.fence("other", 3)
-    with pytest.raises(StaleClient):
-        job.streams.lease("other", "a", 2)
+    for name in ("other", "other/part"):
+        with pytest.raises(StaleClient, match="superseded by 3 of 'other'"):
+            job.streams.lease(name, "a", 2)
+    job.streams.lease("others", "a", 2)
 
 
 def test_a_restarted_scheduler_knows_cursors_and_leases() -> None:
