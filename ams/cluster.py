@@ -18,6 +18,7 @@ from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardSta
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot
+from geartrain.ams.streams import DataStreams
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
 from geartrain.ams.writes import ClientStream, checked_name
 
@@ -165,19 +166,50 @@ class Cluster:
 
     def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
         """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
-        lower incarnation (StaleClient). Idempotent; one RPC per shard.
+        lower incarnation (StaleClient), and the scheduler ends their leases of data streams. Idempotent; one RPC per
+        shard and one to the scheduler.
 
         ``forget`` (for a job that goes back to a snapshot) also drops the marks of their writes and the steps of their
         sync groups, so that numbers may be used again; without it (a job that goes on) they are kept. A shard that is
         restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here before,
-        ShardUnavailable (some shards may have been told).
+        SchedulerUnavailable, ShardUnavailable (some shards may have been told).
         """
-        self._fence(checked_name("job", job), incarnation, forget=forget)
+        name = checked_name("job", job)
+        try:
+            self._scheduler.fence_job(name, incarnation, self._config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether job {name!r} was fenced is unknown, try again") from exc
+        self._fence(name, incarnation, forget=forget)
 
     def _fence(self, job: str, incarnation: int, *, forget: bool) -> None:
         for outcome in self._calls.on_all_shards(Fence(job=job, incarnation=incarnation, forget=forget)):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+    def streams(
+        self,
+        job: str,
+        *,
+        worker: str,
+        num_streams: int = 64,
+        num_workers: int = 1,
+        incarnation: int | None = None,
+    ) -> DataStreams:
+        """Return the data streams of ``job`` as ``worker`` leases them: however many workers there are, each of
+        ``num_streams`` parts of the data is read by one at a time, and goes on where it was committed.
+
+        The streams are shared out evenly among the workers that hold a lease; for one lease after the first has come,
+        among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. Raises InvalidArgument.
+        """
+        return DataStreams(
+            self._scheduler,
+            checked_name("job", job),
+            checked_name("worker", worker),
+            self._stream.incarnation if incarnation is None else incarnation,
+            num_streams=num_streams,
+            num_workers=num_workers,
+            timeout_seconds=self._config.attempt_timeout_seconds,
+        )
 
     def acknowledge(self, sequence: int) -> None:
         """Say that no write numbered below ``sequence`` will be sent again, by this process or its successor.

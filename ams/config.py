@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from geartrain.ams.errors import ConfigError
@@ -76,9 +76,15 @@ def _target_address(value: str) -> str:
     return value
 
 
+def _port_list(value: object) -> object:
+    """Split ``"7001,7002"``, as a flag or a variable of the environment says it."""
+    return value.strip("[]").split(",") if isinstance(value, str) else value
+
+
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 TargetAddress = Annotated[str, AfterValidator(_target_address)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_port_list)]
 MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
 
 
@@ -128,6 +134,8 @@ class SchedulerConfig(Section):
     """Shards of the cluster, 1 … 4096; fixed for its life."""
     lease_seconds: Seconds = 10.0
     """A shard that has sent no heartbeat for this long counts as lost."""
+    stream_lease_seconds: Seconds = 60.0
+    """A worker that has committed nothing for this long loses its data streams to others."""
     data: str | None = Field(default=None, min_length=1)
     """Folder of its own for its state, so that a restarted scheduler goes on where it was; None: in memory."""
     insecure: bool = False
@@ -154,6 +162,8 @@ class ServerConfig(Section):
     """Shard to hold (the first of them, if several); None lets the scheduler choose."""
     shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
     """Shards held by this process."""
+    ports: Ports | None = None
+    """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
     heartbeat_seconds: Seconds = 1.0
     """Interval between heartbeats to the scheduler."""
     sync_timeout_seconds: Seconds = 60.0
@@ -170,6 +180,8 @@ class ServerConfig(Section):
             raise ConfigError(
                 f"advertise {self.advertise!r} names one address, but the process holds {self.shards} shards"
             )
+        if self.ports is not None and len(self.ports) != self.shards:
+            raise ConfigError(f"ports names {len(self.ports)} ports, but the process holds {self.shards} shards")
         return self
 
 

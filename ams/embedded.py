@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
+from geartrain.ams.config import SchedulerConfig
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.server.machine import threads_per_shard
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import TableSpec
-from geartrain.ams.transport.carrier import ClusterView
+from geartrain.ams.storage.kv import MemoryStore
+from geartrain.ams.transport.carrier import ClusterView, Cursor, StreamLease, StreamRenewal
 from geartrain.ams.transport.local import LocalCarrier
 
 _NEVER_LOST = float("inf")
+_STREAM_LEASE_SECONDS = SchedulerConfig().stream_lease_seconds
 
 
 class LocalSchedulerCarrier:
     """Calls a scheduler of this process."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, streams: DataStreams) -> None:
         self._scheduler = scheduler
+        self._streams = streams
 
     def describe(self, timeout_seconds: float | None) -> ClusterView:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""
@@ -32,6 +38,60 @@ class LocalSchedulerCarrier:
     def drop_table(self, table: str, timeout_seconds: float | None) -> None:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""
         self._scheduler.drop_table(table)
+
+    def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:  # noqa: ARG002
+        """See :class:`SchedulerCarrier`."""
+        self._streams.fence(job, incarnation)
+
+    def lease_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        *,
+        num_streams: int,
+        num_workers: int,
+        timeout_seconds: float | None,  # noqa: ARG002
+    ) -> StreamLease:
+        """See :class:`SchedulerCarrier`."""
+        return self._streams.lease(job, worker, incarnation, num_streams=num_streams, num_workers=num_workers)
+
+    def renew_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        timeout_seconds: float | None,  # noqa: ARG002
+    ) -> StreamRenewal:
+        """See :class:`SchedulerCarrier`."""
+        return self._streams.renew(job, worker, incarnation, cursors)
+
+    def release_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        streams: Sequence[int] | None,
+        timeout_seconds: float | None,  # noqa: ARG002
+    ) -> None:
+        """See :class:`SchedulerCarrier`."""
+        self._streams.release(job, worker, incarnation, cursors, streams)
+
+    def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:  # noqa: ARG002
+        """See :class:`SchedulerCarrier`."""
+        return self._streams.cursors(job)
+
+    def restore_streams(
+        self,
+        job: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        timeout_seconds: float | None,  # noqa: ARG002
+    ) -> None:
+        """See :class:`SchedulerCarrier`."""
+        self._streams.restore(job, incarnation, cursors)
 
     def close(self) -> None:
         """The scheduler ends with its cluster."""
@@ -50,7 +110,7 @@ class EmbeddedCluster:
             address = f"local:{number}"
             self._shards[address] = shard
             scheduler.register(address, number, shard.incarnation)
-        self.scheduler = LocalSchedulerCarrier(scheduler)
+        self.scheduler = LocalSchedulerCarrier(scheduler, DataStreams(MemoryStore(), _STREAM_LEASE_SECONDS))
 
     def open_carrier(self, address: str) -> LocalCarrier:
         """Return the way to the shard at ``address``."""

@@ -5,6 +5,7 @@ Shapes: N ids of one request, D = ``TableSpec.dim``. ids are int64 [N]; rows and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,15 @@ from geartrain.ams.specs import Ids, TableSpec
 
 WRITE_WINDOW = 1024
 """A client may be at most this many writes ahead of its oldest unacknowledged one."""
+
+
+def jobs_of(stream: str) -> Iterator[str]:
+    """Yield the jobs that a stream belongs to: of ``"a/b/c"``, ``"a"``, ``"a/b"`` and ``"a/b/c"``."""
+    end = stream.find("/")
+    while end >= 0:
+        yield stream[:end]
+        end = stream.find("/", end + 1)
+    yield stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,9 @@ def server(
     advertise: Annotated[str | None, typer.Option(help="host:port for clients, if not the one bound.")] = None,
     shard: Annotated[int | None, typer.Option(help="Shard to hold; by default the first that is free.")] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to hold in this process.")] = None,
+    ports: Annotated[
+        str | None, typer.Option(help="Port of each shard held, as 7001,7002, in place of that of --listen.")
+    ] = None,
     insecure: Insecure = None,
     mode: Mode = None,
     log_level: LogLevel = "info",
@@ -73,6 +76,7 @@ def server(
         advertise=advertise,
         shard=shard,
         shards=shards,
+        ports=ports,
         insecure=insecure,
     )
     given += configuration.flags(configuration.WHOLE, mode=mode)

@@ -78,6 +78,11 @@ class Launcher:
                 f"server.advertise is {config.server.advertise!r}, one address for {self._num_servers} servers; "
                 "leave it out, or start the servers one by one with 'geartrain server'"
             )
+        if config.server.ports is not None and self._num_servers > 1:
+            raise ConfigError(
+                f"server.ports is {list(config.server.ports)}, those of one server out of {self._num_servers}; "
+                "leave it out, or start the servers one by one with 'geartrain server'"
+            )
         self._server = config.server
         self._scheduler_listen = config.scheduler.listen
         self._on_line = on_line
@@ -135,11 +140,9 @@ class Launcher:
     def _restart(self, dead: Child) -> None:
         now = time.monotonic()
         recent = [at for at in self._restarts.get(dead.name, ()) if now - at < RESTART_WINDOW_SECONDS]
-        # Several shards of one process would come back at other ports, which the scheduler refuses within their lease.
-        is_one_shard = dead.name == _SCHEDULER or self._server.shards == 1
         if dead.facts is not None:
             self._facts[dead.name] = dead.facts
-        if dead.name not in self._facts or not is_one_shard or len(recent) >= MAX_RESTARTS:
+        if dead.name not in self._facts or len(recent) >= MAX_RESTARTS:
             times = f" for the {len(recent) + 1}th time in {RESTART_WINDOW_SECONDS / 60:g} minutes" if recent else ""
             raise _failure(dead, f"ended by itself ({dead.exit_text}){times}")
         self._restarts[dead.name] = [*recent, now]
@@ -148,17 +151,16 @@ class Launcher:
         self._children[self._children.index(dead)] = self._child(dead.name, self._arguments_again(dead))
 
     def _arguments_again(self, dead: Child) -> list[str]:
-        """What the role was started with, but the port that it had: others know it by that."""
+        """What the role was started with, but the ports that it had: others know it by them."""
         facts = self._facts[dead.name]
         if dead.name == _SCHEDULER:
-            listen, address = self._scheduler_listen, str(facts["address"])
-        else:
-            listen, address = self._server.listen, str(facts["addresses"][0])
-            if self._server.advertise is not None:
-                return list(dead.arguments)
-        host, port = split_address(listen)[0], split_address(address)[1]
-        host = f"[{host}]" if ":" in host else host
-        return [*(one for one in dead.arguments if not one.startswith("--listen=")), f"--listen={host}:{port}"]
+            host, port = split_address(self._scheduler_listen)[0], split_address(str(facts["address"]))[1]
+            host = f"[{host}]" if ":" in host else host
+            return [*(one for one in dead.arguments if not one.startswith("--listen=")), f"--listen={host}:{port}"]
+        if self._server.advertise is not None:
+            return list(dead.arguments)
+        ports = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])
+        return [*(one for one in dead.arguments if not one.startswith("--ports=")), f"--ports={ports}"]
 
     def _spawn(self, name: str, *arguments: str) -> Child:
         child = self._child(name, arguments)

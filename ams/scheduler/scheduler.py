@@ -26,6 +26,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.messages import CallContext, CreateTable, DropTable, Request
 from geartrain.ams.placement import MAX_SHARDS
 from geartrain.ams.scheduler.state import Member, Schema, State
+from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier, ShardCondition, ShardEntry
@@ -82,16 +83,15 @@ class Scheduler:
         for member in self._state.members.values():
             # It may live, unheard as long as there was no scheduler: it has a whole lease to say so.
             member.last_heartbeat = self._started
-        self._ran: float | None = None
-        """When :meth:`pulse` was last called."""
+        self._stops = OwnStops(lease_seconds / 2, clock)
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
 
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""
         with self._lock:
-            self._forgive_own_stop()
-            self._ran = self._clock()
+            if self._stops.pulse():
+                self._forgive_silence()
 
     def register(
         self,
@@ -110,7 +110,8 @@ class Scheduler:
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
-            self._forgive_own_stop()
+            if self._stops.was_stopped():
+                self._forgive_silence()
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
             else:
@@ -215,13 +216,10 @@ class Scheduler:
         with self._lock:
             self._state.keep(schemas={name: schema})
 
-    def _forgive_own_stop(self) -> None:
-        """After a stop of the scheduler itself every shard has a whole lease again: nobody could hear it."""
-        now = self._clock()
-        if self._ran is not None and now - self._ran > self.lease_seconds / 2:
-            self._ran = now
-            for member in self._state.members.values():
-                member.last_heartbeat = now
+    def _forgive_silence(self) -> None:
+        """Give every shard a whole lease: nobody could be heard."""
+        for member in self._state.members.values():
+            member.last_heartbeat = self._clock()
 
     def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
         if not 0 <= shard < self._num_shards:

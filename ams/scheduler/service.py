@@ -10,7 +10,8 @@ import grpc
 from geartrain.ams.config import SchedulerConfig
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.scheduler import Scheduler
-from geartrain.ams.storage.kv import KeyValueStore
+from geartrain.ams.scheduler.streams import DataStreams
+from geartrain.ams.storage.kv import KeyValueStore, LockedStore, MemoryStore
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.grpc_client import SCHEDULER_SERVICE, GrpcCarrier
@@ -29,8 +30,9 @@ _STATES = {
 class SchedulerService:
     """Decodes, asks the scheduler, encodes."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, streams: DataStreams) -> None:
         self._scheduler = scheduler
+        self._streams = streams
 
     @property
     def methods(self) -> dict[str, Any]:
@@ -42,6 +44,12 @@ class SchedulerService:
             "DescribeCluster": self.describe_cluster,
             "CreateClusterTable": self.create_table,
             "DropClusterTable": self.drop_table,
+            "FenceJob": self.fence_job,
+            "LeaseStreams": self.lease_streams,
+            "RenewStreams": self.renew_streams,
+            "ReleaseStreams": self.release_streams,
+            "DescribeStreams": self.describe_streams,
+            "RestoreStreams": self.restore_streams,
         }
 
     def register(self, data: bytes, _: grpc.ServicerContext) -> bytes:
@@ -110,6 +118,53 @@ class SchedulerService:
         self._scheduler.drop_table(request.table)
         return scheduler_pb2.DropClusterTableReply().SerializeToString()
 
+    def fence_job(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Shut out the past of a job."""
+        request = framing.parse(data, scheduler_pb2.FenceJobRequest)
+        self._streams.fence(request.job, request.incarnation)
+        return scheduler_pb2.FenceJobReply().SerializeToString()
+
+    def lease_streams(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Give streams to a worker."""
+        request = framing.parse(data, scheduler_pb2.LeaseStreamsRequest)
+        lease = self._streams.lease(
+            *_reader(request.reader), num_streams=request.num_streams, num_workers=request.num_workers
+        )
+        return scheduler_pb2.LeaseStreamsReply(
+            epoch=lease.epoch, lease_seconds=lease.lease_seconds, cursors=codec.cursors_to_pb(lease.cursors)
+        ).SerializeToString()
+
+    def renew_streams(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Commit cursors."""
+        request = framing.parse(data, scheduler_pb2.RenewStreamsRequest)
+        renewal = self._streams.renew(*_reader(request.reader), codec.cursors_from_pb(request.cursors))
+        return scheduler_pb2.RenewStreamsReply(
+            epoch=renewal.epoch, held=renewal.held, release=renewal.release, can_lease=renewal.can_lease
+        ).SerializeToString()
+
+    def release_streams(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Take streams back."""
+        request = framing.parse(data, scheduler_pb2.ReleaseStreamsRequest)
+        streams = None if request.all else tuple(request.streams)
+        self._streams.release(*_reader(request.reader), codec.cursors_from_pb(request.cursors), streams)
+        return scheduler_pb2.ReleaseStreamsReply().SerializeToString()
+
+    def describe_streams(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """The committed cursors of a job."""
+        request = framing.parse(data, scheduler_pb2.DescribeStreamsRequest)
+        cursors = codec.cursors_to_pb(self._streams.cursors(request.job))
+        return scheduler_pb2.DescribeStreamsReply(cursors=cursors).SerializeToString()
+
+    def restore_streams(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Put a job back."""
+        request = framing.parse(data, scheduler_pb2.RestoreStreamsRequest)
+        self._streams.restore(request.job, request.incarnation, codec.cursors_from_pb(request.cursors))
+        return scheduler_pb2.RestoreStreamsReply().SerializeToString()
+
+
+def _reader(reader: scheduler_pb2.StreamReader) -> tuple[str, str, int]:
+    return reader.job, reader.worker, reader.incarnation
+
 
 class SchedulerServer:
     """The scheduler of a cluster: start, serve until stopped."""
@@ -140,23 +195,27 @@ class SchedulerServer:
             raise
 
     def _start(self) -> str:
+        store = LockedStore(MemoryStore() if self._store is None else self._store)
+        streams = DataStreams(store, self._config.stream_lease_seconds)
         scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(address, max_message_bytes=self._config.max_message_bytes),
             lease_seconds=self._config.lease_seconds,
-            store=self._store,
+            store=store,
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
-        self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler).methods)
+        self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler, streams).methods)
         self._server.start()
         self._server.ready()
-        self._pulse = threading.Thread(target=self._run_pulse, args=(scheduler,), name="pulse", daemon=True)
+        self._pulse = threading.Thread(target=self._run_pulse, args=(scheduler, streams), name="pulse", daemon=True)
         self._pulse.start()
         return self._server.address
 
-    def _run_pulse(self, scheduler: Scheduler) -> None:
-        while not self._ended.wait(self._config.lease_seconds / _PULSES_PER_LEASE):
+    def _run_pulse(self, scheduler: Scheduler, streams: DataStreams) -> None:
+        shortest = min(self._config.lease_seconds, self._config.stream_lease_seconds)
+        while not self._ended.wait(shortest / _PULSES_PER_LEASE):
             scheduler.pulse()
+            streams.pulse()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, StaleClient
-from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply
+from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_of
 
 
 class _Applied(NamedTuple):
@@ -48,11 +48,6 @@ class MarkedStream(NamedTuple):
     incarnation: int
     oldest_unacknowledged: int
     done: list[MarkedWrite]
-
-
-def belongs(stream: str, job: str) -> bool:
-    """Whether a stream is that of ``job``: is called so, or ``job/…``."""
-    return stream == job or stream.startswith(f"{job}/")
 
 
 class WriteMarks:
@@ -121,7 +116,7 @@ class WriteMarks:
         self._require_current(job, incarnation)
         self._fences[job] = incarnation
         if forget:
-            for name in [name for name in self._streams if belongs(name, job)]:
+            for name in [name for name in self._streams if job in jobs_of(name)]:
                 self._forget_before(name, incarnation)
 
     def require_current(self, context: CallContext) -> None:
@@ -173,14 +168,8 @@ class WriteMarks:
 
     def _superseded_by(self, name: str, incarnation: int) -> str | None:
         """The job whose fence shuts ``incarnation`` of this stream or job out, if there is one."""
-        job, rest = "", name
-        while self._fences and rest:
-            head, slash, rest = rest.partition("/")
-            job += head
-            if incarnation < self._fences.get(job, 0):
-                return job
-            job += slash
-        return None
+        jobs = jobs_of(name) if self._fences else ()
+        return next((job for job in jobs if incarnation < self._fences.get(job, 0)), None)
 
     def _forget_before(self, name: str, incarnation: int) -> None:
         stream = self._streams[name]

@@ -350,6 +350,8 @@ class ShardServer:
         try:
             for index in range(self._config.shards):
                 listen = self._config.listen if index == 0 else f"{host}:0"
+                if self._config.ports is not None:
+                    listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
                 held = _HeldShard(self._config, listen, wanted)
                 self._held.append(held)

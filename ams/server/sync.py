@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, RankMissing, StepMismatch
-from geartrain.ams.messages import CallContext, Push, SyncGroup
-from geartrain.ams.server.marks import belongs
+from geartrain.ams.messages import CallContext, Push, SyncGroup, jobs_of
 from geartrain.ams.specs import Ids
 
 MAX_WORLD_SIZE = 65_536
@@ -121,7 +120,7 @@ class SyncGroups:
         """
 
         def is_past(stream: str, its: int) -> bool:
-            return belongs(stream, job) and its < incarnation
+            return job in jobs_of(stream) and its < incarnation
 
         dropped: list[CallContext] = []
         for key, group in list(self._groups.items()):

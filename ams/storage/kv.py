@@ -6,6 +6,7 @@ another key is found when it is read.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -52,6 +53,29 @@ class MemoryStore:
 
     def close(self) -> None:
         """See :class:`KeyValueStore`."""
+
+
+class LockedStore:
+    """A store that several threads may use."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+
+    def read_all(self) -> dict[str, bytes]:
+        """See :class:`KeyValueStore`."""
+        with self._lock:
+            return self._store.read_all()
+
+    def write(self, changes: Mapping[str, bytes | None]) -> None:
+        """See :class:`KeyValueStore`."""
+        with self._lock:
+            self._store.write(changes)
+
+    def close(self) -> None:
+        """See :class:`KeyValueStore`."""
+        with self._lock:
+            self._store.close()
 
 
 def seal(key: str, value: bytes) -> bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from geartrain.ams.messages import CallContext, Reply, Request
 from geartrain.ams.placement import BucketShards
@@ -46,6 +46,37 @@ class ClusterView:
     """[4096] uint16: the shard of each bucket."""
 
 
+class Cursor(NamedTuple):
+    """How far a data stream was read: ``position`` samples of ``epoch``, both from 0."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLease:
+    """What a worker may read."""
+
+    epoch: int
+    """The job's: streams beyond it wait."""
+    lease_seconds: float
+    cursors: dict[int, Cursor]
+    """Where each stream that the worker holds goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRenewal:
+    """What a worker learns when it commits."""
+
+    epoch: int
+    """The job's: streams beyond it wait."""
+    held: tuple[int, ...]
+    release: tuple[int, ...]
+    """Of those held, the ones that other workers lack: to be released soon."""
+    can_lease: bool
+    """More streams are free for this worker."""
+
+
 class ShardCarrier(Protocol):
     """The way to one shard. Thread-safe."""
 
@@ -74,6 +105,45 @@ class SchedulerCarrier(Protocol):
 
     def drop_table(self, table: str, timeout_seconds: float | None) -> None:
         """Remove a table from all shards."""
+
+    def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
+        """End the stream leases of a job's lower incarnations, and give them no more."""
+
+    def lease_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        *,
+        num_streams: int,
+        num_workers: int,
+        timeout_seconds: float | None,
+    ) -> StreamLease:
+        """Take a worker's share of a job's free data streams."""
+
+    def renew_streams(
+        self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None
+    ) -> StreamRenewal:
+        """Commit cursors and prolong the lease."""
+
+    def release_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        streams: Sequence[int] | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        """Commit cursors and give streams back; None: all, and the worker leaves."""
+
+    def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:
+        """Return the committed cursor of every stream of a job."""
+
+    def restore_streams(
+        self, job: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None
+    ) -> None:
+        """Put a job back to these cursors."""
 
     def close(self) -> None:
         """Release the connection. Idempotent."""

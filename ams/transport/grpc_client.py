@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,7 +37,15 @@ from geartrain.ams.placement import NUM_BUCKETS
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardEntry, gather
+from geartrain.ams.transport.carrier import (
+    AttemptFailed,
+    ClusterView,
+    Cursor,
+    ShardEntry,
+    StreamLease,
+    StreamRenewal,
+    gather,
+)
 from geartrain.ams.transport.grpc_status import error_from
 
 SHARD_SERVICE = "geartrain.ams.v1.Shard"
@@ -332,6 +340,10 @@ def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
     return joint
 
 
+def _reader(job: str, worker: str, incarnation: int) -> scheduler_pb2.StreamReader:
+    return scheduler_pb2.StreamReader(job=job, worker=worker, incarnation=incarnation)
+
+
 class GrpcSchedulerCarrier:
     """The way to the scheduler over gRPC."""
 
@@ -375,6 +387,75 @@ class GrpcSchedulerCarrier:
         """See :class:`SchedulerCarrier`."""
         request = scheduler_pb2.DropClusterTableRequest(table=table)
         self._call("DropClusterTable", request, scheduler_pb2.DropClusterTableReply, timeout_seconds)
+
+    def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.FenceJobRequest(job=job, incarnation=incarnation)
+        self._call("FenceJob", request, scheduler_pb2.FenceJobReply, timeout_seconds)
+
+    def lease_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        *,
+        num_streams: int,
+        num_workers: int,
+        timeout_seconds: float | None,
+    ) -> StreamLease:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.LeaseStreamsRequest(
+            reader=_reader(job, worker, incarnation), num_streams=num_streams, num_workers=num_workers
+        )
+        reply = self._call("LeaseStreams", request, scheduler_pb2.LeaseStreamsReply, timeout_seconds)
+        return StreamLease(
+            epoch=reply.epoch, lease_seconds=reply.lease_seconds, cursors=codec.cursors_from_pb(reply.cursors)
+        )
+
+    def renew_streams(
+        self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None
+    ) -> StreamRenewal:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.RenewStreamsRequest(
+            reader=_reader(job, worker, incarnation), cursors=codec.cursors_to_pb(cursors)
+        )
+        reply = self._call("RenewStreams", request, scheduler_pb2.RenewStreamsReply, timeout_seconds)
+        return StreamRenewal(
+            epoch=reply.epoch, held=tuple(reply.held), release=tuple(reply.release), can_lease=reply.can_lease
+        )
+
+    def release_streams(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        streams: Sequence[int] | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.ReleaseStreamsRequest(
+            reader=_reader(job, worker, incarnation),
+            cursors=codec.cursors_to_pb(cursors),
+            streams=streams or (),
+            all=streams is None,
+        )
+        self._call("ReleaseStreams", request, scheduler_pb2.ReleaseStreamsReply, timeout_seconds)
+
+    def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.DescribeStreamsRequest(job=job)
+        reply = self._call("DescribeStreams", request, scheduler_pb2.DescribeStreamsReply, timeout_seconds)
+        return codec.cursors_from_pb(reply.cursors)
+
+    def restore_streams(
+        self, job: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None
+    ) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.RestoreStreamsRequest(
+            job=job, incarnation=incarnation, cursors=codec.cursors_to_pb(cursors)
+        )
+        self._call("RestoreStreams", request, scheduler_pb2.RestoreStreamsReply, timeout_seconds)
 
     def register(
         self, request: scheduler_pb2.RegisterRequest, timeout_seconds: float | None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from geartrain.ams.errors import InvalidArgument, InvalidRows
 from geartrain.ams.messages import CallContext, ShardState, SyncGroup, TableState
-from geartrain.ams.pb.v1 import shard_pb2, types_pb2
+from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.specs import (
     DTYPES,
     SGD,
@@ -22,6 +23,7 @@ from geartrain.ams.specs import (
     TableSpec,
     Uniform,
 )
+from geartrain.ams.transport.carrier import Cursor
 
 _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
     "float32": types_pb2.DTYPE_FLOAT32,
@@ -165,6 +167,22 @@ def _initializer_from_pb(pb: types_pb2.TableSpec) -> Initializer:
             return Normal(pb.normal.mean, pb.normal.std)
         case _:
             return Normal()
+
+
+def cursors_to_pb(cursors: Mapping[int, Cursor]) -> list[scheduler_pb2.StreamCursor]:
+    """Encode the cursors of data streams. Raises InvalidArgument if one is no number from 0 on."""
+    try:
+        return [
+            scheduler_pb2.StreamCursor(stream=stream, epoch=epoch, position=position)
+            for stream, (epoch, position) in cursors.items()
+        ]
+    except (ValueError, TypeError) as exc:
+        raise InvalidArgument(f"cursors map a stream to (epoch, position), numbers from 0 on: {exc}") from exc
+
+
+def cursors_from_pb(cursors: Iterable[scheduler_pb2.StreamCursor]) -> dict[int, Cursor]:
+    """Decode the cursors of data streams."""
+    return {cursor.stream: Cursor(cursor.epoch, cursor.position) for cursor in cursors}
 
 
 def state_to_pb(state: ShardState) -> shard_pb2.DescribeReply:

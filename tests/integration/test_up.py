@@ -203,6 +203,27 @@ def test_a_file_can_put_several_shards_in_one_process(tmp_path: Path) -> None:
         assert [shard.shard for shard in cluster_status(running.facts["scheduler"]).shards] == [0, 1, 2, 3]
 
 
+def test_a_server_of_several_shards_comes_back_with_each_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("scheduler: {num_shards: 4}\nserver: {shards: 2}\n", encoding="utf-8")
+    with up("--file", str(path)) as running:
+        config = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=60)
+        before = cluster_status(running.facts["scheduler"])
+        psutil.Process(running.facts["pids"]["server 1"]).kill()
+        assert running.process.stderr is not None
+        again = [f"shard {shard} of 4 serves at {before.shards[shard].address}" for shard in (2, 3)]
+        for sign in ("server 1 | ended by itself", *again):
+            while sign not in (line := running.process.stderr.readline()):
+                assert line, "the server did not come back"
+        with gt.connect(running.facts["scheduler"], config=config) as cluster:
+            after = cluster.status()
+            cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), num_rows=8192).pull(np.arange(8192))
+        assert [shard.address for shard in after.shards] == [shard.address for shard in before.shards]
+        changed = [one.incarnation != other.incarnation for one, other in zip(after.shards, before.shards, strict=True)]
+        assert changed == [False, False, True, True]
+        assert running.process.poll() is None
+
+
 def test_shards_that_do_not_fit_the_servers_are_a_usage_error(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("server: {shards: 2}\n", encoding="utf-8")

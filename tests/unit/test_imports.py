@@ -27,11 +27,12 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     "scheduler": ("tables", "storage", "core", "placement", "transport", "pb"),
     "graph": ("tables", "storage", "core", "placement", "transport", "pb"),
     "writes": (),
+    "streams": ("transport",),
     "client": ("writes", "placement", "transport", "core", "sampling"),
     # What gt.local embeds: the services on threads of the client's process.
-    "embedded": ("server", "scheduler", "placement", "transport", "core"),
+    "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
     "snapshot": ("client", "storage"),
-    "cluster": ("client", "snapshot", "storage", "writes", "embedded", "placement", "transport"),
+    "cluster": ("client", "snapshot", "storage", "streams", "writes", "embedded", "placement", "transport"),
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.

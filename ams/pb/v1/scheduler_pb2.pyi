@@ -371,3 +371,345 @@ class DropClusterTableReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropClusterTableReply: _TypeAlias = DropClusterTableReply  # noqa: Y015
+
+@_typing.final
+class FenceJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    incarnation: _builtins.int
+    """The lowest incarnation that may still take part."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceJobRequest: _TypeAlias = FenceJobRequest  # noqa: Y015
+
+@_typing.final
+class FenceJobReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceJobReply: _TypeAlias = FenceJobReply  # noqa: Y015
+
+@_typing.final
+class StreamCursor(_message.Message):
+    """How far one data stream was read. A stream that has ended epoch e is at (e + 1, 0)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    epoch: _builtins.int
+    position: _builtins.int
+    """Samples of that epoch."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "position", b"position", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamCursor: _TypeAlias = StreamCursor  # noqa: Y015
+
+@_typing.final
+class StreamReader(_message.Message):
+    """Who reads. A higher incarnation takes the place of a lower one of the same worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    worker: _builtins.str
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamReader: _TypeAlias = StreamReader  # noqa: Y015
+
+@_typing.final
+class LeaseStreamsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READER_FIELD_NUMBER: _builtins.int
+    NUM_STREAMS_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    num_streams: _builtins.int
+    """Streams of the job; the same in every request."""
+    num_workers: _builtins.int
+    """Workers that will come: streams are kept for them for one lease."""
+    @_builtins.property
+    def reader(self) -> Global___StreamReader: ...
+    def __init__(
+        self,
+        *,
+        reader: Global___StreamReader | None = ...,
+        num_streams: _builtins.int = ...,
+        num_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_streams", b"num_streams", "num_workers", b"num_workers", "reader", b"reader"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseStreamsRequest: _TypeAlias = LeaseStreamsRequest  # noqa: Y015
+
+@_typing.final
+class LeaseStreamsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The job's epoch: streams beyond it wait."""
+    lease_seconds: _builtins.float
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]:
+        """All that the worker holds."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
+        cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "epoch", b"epoch", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseStreamsReply: _TypeAlias = LeaseStreamsReply  # noqa: Y015
+
+@_typing.final
+class RenewStreamsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READER_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reader(self) -> Global___StreamReader: ...
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]: ...
+    def __init__(
+        self,
+        *,
+        reader: Global___StreamReader | None = ...,
+        cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "reader", b"reader"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewStreamsRequest: _TypeAlias = RenewStreamsRequest  # noqa: Y015
+
+@_typing.final
+class RenewStreamsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    CAN_LEASE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The job's epoch: streams beyond it wait."""
+    can_lease: _builtins.bool
+    """More streams are free for this worker."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Streams that the worker holds."""
+
+    @_builtins.property
+    def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of these, the ones to release soon: other workers lack them."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        held: _abc.Iterable[_builtins.int] | None = ...,
+        release: _abc.Iterable[_builtins.int] | None = ...,
+        can_lease: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "release", b"release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewStreamsReply: _TypeAlias = RenewStreamsReply  # noqa: Y015
+
+@_typing.final
+class ReleaseStreamsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READER_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    all: _builtins.bool
+    """All streams; the worker leaves. `streams` is ignored."""
+    @_builtins.property
+    def reader(self) -> Global___StreamReader: ...
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]: ...
+    @_builtins.property
+    def streams(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        reader: Global___StreamReader | None = ...,
+        cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+        streams: _abc.Iterable[_builtins.int] | None = ...,
+        all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseStreamsRequest: _TypeAlias = ReleaseStreamsRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseStreamsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseStreamsReply: _TypeAlias = ReleaseStreamsReply  # noqa: Y015
+
+@_typing.final
+class DescribeStreamsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeStreamsRequest: _TypeAlias = DescribeStreamsRequest  # noqa: Y015
+
+@_typing.final
+class DescribeStreamsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]:
+        """One for each stream; none if the job has no streams."""
+
+    def __init__(
+        self,
+        *,
+        cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeStreamsReply: _TypeAlias = DescribeStreamsReply  # noqa: Y015
+
+@_typing.final
+class RestoreStreamsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    incarnation: _builtins.int
+    """Lower incarnations are shut out."""
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]:
+        """One for each stream."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "incarnation", b"incarnation", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreStreamsRequest: _TypeAlias = RestoreStreamsRequest  # noqa: Y015
+
+@_typing.final
+class RestoreStreamsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreStreamsReply: _TypeAlias = RestoreStreamsReply  # noqa: Y015

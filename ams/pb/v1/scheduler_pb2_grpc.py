@@ -64,6 +64,36 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableReply.FromString,
                 _registered_method=True)
+        self.FenceJob = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/FenceJob',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobReply.FromString,
+                _registered_method=True)
+        self.LeaseStreams = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/LeaseStreams',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaseStreamsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaseStreamsReply.FromString,
+                _registered_method=True)
+        self.RenewStreams = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/RenewStreams',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RenewStreamsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RenewStreamsReply.FromString,
+                _registered_method=True)
+        self.ReleaseStreams = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/ReleaseStreams',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.ReleaseStreamsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.ReleaseStreamsReply.FromString,
+                _registered_method=True)
+        self.DescribeStreams = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/DescribeStreams',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsReply.FromString,
+                _registered_method=True)
+        self.RestoreStreams = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/RestoreStreams',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -111,6 +141,48 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FenceJob(self, request, context):
+        """End the stream leases of a job's lower incarnations, and give them no more. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaseStreams(self, request, context):
+        """Take a worker's share of a job's free data streams. Replies with all that it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewStreams(self, request, context):
+        """Commit how far streams were read, all or nothing, and prolong the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseStreams(self, request, context):
+        """Commit, then give streams back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeStreams(self, request, context):
+        """The committed cursors of a job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreStreams(self, request, context):
+        """Put a job back to these cursors; every lease of it ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +215,36 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.DropClusterTable,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableReply.SerializeToString,
+            ),
+            'FenceJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.FenceJob,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobReply.SerializeToString,
+            ),
+            'LeaseStreams': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseStreams,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaseStreamsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaseStreamsReply.SerializeToString,
+            ),
+            'RenewStreams': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewStreams,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RenewStreamsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RenewStreamsReply.SerializeToString,
+            ),
+            'ReleaseStreams': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseStreams,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.ReleaseStreamsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.ReleaseStreamsReply.SerializeToString,
+            ),
+            'DescribeStreams': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeStreams,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsReply.SerializeToString,
+            ),
+            'RestoreStreams': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreStreams,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +409,168 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/DropClusterTable',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FenceJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/FenceJob',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseStreams(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/LeaseStreams',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaseStreamsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaseStreamsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewStreams(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/RenewStreams',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RenewStreamsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RenewStreamsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseStreams(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/ReleaseStreams',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.ReleaseStreamsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.ReleaseStreamsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeStreams(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/DescribeStreams',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreStreams(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/RestoreStreams',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsReply.FromString,
             options,
             channel_credentials,
             insecure,

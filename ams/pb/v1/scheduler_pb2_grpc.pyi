@@ -43,6 +43,18 @@ class SchedulerStub:
     """Make a table on all shards. Fails with TableExists if the name is taken, unless reuse is set and the spec is equal."""
     DropClusterTable: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DropClusterTableRequest, _scheduler_pb2.DropClusterTableReply]
     """Remove a table and its rows from all shards."""
+    FenceJob: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]
+    """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
+    LeaseStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseStreamsRequest, _scheduler_pb2.LeaseStreamsReply]
+    """Take a worker's share of a job's free data streams. Replies with all that it holds."""
+    RenewStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewStreamsRequest, _scheduler_pb2.RenewStreamsReply]
+    """Commit how far streams were read, all or nothing, and prolong the lease."""
+    ReleaseStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReleaseStreamsRequest, _scheduler_pb2.ReleaseStreamsReply]
+    """Commit, then give streams back."""
+    DescribeStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeStreamsRequest, _scheduler_pb2.DescribeStreamsReply]
+    """The committed cursors of a job."""
+    RestoreStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RestoreStreamsRequest, _scheduler_pb2.RestoreStreamsReply]
+    """Put a job back to these cursors; every lease of it ends."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -59,6 +71,18 @@ class SchedulerAsyncStub(SchedulerStub):
     """Make a table on all shards. Fails with TableExists if the name is taken, unless reuse is set and the spec is equal."""
     DropClusterTable: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DropClusterTableRequest, _scheduler_pb2.DropClusterTableReply]  # type: ignore[assignment]
     """Remove a table and its rows from all shards."""
+    FenceJob: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]  # type: ignore[assignment]
+    """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
+    LeaseStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseStreamsRequest, _scheduler_pb2.LeaseStreamsReply]  # type: ignore[assignment]
+    """Take a worker's share of a job's free data streams. Replies with all that it holds."""
+    RenewStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewStreamsRequest, _scheduler_pb2.RenewStreamsReply]  # type: ignore[assignment]
+    """Commit how far streams were read, all or nothing, and prolong the lease."""
+    ReleaseStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReleaseStreamsRequest, _scheduler_pb2.ReleaseStreamsReply]  # type: ignore[assignment]
+    """Commit, then give streams back."""
+    DescribeStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeStreamsRequest, _scheduler_pb2.DescribeStreamsReply]  # type: ignore[assignment]
+    """The committed cursors of a job."""
+    RestoreStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RestoreStreamsRequest, _scheduler_pb2.RestoreStreamsReply]  # type: ignore[assignment]
+    """Put a job back to these cursors; every lease of it ends."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,5 +132,53 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DropClusterTableReply, _abc.Awaitable[_scheduler_pb2.DropClusterTableReply]]:
         """Remove a table and its rows from all shards."""
+
+    @_abc_1.abstractmethod
+    def FenceJob(
+        self,
+        request: _scheduler_pb2.FenceJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.FenceJobReply, _abc.Awaitable[_scheduler_pb2.FenceJobReply]]:
+        """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def LeaseStreams(
+        self,
+        request: _scheduler_pb2.LeaseStreamsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.LeaseStreamsReply, _abc.Awaitable[_scheduler_pb2.LeaseStreamsReply]]:
+        """Take a worker's share of a job's free data streams. Replies with all that it holds."""
+
+    @_abc_1.abstractmethod
+    def RenewStreams(
+        self,
+        request: _scheduler_pb2.RenewStreamsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.RenewStreamsReply, _abc.Awaitable[_scheduler_pb2.RenewStreamsReply]]:
+        """Commit how far streams were read, all or nothing, and prolong the lease."""
+
+    @_abc_1.abstractmethod
+    def ReleaseStreams(
+        self,
+        request: _scheduler_pb2.ReleaseStreamsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ReleaseStreamsReply, _abc.Awaitable[_scheduler_pb2.ReleaseStreamsReply]]:
+        """Commit, then give streams back."""
+
+    @_abc_1.abstractmethod
+    def DescribeStreams(
+        self,
+        request: _scheduler_pb2.DescribeStreamsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.DescribeStreamsReply, _abc.Awaitable[_scheduler_pb2.DescribeStreamsReply]]:
+        """The committed cursors of a job."""
+
+    @_abc_1.abstractmethod
+    def RestoreStreams(
+        self,
+        request: _scheduler_pb2.RestoreStreamsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.RestoreStreamsReply, _abc.Awaitable[_scheduler_pb2.RestoreStreamsReply]]:
+        """Put a job back to these cursors; every lease of it ends."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,76 @@
+"""Leases of data streams as a worker sees them, over every carrier."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from geartrain.ams import errors
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.transport.carrier import Cursor
+
+
+def test_two_workers_share_the_streams_of_a_job(cluster: Cluster) -> None:
+    first, second = (
+        cluster.streams("job", worker=worker, num_streams=8, num_workers=2, incarnation=1) for worker in ("a", "b")
+    )
+    assert first.cursors() == {}
+    lease = first.lease()
+    assert (lease.epoch, lease.lease_seconds, len(lease.cursors)) == (0, 60.0, 4)
+    mine = sorted(lease.cursors)
+    renewal = first.commit({mine[0]: Cursor(0, 10), mine[1]: Cursor(1, 0)})
+    assert (renewal.epoch, renewal.held, renewal.release, renewal.can_lease) == (0, tuple(mine), (), False)
+    assert len(second.lease().cursors) == 4
+    with pytest.raises(errors.StaleClient, match="is held by worker 'a'"):
+        second.commit({mine[0]: Cursor(0, 11)})
+    first.release([mine[0]], {mine[0]: Cursor(0, 12)})
+    first.release()
+    kept = second.cursors()
+    assert kept == dict.fromkeys(range(8), Cursor(0, 0)) | {mine[0]: Cursor(0, 12), mine[1]: Cursor(1, 0)}
+    assert second.commit().can_lease
+    assert second.lease().cursors == kept
+
+
+def test_a_job_goes_back_to_the_cursors_of_a_snapshot_and_its_past_is_shut_out(cluster: Cluster) -> None:
+    old, new = (cluster.streams("job", worker="a", num_streams=2, incarnation=number) for number in (1, 2))
+    old.lease()
+    snapshot = old.cursors()
+    old.commit({0: Cursor(0, 5)})
+    cluster.fence("job", 2)
+    new.restore(json.loads(json.dumps(snapshot)))
+    with pytest.raises(errors.StaleClient, match="superseded by 2"):
+        old.commit({0: Cursor(0, 9)})
+    assert new.lease().cursors == snapshot
+
+
+def test_a_cursor_that_is_none_is_refused(cluster: Cluster) -> None:
+    streams = cluster.streams("job", worker="a", num_streams=2)
+    streams.lease()
+    with pytest.raises(errors.InvalidArgument, match=r"from 0 on|does not follow"):
+        streams.commit({0: Cursor(0, -1)})
+    with pytest.raises(errors.InvalidArgument, match="cursors map a stream"):
+        streams.commit({0: 5})  # type: ignore[dict-item]
+    with pytest.raises(errors.InvalidArgument, match="job is 'a//b'"):
+        cluster.streams("a//b", worker="a")
+
+
+def test_a_scheduler_that_is_away_costs_no_lease(served: Callable[..., object]) -> None:
+    cluster = served(1)
+    with connect(cluster.address) as ours:  # type: ignore[attr-defined]
+        streams = ours.streams("job", worker="a", num_streams=2)
+        streams.lease()
+        cluster.scheduler.stop(0)  # type: ignore[attr-defined]
+        with pytest.raises(errors.SchedulerUnavailable, match="repeating it does no harm"):
+            streams.commit()
+        cluster.scheduler = SchedulerServer(SchedulerConfig(listen=cluster.address))  # type: ignore[attr-defined]
+        cluster.scheduler.start()  # type: ignore[attr-defined]
+        with pytest.raises(errors.StaleClient, match="its scheduler may have lost them"):  # it had no data folder
+            while True:
+                try:
+                    streams.commit()
+                except errors.SchedulerUnavailable:
+                    continue
