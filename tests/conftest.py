@@ -1,5 +1,6 @@
-"""What all tests share: tests marked ``cuda`` or ``slow`` are skipped, with the reason, where that is not to be had; what
-``GEARTRAIN_TEST_REMOVE`` names is taken out of the product while they run.
+"""What all tests share: tests marked ``cuda`` or ``slow`` are skipped, with the reason, where that is not to be had.
+
+What ``GEARTRAIN_TEST_REMOVE`` names is taken out of the product while they run.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def _dedup(patch: pytest.MonkeyPatch) -> None:
     """A shard forgets what it applied."""
     whole = WriteMarks.applied
 
-    def forgetting(self: WriteMarks, context: CallContext, done: Done) -> None:
-        whole(self, context, done)
+    def forgetting(self: WriteMarks, context: CallContext, done: Done, table: str) -> None:
+        whole(self, context, done, table)
         self._streams[context.stream].done.clear()
 
     patch.setattr(WriteMarks, "applied", forgetting)
@@ -45,7 +45,7 @@ def _client_fence(patch: pytest.MonkeyPatch) -> None:
     def unfenced(self: WriteMarks, context: CallContext) -> Any:
         return self._streams.setdefault(context.stream, marks._Stream())
 
-    patch.setattr(WriteMarks, "_fence", unfenced)
+    patch.setattr(WriteMarks, "_current", unfenced)
 
 
 class _EqualToAll(str):

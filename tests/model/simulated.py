@@ -30,7 +30,7 @@ from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import Disk, disk
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.grpc_status import abort
-from geartrain.ams.writes import WriteStream
+from geartrain.ams.writes import ClientStream, WriteStream
 
 Fate = Literal["deliver", "lose", "late", "lose reply", "twice", "and again later"]
 FATES: tuple[Fate, ...] = ("deliver", "lose", "late", "lose reply", "twice", "and again later")
@@ -259,15 +259,31 @@ class SimulatedCluster:
             self.kill(number)
 
 
+class OneStream(ClientStream):
+    """Writes whose numbers go on over incarnations: what the shards compare is seen at its barest."""
+
+    def __init__(self, name: str, incarnation: int, writes: WriteStream) -> None:
+        super().__init__(8, name, incarnation)
+        self._writes = writes
+
+    def numbers(self, table: str, sequence: int | None) -> WriteStream:  # noqa: ARG002
+        return self._writes
+
+
 class Client:
     """One process that writes: a cluster handle with a stream of its own, whose background work waits to be stepped."""
 
     def __init__(self, cluster: SimulatedCluster, stream: str, incarnation: int) -> None:
         carrier = LocalSchedulerCarrier(cluster.scheduler)
-        self.cluster = Cluster(carrier, carrier.describe(None), cluster.open_carrier, CONFIG, remote=True)
-        self.stream = WriteStream(8, stream)
-        self.stream.incarnation = incarnation
-        self.cluster._stream = self.stream
+        self.stream = WriteStream(8, stream, incarnation)
+        self.cluster = Cluster(
+            carrier,
+            carrier.describe(None),
+            cluster.open_carrier,
+            CONFIG,
+            stream=OneStream(stream, incarnation, self.stream),
+            remote=True,
+        )
         self.deferred: deque[Callable[[], None]] = deque()
         self.cluster._calls.background = self._background  # type: ignore[method-assign]
 

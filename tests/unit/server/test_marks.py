@@ -89,7 +89,7 @@ def named(stream: str, sequence: int, incarnation: int, oldest: int = 0) -> Call
 def test_a_fence_shuts_out_lower_incarnations_of_the_job_and_nobody_else() -> None:
     marks = WriteMarks()
     marks.admit(named("job/rank0", 1, incarnation=1), future())
-    marks.applied(named("job/rank0", 1, incarnation=1), Done())
+    marks.applied(named("job/rank0", 1, incarnation=1), Done(), "t")
     marks.fence("job", 5, forget=False)
     for stream in ("job", "job/rank0", "job/rank0/table/t"):
         with pytest.raises(StaleClient, match=r"superseded by incarnation 5 of 'job'|superseded by 5"):
@@ -104,7 +104,7 @@ def test_a_fence_shuts_out_lower_incarnations_of_the_job_and_nobody_else() -> No
 def test_a_job_that_goes_on_keeps_its_marks_and_one_that_goes_back_does_not() -> None:
     marks = WriteMarks()
     marks.admit(named("job/rank0", 3, incarnation=1, oldest=2), future())
-    marks.applied(named("job/rank0", 3, incarnation=1), Done(created=7))
+    marks.applied(named("job/rank0", 3, incarnation=1), Done(created=7), "t")
     marks.fence("job", 2, forget=False)
     again = future()
     assert not marks.admit(named("job/rank0", 3, incarnation=2), again)
@@ -118,7 +118,7 @@ def test_a_fence_that_arrives_late_forgets_nothing_of_those_it_let_in() -> None:
     marks = WriteMarks()
     for sequence, incarnation in ((1, 1), (2, 2)):
         marks.admit(named("job/rank0", sequence, incarnation), future())
-        marks.applied(named("job/rank0", sequence, incarnation), Done())
+        marks.applied(named("job/rank0", sequence, incarnation), Done(), "t")
     marks.fence("job", 2, forget=True)
     assert not marks.admit(named("job/rank0", 2, incarnation=2), future())
     assert marks.admit(named("job/rank0", 1, incarnation=2), future())
