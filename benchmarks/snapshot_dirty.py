@@ -1,9 +1,9 @@
 """An incremental snapshot of 1M rows of 64 values with momentum, of which a share was written since its parent.
 
-The pause is how long ``snapshot()`` keeps the step that takes it. Then a worker pushes 10,000 random rows again and again
-while the shard writes; a push's wait is the time that it took beyond the median of those without a snapshot. The rival
-of both is the 20 ms that a step should not notice. The size is that of all files of the snapshot, its rival 1.3 times
-the ids, rows and slots that were written since the parent, counted here.
+The pause is how long ``snapshot()`` keeps the step that takes it. Then a worker pushes 10,000 random rows again and
+again while the shard writes; a push's wait is the time that it took beyond the median of those without a snapshot. The
+rival of both is the 20 ms that a step should not notice. The size is that of all files of the snapshot, its rival 1.3
+times the ids, rows and slots that were written since the parent, counted here.
 """
 
 from __future__ import annotations
