@@ -112,6 +112,8 @@ def _finish(
     calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None
 ) -> Place:
     try:
+        if older is not None:
+            older.chain()  # nothing is added to what cannot be restored
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
         outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
@@ -155,13 +157,11 @@ def _give_up(calls: ShardCalls, staging: Staging) -> None:
 
 
 def _parent(root: Place, parent: str | Path) -> Snapshot:
-    """The snapshot to add to, itself whole with all that it adds to, as far as manifests tell."""
+    """The snapshot to add to, if its manifest is sound; those that it adds to are looked at in the background."""
     folder = within(root, parent) if isinstance(parent, str) and is_name(parent) else place(parent)
     if parent_of(folder) != root:
         raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
-    snapshot = open_snapshot(folder)
-    snapshot.chain()
-    return snapshot
+    return open_snapshot(folder)
 
 
 def _tell(calls: ShardCalls, thaw: Thaw) -> None:

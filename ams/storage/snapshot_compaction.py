@@ -20,7 +20,14 @@ from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.placement import bucket_of, even_placement
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
 from geartrain.ams.storage.snapshot_chain import Layer, layers_of
-from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
+from geartrain.ams.storage.snapshot_folder import (
+    Snapshot,
+    Staging,
+    list_snapshots,
+    new_staging,
+    open_snapshot,
+    prune,
+)
 from geartrain.ams.storage.snapshot_manifest import JOB, MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot_store import Place, place, store_of, within
 
@@ -62,6 +69,19 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
             store.discard(store.hide(path))
         raise damage[0]
     return path
+
+
+def retain(root: str | Path, *, keep_last: int, longest_chain: int | None = None) -> list[str]:
+    """Prune to the newest ``keep_last`` snapshots and what they add to; return the names of those removed.
+
+    Where the newest one and those it adds to are more than ``longest_chain``, they are compacted first: the result
+    counts as one of those to keep, and the chain goes once no kept snapshot needs it. Raises as :func:`compact` and
+    :func:`prune`.
+    """
+    newest = next((listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None), None)
+    if newest is not None and longest_chain is not None and len(newest.chain()) > longest_chain:
+        compact(root, newest.name)
+    return prune(root, keep_last)
 
 
 def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]) -> Iterator[FileEntry]:

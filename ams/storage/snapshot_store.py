@@ -155,7 +155,8 @@ class _LocalStore(SnapshotStore):
         return name.startswith(_STAGING) and name.endswith(f"-{snapshot_id}")
 
     def create(self, staging: Place) -> None:
-        create_folders(Path(staging))
+        create_folders(Path(staging).parent)
+        disk.create_folder(Path(staging))  # not synced, which would keep a step waiting: its final name is
 
     def write(self, folder: Place, name: str, data: bytes) -> None:
         write_file(Path(folder) / name, data)

@@ -177,6 +177,21 @@ def test_a_shard_that_was_not_told_of_the_parent_writes_all_its_rows(
         assert restored(tmp_path, compact(tmp_path, "b"), 3) == live
 
 
+def test_nothing_is_added_to_a_chain_that_is_broken(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        make(cluster, "dense")
+        for name, parent in (("a", None), ("b", "a")):
+            write(cluster, 1, "dense")
+            cluster.snapshot(tmp_path, name, parent=parent).result(60)
+        shutil.rmtree(tmp_path / "a")
+        write(cluster, 2, "dense")
+        with pytest.raises(errors.SnapshotDamaged, match="adds to snapshot 'a'"):
+            cluster.snapshot(tmp_path, "c", parent="b").result(60)
+        live = contents(cluster, tmp_path)
+        assert restored(tmp_path, cluster.snapshot(tmp_path, "c").result(60), 1) == live
+        assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["asides", "b", "c"]
+
+
 def test_what_was_compacted_carries_the_chain_on(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("dense", "hashed"):
         make(cluster, name)

@@ -11,7 +11,7 @@ import pytest
 from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.storage.snapshot_blocks import write_block
 from geartrain.ams.storage.snapshot_chain import layers_of
-from geartrain.ams.storage.snapshot_compaction import compact
+from geartrain.ams.storage.snapshot_compaction import compact, retain
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots, new_staging, open_snapshot, prune
 from geartrain.ams.storage.snapshot_manifest import MANIFEST, Parent
 
@@ -169,3 +169,12 @@ def test_what_cannot_be_compacted_leaves_nothing_and_the_chain(chain: Path, monk
     with pytest.raises(SnapshotDamaged, match="a worn disk"):
         compact(chain, "c")
     assert sorted(path.name for path in chain.iterdir()) == ["a", "b", "c"]
+
+
+def test_retention_bounds_both_the_number_and_the_length_of_chains(chain: Path) -> None:
+    assert retain(chain, keep_last=1, longest_chain=3) == []
+    assert retain(chain, keep_last=1, longest_chain=2) == ["c", "b", "a"]
+    assert names(chain) == ["c-whole"]
+    take(chain, "d", 4, parent="c-whole")
+    assert retain(chain, keep_last=1) == []
+    assert names(chain) == ["d", "c-whole"]

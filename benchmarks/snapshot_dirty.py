@@ -1,0 +1,133 @@
+"""An incremental snapshot of 1M rows of 64 values with momentum, of which a share was written since its parent.
+
+The pause is how long ``snapshot()`` keeps the step that takes it. Then a worker pushes 10,000 random rows again and
+again while the shard writes; a push's wait is the time that it took beyond the median of those without a snapshot. The
+rival of both is the 20 ms that a step should not notice. The size is that of all files of the snapshot, its rival 1.3
+times the ids, rows and slots that were written since the parent, counted here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.specs import SparseMomentum
+from geartrain.ams.storage.snapshot_folder import prune
+
+NUM_ROWS = 1_000_000
+DIM = 64
+PUSHED = 10_000
+ROUNDS = {0.01: 20, 0.1: 10, 1.0: 4}
+"""Snapshots by share of the rows that is dirty."""
+PAUSE_BUDGET_MS = 20.0
+SIZE_BUDGET = 1.3
+ITEM_BYTES = 8 + 2 * 4 * DIM
+"""Of an id, its row and its slot."""
+FOLDER = Path(".cache")
+"""On the disk of the checkout; the system's temporary folder may be memory."""
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, local() as cluster:
+        worker = _Worker(cluster)
+        worker.write(1.0)
+        parent = cluster.snapshot(folder, "parent").result()
+        usual = statistics.median(worker.push() for _ in range(100))
+        number = 0
+        for share, rounds in ROUNDS.items():
+            pauses, waits, sizes = [], [], []
+            for _ in range(rounds * (3 if full else 1)):
+                number += 1
+                # What was pushed beside the last one is no part of the share.
+                parent = cluster.snapshot(folder, f"between-{number}", step=number, parent=parent).result()
+                worker.forget_touched()
+                worker.write(share)
+                touched = worker.forget_touched()
+                started = time.perf_counter()
+                pending = cluster.snapshot(folder, step=number, parent=parent)
+                pauses.append(time.perf_counter() - started)
+                while not pending.done():
+                    waits.append(worker.push() - usual)
+                parent = pending.result()
+                sizes.append(sum(file.stat().st_size for file in Path(parent).iterdir()) / (touched * ITEM_BYTES))
+            yield from _case(f"{share:.0%} of {NUM_ROWS:,} rows of {DIM} with momentum dirty", pauses, waits, sizes)
+            # A new chain, so that the disk does not fill.
+            parent = cluster.snapshot(folder, f"parent-{number}", step=number).result()
+            prune(folder, 1)
+
+
+class _Worker:
+    """Pushes random rows and knows which."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._random = np.random.default_rng(0)
+        self._table = cluster.create_table(
+            "bench", dim=DIM, optimizer=SparseMomentum(lr=0.1, momentum=0.9), num_rows=NUM_ROWS
+        )
+        self._touched = np.zeros(NUM_ROWS, np.bool_)
+        self._gradients = self._random.standard_normal((PUSHED, DIM)).astype(np.float32)
+
+    def write(self, share: float) -> None:
+        """Push a share of all rows, each once."""
+        ids = self._random.permutation(NUM_ROWS)[: int(share * NUM_ROWS)]
+        for start in range(0, len(ids), PUSHED):
+            self._push(np.sort(ids[start : start + PUSHED]))
+
+    def push(self) -> float:
+        """Seconds that a push of random rows took."""
+        return self._push(np.sort(self._random.choice(NUM_ROWS, PUSHED, replace=False)))
+
+    def forget_touched(self) -> int:
+        """Return the number of rows pushed since this was called."""
+        touched = int(np.count_nonzero(self._touched))
+        self._touched[:] = False
+        return touched
+
+    def _push(self, ids: Any) -> float:
+        self._touched[ids] = True
+        started = time.perf_counter()
+        self._table.push(ids, self._gradients)
+        return time.perf_counter() - started
+
+
+def _case(case: str, pauses: list[float], waits: list[float], sizes: list[float]) -> Iterator[dict[str, Any]]:
+    yield _pause(f"pause, {case}, median", statistics.median(pauses))
+    yield _pause(f"the same, 99th percentile of {len(pauses)}", _p99(pauses))
+    yield _pause(f"push of {PUSHED:,} rows beside it, median wait", statistics.median(waits or [0.0]))
+    yield _pause(f"the same, 99th percentile of {len(waits)}", _p99(waits or [0.0]))
+    size = statistics.median(sizes)
+    yield {
+        "case": f"size, {case}",
+        "ours": round(size, 3),
+        "rival": "budget",
+        "theirs": SIZE_BUDGET,
+        "unit": "× the touched rows",
+        "ratio": round(SIZE_BUDGET / size, 2),
+        "target": 1.0,
+    }
+
+
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))]
+
+
+def _pause(case: str, seconds: float) -> dict[str, Any]:
+    milliseconds = max(seconds * 1e3, 0.001)
+    return {
+        "case": case,
+        "ours": round(milliseconds, 2),
+        "rival": "budget of a step",
+        "theirs": PAUSE_BUDGET_MS,
+        "unit": "ms",
+        "ratio": round(PAUSE_BUDGET_MS / milliseconds, 2),
+        "target": 1.0,
+    }
