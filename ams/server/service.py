@@ -400,6 +400,7 @@ class ShardServer:
 
     def _join_all(self) -> None:
         deadline = time.monotonic() + REGISTER_TIMEOUT_SECONDS
+        is_told = False
         for held in self._held:
             while True:
                 try:
@@ -408,7 +409,9 @@ class ShardServer:
                 except ClusterNotReady as exc:
                     if time.monotonic() > deadline:
                         raise
-                    logger.info("waiting: %s", exc)
+                    if not is_told:
+                        logger.info("waiting: %s", exc)
+                    is_told = True
                     if self._stopping.wait(_RETRY_SECONDS):
                         raise
                 except AttemptFailed as exc:
