@@ -162,12 +162,19 @@ class ShardCalls:
     def _settle(
         self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Future[Reply]]
     ) -> Reply:
+        has_looked = False
         while True:
             try:
                 return future.result()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 if self._given_up.is_set():
                     raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from exc
+                if isinstance(exc, StaleCluster) and not has_looked:
+                    # The shard answers: it is this client that has not heard, and no waiting would tell it.
+                    has_looked = True
+                    self._look_again(shard)
+                    future = again()
+                    continue
                 if patience.is_fresh:
                     logger.warning(
                         "shard %d does not answer, waiting for it up to %g s: %s", shard, patience.seconds, exc

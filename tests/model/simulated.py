@@ -37,20 +37,18 @@ FATES: tuple[Fate, ...] = ("deliver", "lose", "late", "lose reply", "twice", "an
 FAULTY = ("Pull", "Push", "Assign", "Freeze", "WriteFrozen", "Thaw", "Restore")
 """What meets fates. Not the making and removing of tables: a late DropTable removes whatever has that name now."""
 PART_BYTES = 64
+PAUSE_SECONDS = 0.06
 CONFIG = ClientConfig(attempt_timeout_seconds=1.0, recovery_timeout_seconds=0.2, snapshot_timeout_seconds=1.0)
 
 
 class Clock:
-    """Time that passes only where somebody sleeps."""
+    """Time that passes only between a client's attempts."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass(frozen=True)
@@ -303,5 +301,13 @@ class Client:
 def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyDisk:
     """Put network, clock and disk in the place of the real ones."""
     patch.setattr(grpc, "insecure_channel", network.channel)
-    patch.setattr(client_module, "time", clock)
+
+    def pause(patience: Any) -> bool:
+        patience._deadline = patience._deadline or clock.now + CONFIG.recovery_timeout_seconds
+        if clock.now >= patience._deadline:
+            return False
+        clock.now += PAUSE_SECONDS
+        return True
+
+    patch.setattr(client_module._Patience, "pause", pause)
     return FaultyDisk(patch)
