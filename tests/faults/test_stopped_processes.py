@@ -182,11 +182,11 @@ def test_a_worker_that_was_stopped_while_its_job_was_taken_over_changes_nothing(
         connect(cluster.address, config=PATIENT, stream="job/rank0", incarnation=1)  # type: ignore[attr-defined]
 
 
-def test_a_worker_that_connects_under_a_name_takes_it_over(cluster: Cluster) -> None:
-    with writer(cluster, 1, 1, 1_000_000) as old:
+@pytest.mark.parametrize("flags", [(), ("numbered",)])
+def test_a_worker_that_connects_under_a_name_takes_it_over(cluster: Cluster, flags: tuple[str, ...]) -> None:
+    with writer(cluster, 1, 1, 1_000_000, *flags) as old:
         read_until(old, "10")
-        with writer(cluster, 2, 1, 5) as new:
-            read_until(new, "5")
+        connect(cluster.address, config=PATIENT, stream="job/rank0", incarnation=2).close()  # type: ignore[attr-defined]
         told, _ = old.communicate(timeout=DEADLINE_SECONDS)
     assert told.splitlines()[-1].startswith("StaleClient")
 
@@ -197,8 +197,9 @@ def test_steps_that_a_restarted_worker_repeats_are_applied_once(cluster: Cluster
         read_until(old, str(killed_after))
         old.kill()
         assert old.stdout is not None
-        last = killed_after + len(old.stdout.readlines()) + 20  # beyond what was on its way
-    with writer(cluster, 2, killed_after - 15, last, "numbered") as new:
+        acknowledged = killed_after + len(old.stdout.readlines())
+    last = acknowledged + 20  # beyond what was on its way
+    with writer(cluster, 2, acknowledged - 30, last, "numbered") as new:
         read_until(new, str(last))
     np.testing.assert_array_equal(cluster.table("t").pull(IDS), np.full((64, 1), last * (last + 1) / 2))
     cluster.fence("job", 3)  # back to the beginning: the same numbers are new writes

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
+import numpy as np
 import pytest
 
 from geartrain.ams.errors import ShardUnavailable
+from geartrain.ams.messages import CallContext, DropTable, Reply, Request
+from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.server.lease import Lease
+from geartrain.ams.server.service import ShardService
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.specs import SGD, TableSpec
+from geartrain.ams.transport import grpc_codec as codec
 
 
 class Clocked:
@@ -69,3 +78,28 @@ def test_a_shard_that_was_taken_over_never_answers_again(clocked: Clocked) -> No
     clocked.lease.confirm(began=clocked.now)
     with pytest.raises(ShardUnavailable, match="taken over"):
         clocked.lease.check()
+
+
+def test_what_was_done_across_a_stop_is_not_acknowledged(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(3, np.arange(4096), incarnation=1, lease=clocked.lease)
+    service = ShardService(1 << 20)
+    service.serve(shard)
+    whole = shard.submit
+
+    def submit(context: CallContext, request: Request) -> Future[Reply]:
+        future = whole(context, request)
+        future.result(10)
+        clocked.now += 30
+        return future
+
+    monkeypatch.setattr(shard, "submit", submit)
+    spec = codec.spec_to_pb(TableSpec(name="t", dim=2, optimizer=SGD(1.0)))
+    request = shard_pb2.CreateTableRequest(spec=spec).SerializeToString()
+    try:
+        with pytest.raises(ShardUnavailable, match=r"stopped for 30\.0 s"):
+            service.methods["CreateTable"](request, None)
+        with pytest.raises(ShardUnavailable):  # nor is anything done while it is not sure
+            whole(CallContext(), DropTable(table="t")).result(10)
+        assert [one.name for one in shard.specs] == ["t"]
+    finally:
+        shard.close()
