@@ -23,7 +23,7 @@ class _Stream:
     oldest_unacknowledged: int = 0
     done: dict[int, Done] = field(default_factory=dict)
     tables: dict[int, str] = field(default_factory=dict)
-    """Table of each write applied."""
+    """Table of each write that was admitted and did not fail."""
     waiting: dict[int, list[Future[Reply]]] = field(default_factory=dict)
 
 
@@ -82,17 +82,22 @@ class WriteMarks:
         stream.waiting[context.sequence] = [future]
         return True
 
-    def applied(self, context: CallContext, done: Done, table: str) -> None:
-        """Mark the write to ``table`` and answer everyone who waits for it."""
+    def goes_to(self, context: CallContext, table: str) -> None:
+        """Note the table of a write that was admitted: a snapshot of other tables does not hold it."""
+        self._streams[context.stream].tables[context.sequence] = table
+
+    def applied(self, context: CallContext, done: Done) -> None:
+        """Mark the write and answer everyone who waits for it."""
         stream = self._streams[context.stream]
         stream.done[context.sequence] = done
-        stream.tables[context.sequence] = table
         for future in stream.waiting.pop(context.sequence, ()):
             future.set_result(done)
 
     def failed(self, context: CallContext, error: BaseException) -> None:
         """Answer everyone who waits with ``error``; the write left no trace and may be sent again."""
-        for future in self._streams[context.stream].waiting.pop(context.sequence, ()):
+        stream = self._streams[context.stream]
+        stream.tables.pop(context.sequence, None)
+        for future in stream.waiting.pop(context.sequence, ()):
             future.set_exception(error)
 
     def streams(self, tables: Collection[str]) -> dict[str, MarkedStream]:

@@ -265,6 +265,7 @@ class Shard:
     def _write(self, call: _Call, request: Push | Assign) -> None:
         if not self._marks.admit(call.context, call.future):
             return
+        self._marks.goes_to(call.context, request.table)
         try:
             if isinstance(request, Push):
                 _check_settings(request)
@@ -280,11 +281,11 @@ class Shard:
         except BaseException as error:
             self._marks.failed(call.context, _as_ours(error, self.shard))
             return
-        self._marks.applied(call.context, Done(created=created), request.table)
+        self._marks.applied(call.context, Done(created=created))
 
     def _write_jointly(self, context: CallContext, push: Push, table: _Table) -> None:
         if self._groups.is_applied(push):
-            self._marks.applied(context, Done(duplicate=True), push.table)
+            self._marks.applied(context, Done(duplicate=True))
             return
         parts = self._groups.join(context, push)
         if parts is None:
@@ -300,7 +301,7 @@ class Shard:
         table.writes += 1
         self._groups.complete(push)
         for part_context, _ in parts:
-            self._marks.applied(part_context, Done(created=created), push.table)
+            self._marks.applied(part_context, Done(created=created))
 
     def _create(self, spec: TableSpec) -> Done:
         existing = self._tables.get(spec.name)

@@ -20,7 +20,8 @@ def apply(marks: WriteMarks, sequence: int, *, table: str = "t", oldest: int = 1
     context = CallContext(stream="s", incarnation=incarnation, sequence=sequence, oldest_unacknowledged=oldest)
     future: Future[Reply] = Future()
     if marks.admit(context, future):
-        marks.applied(context, Done(created=sequence), table)
+        marks.goes_to(context, table)
+        marks.applied(context, Done(created=sequence))
         return True
     assert future.result() == Done(created=sequence, duplicate=True)
     return False

@@ -22,7 +22,7 @@ def future() -> Future[Reply]:
 def test_a_duplicate_of_an_applied_write_gets_the_first_reply() -> None:
     marks, first, again = WriteMarks(), future(), future()
     assert marks.admit(context(1), first)
-    marks.applied(context(1), Done(created=3), "t")
+    marks.applied(context(1), Done(created=3))
     assert first.result(0) == Done(created=3)
     assert not marks.admit(context(1), again)
     assert again.result(0) == Done(created=3, duplicate=True)
@@ -33,7 +33,7 @@ def test_a_duplicate_of_a_write_in_flight_joins_it() -> None:
     assert marks.admit(context(1), first)
     assert not marks.admit(context(1), again)
     assert not again.done()
-    marks.applied(context(1), Done(created=2), "t")
+    marks.applied(context(1), Done(created=2))
     assert first.result(0) == again.result(0) == Done(created=2)
 
 
@@ -49,7 +49,7 @@ def test_a_failed_write_leaves_no_mark() -> None:
 def test_an_acknowledged_write_is_forgotten_and_refused() -> None:
     marks = WriteMarks()
     marks.admit(context(1), future())
-    marks.applied(context(1), Done(), "t")
+    marks.applied(context(1), Done())
     marks.admit(context(2, oldest=2), future())
     with pytest.raises(StaleClient, match="acknowledged already"):
         marks.admit(context(1, oldest=1), future())
@@ -58,7 +58,7 @@ def test_an_acknowledged_write_is_forgotten_and_refused() -> None:
 def test_the_key_is_the_stream_not_the_process() -> None:
     marks = WriteMarks()
     marks.admit(context(1, incarnation=1), future())
-    marks.applied(context(1), Done(created=1), "t")
+    marks.applied(context(1), Done(created=1))
     retried = future()
     assert not marks.admit(context(1, incarnation=2), retried)
     assert retried.result(0) == Done(created=1, duplicate=True)
