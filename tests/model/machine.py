@@ -275,7 +275,7 @@ class ClusterMachine(RuleBasedStateMachine):
         taken_over = [one for one in self.pending if one.client is old]
         self.pending = [one for one in self.pending if one.client is not old]
         for one in taken_over:
-            one.write._stream, one.write._deliver = new.stream, new.cluster._calls.deliver
+            one.write._numbers, one.write._deliver = new.stream, new.cluster._calls.deliver
             one.client = new
             new.stream._open.add(one.sequence)
         self.clients[position] = new

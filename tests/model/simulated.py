@@ -24,10 +24,12 @@ from geartrain.ams.embedded import LocalSchedulerCarrier
 from geartrain.ams.errors import GeartrainError
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import Disk, disk
+from geartrain.ams.storage.kv import MemoryStore
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.grpc_status import abort
 from geartrain.ams.writes import ClientStream, WriteStream
@@ -257,31 +259,21 @@ class SimulatedCluster:
             self.kill(number)
 
 
-class OneStream(ClientStream):
-    """Writes whose numbers go on over incarnations: what the shards compare is seen at its barest."""
-
-    def __init__(self, name: str, incarnation: int, writes: WriteStream) -> None:
-        super().__init__(8, name, incarnation)
-        self._writes = writes
+class OneStream(WriteStream):
+    """The same numbers for all tables, so that a successor can take them over."""
 
     def numbers(self, table: str, sequence: int | None) -> WriteStream:  # noqa: ARG002
-        return self._writes
+        return self
 
 
 class Client:
     """One process that writes: a cluster handle with a stream of its own, whose background work waits to be stepped."""
 
     def __init__(self, cluster: SimulatedCluster, stream: str, incarnation: int) -> None:
-        carrier = LocalSchedulerCarrier(cluster.scheduler)
-        self.stream = WriteStream(8, stream, incarnation)
-        self.cluster = Cluster(
-            carrier,
-            carrier.describe(None),
-            cluster.open_carrier,
-            CONFIG,
-            stream=OneStream(stream, incarnation, self.stream),
-            remote=True,
-        )
+        carrier = LocalSchedulerCarrier(cluster.scheduler, DataStreams(MemoryStore(), 1e9))
+        view = carrier.describe(None)
+        self.cluster = Cluster(carrier, view, cluster.open_carrier, CONFIG, stream=ClientStream(8), remote=True)
+        self.stream = OneStream(8, stream, incarnation)
         self.deferred: deque[Callable[[], None]] = deque()
         self.cluster._calls.background = self._background  # type: ignore[method-assign]
 
