@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.optimizer import RowOptimizer
+    from geartrain.bridge.state import state_from_bytes, state_to_bytes
+    from geartrain.workers.data.streams import StreamReader
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ __all__ = [
     "RowOptimizer",
     "SparseMomentum",
     "SphereFace",
+    "StreamReader",
     "Table",
     "TableSpec",
     "Uniform",
@@ -43,6 +46,8 @@ __all__ = [
     "connect",
     "errors",
     "local",
+    "state_from_bytes",
+    "state_to_bytes",
 ]
 
 _HOMES = {
@@ -53,6 +58,8 @@ _HOMES = {
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
+    "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),
+    "geartrain.workers.data.streams": ("StreamReader",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -35,6 +35,9 @@ PUBLIC_NAMES = {
     "CosFace",
     "SphereFace",
     "CombinedMargin",
+    "StreamReader",
+    "state_to_bytes",
+    "state_from_bytes",
     "errors",
     "__version__",
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,16 +26,11 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """A place in one stream: ``epoch`` passes are behind it, and ``consumed`` samples of the present one."""
 
     epoch: int = 0
     consumed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.epoch < 0 or self.consumed < 0:
-            raise InvalidArgument(f"position is epoch {self.epoch}, {self.consumed} consumed; both must be >= 0")
 
 
 @dataclass(frozen=True)
@@ -179,22 +174,20 @@ class StreamReader(Generic[T]):
     def __init__(
         self,
         data: Indexable[T] | OpenStream[T],
-        positions: Mapping[int, Position],
+        positions: Mapping[int, tuple[int, int]],
         *,
         seed: int = 0,
         num_streams: int = NUM_STREAMS,
     ) -> None:
-        """``positions`` are the streams to read, by number, and where to begin in each.
+        """``positions`` are the streams to read, by number, and where to begin in each: (epoch, samples consumed).
 
         ``data`` is a map-style dataset, shuffled here, or a function that opens one stream of iterable data. Of the
         latter, what was consumed is read and dropped when a stream is opened in its middle.
         """
-        wrong = [stream for stream in positions if not 0 <= stream < num_streams]
-        if wrong:
-            raise InvalidArgument(f"streams {wrong} do not exist; there are streams 0 … {num_streams - 1}")
         self._data = data
         self._num_streams = num_streams
-        self._positions = dict(sorted(positions.items()))
+        self._positions: dict[int, Position] = {}
+        self.add(positions)
         self._order = None if callable(data) else StreamOrder(len(data), seed, num_streams)
         self._handed_out: int | None = None
         """The stream whose sample is with the caller."""
@@ -218,9 +211,16 @@ class StreamReader(Generic[T]):
             if self._handed_out == stream:
                 self._handed_out = None
 
-    def add(self, positions: Mapping[int, Position]) -> None:
+    def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
         """Read these too, from the next iteration on."""
-        self._positions = dict(sorted({**self._positions, **positions}.items()))
+        for stream, (epoch, consumed) in positions.items():
+            if not (0 <= stream < self._num_streams and epoch >= 0 and consumed >= 0):
+                raise InvalidArgument(
+                    f"stream {stream} at epoch {epoch}, {consumed} consumed: there are streams 0 … "
+                    f"{self._num_streams - 1}, and neither number is below 0"
+                )
+        added = {stream: Position(*at) for stream, at in positions.items()}
+        self._positions = dict(sorted({**self._positions, **added}.items()))
 
     def __iter__(self) -> Iterator[T]:
         """The rest of the lowest epoch that a stream is in."""

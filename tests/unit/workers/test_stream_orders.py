@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.cluster import local
+from geartrain.ams.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.streams import (
     NUM_STREAMS,
     Cursor,
@@ -136,4 +137,27 @@ def test_a_position_may_be_in_the_middle_of_a_later_epoch() -> None:
     reader = StreamReader(list(range(1000)), {7: Position(3, 10)}, seed=5)
     assert list(reader) == order.indices(3, 7)[10:].tolist()
     assert not torch.equal(order.indices(3, 7), order.indices(4, 7))
-    assert replace(Position(3, 10), consumed=0) == Position(3)
+    with pytest.raises(InvalidArgument, match="stream 64 at epoch 0"):
+        reader.add({64: (0, 0)})
+
+
+def test_leased_streams_are_read_once_whoever_dies() -> None:
+    samples = [str(number) for number in range(150)]
+    consumed = Counter[str]()
+
+    def read(worker: str, incarnation: int, most: int, *, commits: bool) -> None:
+        streams = cluster.streams("job", worker=worker, num_workers=2, incarnation=incarnation)
+        reader = StreamReader(samples, streams.lease().cursors, seed=4)
+        read = list(islice(reader, most))
+        reader.done()
+        if commits:
+            streams.commit(reader.positions)
+            consumed.update(read)
+
+    with local() as cluster:
+        read("a", 1, 50, commits=True)
+        read("a", 1, 10, commits=False)  # and dies
+        read("b", 1, 150, commits=True)
+        assert consumed != Counter(samples)
+        read("a", 2, 150, commits=True)
+    assert consumed == Counter(samples)
