@@ -140,12 +140,7 @@ class WriteMarks:
         }
 
     def restore(self, name: str, marked: MarkedStream) -> None:
-        """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds.
-
-        A stream that is fenced stays forgotten: its writes are refused, whether they were applied or not.
-        """
-        if self._superseded_by(name, marked.incarnation) is not None:
-            return
+        """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds."""
         stream = self._streams.setdefault(name, _Stream())
         stream.incarnation = max(stream.incarnation, marked.incarnation)
         self._forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation)
@@ -162,14 +157,9 @@ class WriteMarks:
         return stream
 
     def _require_current(self, name: str, incarnation: int) -> None:
-        job = self._superseded_by(name, incarnation)
-        if job is not None:
-            raise _superseded(name, incarnation, job, self._fences[job])
-
-    def _superseded_by(self, name: str, incarnation: int) -> str | None:
-        """The job whose fence shuts ``incarnation`` of this stream or job out, if there is one."""
-        jobs = jobs_of(name) if self._fences else ()
-        return next((job for job in jobs if incarnation < self._fences.get(job, 0)), None)
+        for job in jobs_of(name) if self._fences else ():
+            if incarnation < self._fences.get(job, 0):
+                raise _superseded(name, incarnation, job, self._fences[job])
 
     def _forget_before(self, name: str, incarnation: int) -> None:
         stream = self._streams[name]

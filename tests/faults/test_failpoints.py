@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from geartrain.ams.failpoints import FAILPOINTS
 from geartrain.ams.messages import CallContext, Done
 from geartrain.ams.server.marks import WriteMarks
-from geartrain.ams.storage import snapshot_folder
+from geartrain.ams.storage import snapshot_store
+from geartrain.ams.storage.snapshot_manifest import MANIFEST
 from tests.faults.scenarios import PLACES, actions_of, run_scenario
 
 KILL, OTHER = 0, 1
@@ -39,8 +41,8 @@ def test_the_scenarios_find_a_shard_that_forgets_what_it_applied(
 ) -> None:
     whole = WriteMarks.applied
 
-    def forgetting(self: WriteMarks, context: CallContext, done: Done) -> None:
-        whole(self, context, done)
+    def forgetting(self: WriteMarks, context: CallContext, done: Done, table: str) -> None:
+        whole(self, context, done, table)
         self._streams[context.stream].done.clear()
 
     monkeypatch.setattr(WriteMarks, "applied", forgetting)
@@ -54,15 +56,16 @@ def test_the_scenarios_find_a_shard_that_forgets_what_it_applied(
 def test_the_scenarios_find_a_snapshot_that_appears_before_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = snapshot_folder.Staging._publish
+    store = snapshot_store._LocalStore
+    publish = store.publish
 
-    def early(self: snapshot_folder.Staging, final: Path) -> None:
-        (Path(self.path) / snapshot_folder.MANIFEST).rename(Path(self.path) / ".later")
-        publish(self, final)
-        (final / ".later").rename(final / snapshot_folder.MANIFEST)
+    def early(self: Any, staging: Path, final: Path) -> None:
+        (Path(staging) / MANIFEST).rename(Path(staging) / ".later")
+        publish(self, staging, final)
+        (Path(final) / ".later").rename(Path(final) / MANIFEST)
 
-    monkeypatch.setattr(snapshot_folder.Staging, "_publish", early)
-    monkeypatch.setattr(snapshot_folder, "_take_back", lambda _: None)
+    monkeypatch.setattr(store, "publish", early)
+    monkeypatch.setattr(store, "_take_back", lambda *_: None)
     outcome = run_scenario("snapshot.rename.after", OTHER, tmp_path)
     assert outcome.fired
     assert outcome.damage
