@@ -29,7 +29,7 @@ from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import JOB, FileEntry, Parent
+from geartrain.ams.storage.snapshot_manifest import FileEntry, Parent
 from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
 
 _TELL_SECONDS = 2.0
@@ -207,7 +207,7 @@ def restore_snapshot(
     )
     created: list[str] = []
     try:
-        job_files(snapshot)  # all of it is sound, or nothing of it is used
+        snapshot.job_files()  # all of it is sound, or nothing of it is used
         if replace:
             _all_of(snapshot.verify())
             for spec in specs:
@@ -242,12 +242,6 @@ def _open(folder: Place) -> Snapshot:
                 f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them"
             ) from exc
         raise
-
-
-def job_files(snapshot: Snapshot) -> dict[str, bytes]:
-    """Return the job's files by name, each checked. Raises SnapshotDamaged."""
-    entries = [entry for entry in snapshot.manifest.files if entry.kind == JOB]
-    return {entry.path.removeprefix(f"{JOB}-"): snapshot.read_bytes(entry) for entry in entries}
 
 
 def _all_of(outcomes: list[Any]) -> list[Any]:

@@ -76,7 +76,7 @@ def _fill(cluster: Cluster) -> None:
 def _kill_and_restore(up: psutil.Process, scheduler: str, path: Path) -> tuple[float, float]:
     """Seconds until the shard was registered again, and until it answered a pull of its old rows."""
     before = cluster_status(scheduler).shards[0].incarnation
-    server = next(child for child in up.children() if "server" in child.cmdline())
+    server = next(child for child in up.children() if child.status() != "zombie" and "server" in child.cmdline())
     started = time.perf_counter()
     server.kill()
     while not _is_new(scheduler, before):

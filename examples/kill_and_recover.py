@@ -38,8 +38,15 @@ def worker(arguments: argparse.Namespace, out: Path, *more: str) -> subprocess.P
 
 
 def role(cluster: psutil.Process, name: str) -> psutil.Process:
-    """The first process of the cluster that runs a role."""
-    return next(child for child in cluster.children() if name in child.cmdline())
+    """The first living process of the cluster that runs a role."""
+    while True:
+        for child in cluster.children():
+            try:
+                if name in child.cmdline():
+                    return child
+            except psutil.Error:  # it has just died
+                continue
+        time.sleep(0.1)
 
 
 def await_step(process: subprocess.Popen[bytes], out: Path, step: int) -> None:

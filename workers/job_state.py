@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from geartrain.ams.errors import ConfigError, InvalidArgument, SnapshotDamaged
-from geartrain.ams.snapshot import job_files
 from geartrain.ams.storage.snapshot_folder import Snapshot, latest, list_snapshots
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 from geartrain.workers.data.bitmaps import Preprocessing
@@ -102,7 +101,7 @@ class JobState:
         values: Mapping[str, Any] = snapshot.manifest.job
         if values.get("format") != FORMAT or "progress" not in values:
             raise ConfigError(f"{snapshot.path} was not taken by 'geartrain worker' of this version; give another one")
-        files = job_files(snapshot)
+        files = snapshot.job_files()
         try:
             state = cls(
                 recipe=Recipe.from_json(values["recipe"]),

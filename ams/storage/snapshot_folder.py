@@ -167,6 +167,11 @@ class Snapshot:
         """Return a shard's marks, checked as in :meth:`read`. Raises SnapshotDamaged."""
         return read_marks(self._files, self.manifest.id, entry)[1]
 
+    def job_files(self) -> dict[str, bytes]:
+        """Return the job's files (``files=`` of ``Cluster.snapshot``) by name, each checked. Raises SnapshotDamaged."""
+        entries = [entry for entry in self.manifest.files if entry.kind == JOB]
+        return {entry.path.removeprefix(f"{JOB}-"): self.read_bytes(entry) for entry in entries}
+
     def read_bytes(self, entry: FileEntry) -> bytes:
         """Return the content of any file, checked as in :meth:`read`. Raises SnapshotDamaged."""
         if entry.kind == JOB:

@@ -16,7 +16,6 @@ from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.messages import SyncGroup, Thaw
 from geartrain.ams.server import frozen
-from geartrain.ams.snapshot import job_files
 from geartrain.ams.specs import SGD, Constant, SparseMomentum
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
@@ -61,7 +60,7 @@ def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(cluster: Cl
             snapshot = other.restore(pending.path)
             assert snapshot.manifest.step == 3
             assert snapshot.manifest.job == {"cursor": [1, 2]}
-            assert job_files(snapshot) == {"backbone": b"weights"}
+            assert snapshot.job_files() == {"backbone": b"weights"}
             assert_same(rows(other), at_moment)
             train(other, range(3, 6))
             assert_same(rows(other), at_end)
