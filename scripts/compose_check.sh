@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# docker-compose.yml for real: builds the image, starts the cluster, waits until it is ready, trains on it, ends it.
+# docker-compose.yml for real: builds the image, starts the cluster, waits until it is ready, trains on it, takes and
+# restores a snapshot, ends it.
 #   COMPOSE="docker compose" scripts/compose_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,4 +14,6 @@ for _ in $(seq 60); do
 done
 [ "${ready:-}" ] || { echo "the cluster is not ready after a minute" >&2; exit 1; }
 "${compose[@]}" --profile worker run --rm -T worker
+"${compose[@]}" exec -T scheduler geartrain snapshot create /snapshots --scheduler 127.0.0.1:7000
+"${compose[@]}" exec -T scheduler geartrain snapshot restore /snapshots --replace --scheduler 127.0.0.1:7000
 "${compose[@]}" exec -T scheduler geartrain status --scheduler 127.0.0.1:7000 --json
