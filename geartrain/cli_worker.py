@@ -67,6 +67,9 @@ Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of th
 Scheduler = Annotated[
     str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
 ]
+Increments = Annotated[
+    int, typer.Option("--increments", min=0, help="Snapshots of only the rows written since, between two of all rows.")
+]
 AllowFallback = Annotated[
     bool, typer.Option("--allow-fallback", help="With --resume: if the newest snapshot is damaged, take one before it.")
 ]
@@ -112,6 +115,7 @@ def glyphs(
     snapshot_steps: SnapshotSteps = None,
     snapshot_minutes: SnapshotMinutes = None,
     keep: Keep = 2,
+    increments: Increments = 0,
     allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
@@ -133,7 +137,7 @@ def glyphs(
     }
     _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
     console = _console(as_json)
-    kept = _Kept(snapshots, snapshot_minutes, keep, allow_fallback)
+    kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
     options = _options(out, resume, overwrite, steps, kept, scheduler, device, mode)
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.jobs import train_glyphs
@@ -170,6 +174,7 @@ def classify(
     snapshot_steps: SnapshotSteps = None,
     snapshot_minutes: SnapshotMinutes = None,
     keep: Keep = 2,
+    increments: Increments = 0,
     allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
     device: Device = "auto",
@@ -189,7 +194,7 @@ def classify(
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
-    kept = _Kept(snapshots, snapshot_minutes, keep, allow_fallback)
+    kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
     options = _options(out, resume, overwrite, steps, kept, scheduler, device, mode)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
@@ -219,6 +224,7 @@ class _Kept:
     snapshots: str | None
     minutes: float | None
     keep: int
+    increments: int
     allow_fallback: bool
 
 
@@ -253,6 +259,7 @@ def _options(
         snapshots=kept.snapshots,
         snapshot_minutes=kept.minutes,
         keep_snapshots=kept.keep,
+        increments=kept.increments,
         scheduler=scheduler,
         device=device,
     )

@@ -37,16 +37,23 @@ class JobSnapshots:
         root: str,
         *,
         keep: int,
+        increments: int = 0,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``keep`` whole snapshots stay in ``root``, which no other job may write to."""
+        """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to.
+
+        After one that holds all rows, ``increments`` hold only the rows written since the one before.
+        """
         self._cluster = cluster
         self._root = root
         self._keep = keep
+        self._increments = increments
+        self._chain: list[str] = []
+        """Names of the newest one and of those it adds to, as far as this object took them; the oldest first."""
         self._say = say
         self._clock = clock
-        self._pending: tuple[PendingSnapshot, Moment] | None = None
+        self._pending: tuple[PendingSnapshot, str, Moment] | None = None
         self._begun = clock()
         self.last: Moment | None = None
         """Of the newest whole snapshot that this object took."""
@@ -65,9 +72,11 @@ class JobSnapshots:
         moment = Moment(state.progress, self._clock())
         self._begun = moment.seconds
         try:
+            name = self._free_name(state.progress.step)
             pending = self._cluster.snapshot(
                 self._root,
-                self._free_name(state.progress.step),
+                name,
+                parent=self._chain[-1] if 0 < len(self._chain) <= self._increments else None,
                 step=state.progress.step,
                 values=state.values(),
                 files=state.files(),
@@ -76,17 +85,18 @@ class JobSnapshots:
         except SnapshotError as exc:
             self._tell(moment, exc)
             return
-        self._pending = pending, moment
+        self._pending = pending, name, moment
 
     def settle(self) -> None:
         """Wait until what was begun is whole, or is known to have failed."""
         if self._pending is None:
             return
-        (pending, moment), self._pending = self._pending, None
+        (pending, name, moment), self._pending = self._pending, None
         started = self._clock()
         try:
             pending.result()
             self.last = moment
+            self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
             prune(self._root, self._keep)
         except SnapshotError as exc:
             self._tell(moment, exc)

@@ -89,7 +89,9 @@ class JobOptions:
     snapshot_minutes: float | None = None
     """Take one at least so often, besides those every ``recipe.save_every`` steps."""
     keep_snapshots: int = 2
-    """Whole snapshots that stay."""
+    """Snapshots that stay, with those they add to."""
+    increments: int = 0
+    """Snapshots of only the rows written since the one before, between two of all rows."""
     scheduler: str | None = None
     """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
     max_recoveries: int = 10
@@ -99,6 +101,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         if self.keep_snapshots < 1:
             raise ConfigError(f"keep_snapshots is {self.keep_snapshots}; it must be at least 1")
+        if self.increments < 0:
+            raise ConfigError(f"increments is {self.increments}; it must be >= 0")
         if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:
             raise ConfigError(f"snapshot_minutes is {self.snapshot_minutes}; it must be > 0")
 
@@ -178,7 +182,9 @@ class TrainingRun:
             row_times=timed.times,
         )
         root = str(self._new_root() if self._saved is None else read_run(options.out).snapshots)
-        self._snapshots = JobSnapshots(cluster, root, keep=options.keep_snapshots, say=self._say)
+        self._snapshots = JobSnapshots(
+            cluster, root, keep=options.keep_snapshots, increments=options.increments, say=self._say
+        )
 
     def _new_root(self) -> str | Path:
         return self._options.snapshots or (self._options.out / "snapshots").absolute()

@@ -65,7 +65,11 @@ def test_a_job_survives_the_death_of_a_role(
                 return whole(self, number)
 
             monkeypatch.setattr(Trainer, "_step", step)
-            result, told = train(broken, images, scheduler=running.facts["scheduler"])
+            result, told = train(broken, images, scheduler=running.facts["scheduler"], increments=3)
+        parents = [
+            listed.snapshot.manifest.parent for listed in list_snapshots(broken / "snapshots") if listed.snapshot
+        ]
+        assert any(parents) and not all(parents)
         assert result.finished
         assert result.step == STEPS
         if role == "server":
