@@ -39,7 +39,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def train(out: Path, images: Path, **changes: Any) -> tuple[JobResult, str]:
+def train(out: Path, images: Path | None, **changes: Any) -> tuple[JobResult, str]:
     told = io.StringIO()
     options = JobOptions(out=out, recipe=JOB, preprocessing=LOOK, device="cpu", **changes)
     result = jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
