@@ -346,9 +346,13 @@ class Shard:
     def _drop(self, name: str) -> Done:
         for context, _ in self._groups.drop_table(name):
             self._marks.failed(context, self._no_table(name))
-        existed = self._tables.pop(name, None) is not None
+        table = self._tables.pop(name, None)
+        if table is not None:
+            for frozen in list(self._frozen.values()):
+                if table.rows in frozen.tables:  # whoever took it may be gone, and its rows would be held for good
+                    self._thaw(frozen.snapshot_id, kept=False)
         self._specs = {name: table.spec for name, table in self._tables.items()}
-        return Done(duplicate=not existed)
+        return Done(duplicate=table is None)
 
     def _freeze(self, request: Freeze) -> Done:
         if request.snapshot_id in self._ended_freezes:
@@ -360,7 +364,7 @@ class Shard:
             return Done(duplicate=True)
         tables = {name: self._table(name).rows for name in request.tables or self._tables}
         for other in list(self._frozen.values()):
-            if not other.tables.isdisjoint(tables.values()):
+            if not request.tables or not other.tables.isdisjoint(tables.values()):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
         marks = held_marks(self._marks, self._groups, tables)
         failpoints.reach("freeze.before")

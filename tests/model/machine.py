@@ -165,7 +165,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 spec = codec.spec_from_pb(header.spec)
                 shard.tables.setdefault(spec.name, OracleTable(spec))
             case "DropTable":
-                shard.tables.pop(header.table, None)
+                shard.drop(header.table)
             case "Freeze":
                 return shard.freeze(header.snapshot_id)
             case "WriteFrozen":

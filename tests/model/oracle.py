@@ -77,6 +77,8 @@ class OracleShard:
     """What each stream has said to be its oldest unacknowledged write."""
     parts: dict[tuple[str, int, int], dict[int, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
     frozen: str = ""
+    held: list[OracleTable] = field(default_factory=list)
+    """Tables of that snapshot."""
     ended: set[str] = field(default_factory=set)
     """Snapshots whose freeze has ended here."""
 
@@ -127,15 +129,20 @@ class OracleShard:
     def freeze(self, snapshot: str) -> Refused | None:
         if snapshot in self.ended:
             return Refused("this snapshot's moment is over")
-        if self.frozen and self.frozen != snapshot:
-            self.ended.add(self.frozen)
-        self.frozen = snapshot
+        if self.frozen != snapshot:
+            self.thaw(self.frozen)
+            self.frozen, self.held = snapshot, list(self.tables.values())
         return None
+
+    def drop(self, table: str) -> None:
+        dropped = self.tables.pop(table, None)
+        if any(dropped is held for held in self.held):
+            self.thaw(self.frozen)
 
     def thaw(self, snapshot: str) -> None:
         self.ended.add(snapshot)
         if self.frozen == snapshot:
-            self.frozen = ""
+            self.frozen, self.held = "", []
 
     def restore(self, content: Content | None, names: tuple[str, ...]) -> Refused | None:
         if content is None:

@@ -78,6 +78,16 @@ def test_a_freeze_that_arrives_behind_its_end_holds_nothing(shard: Shard) -> Non
         ask(shard, Freeze(snapshot_id="given-up"))
 
 
+def test_a_dropped_table_is_held_by_no_snapshot(shard: Shard, tmp_path: Path) -> None:
+    ask(shard, Freeze(snapshot_id="first"))
+    ask(shard, DropTable(table="t"))
+    ask(shard, CreateTable(spec=SPEC))
+    for late in (Freeze(snapshot_id="first"), WriteFrozen(snapshot_id="first", folder=str(tmp_path))):
+        with pytest.raises(SnapshotFailed, match="superseded"):
+            ask(shard, late)
+    ask(shard, Freeze(snapshot_id="second"))
+
+
 def test_a_restore_that_arrives_twice_does_not_undo_what_was_pushed_meanwhile(shard: Shard, tmp_path: Path) -> None:
     push(shard, 1)
     staging = new_staging(tmp_path, "a")
