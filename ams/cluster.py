@@ -281,7 +281,9 @@ class Cluster:
         def create(spec: TableSpec) -> None:
             self._create(spec, reuse=False)
 
-        return restore_snapshot(self._calls, path, create, self.drop_table, tables=tables, replace=replace)
+        return restore_snapshot(
+            self._calls, path, create, self.drop_table, tables=tables, replace=replace, caller=self._stream.caller
+        )
 
     def close(self) -> None:
         """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.

@@ -98,7 +98,7 @@ def begin_snapshot(
         freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
         _all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
-        work = calls.background(_finish, calls, staging, specs, job, older)
+        work = calls.background(_finish, calls, staging, specs, job, older, caller)
     except Exception:
         _give_up(calls, staging)
         raise
@@ -109,13 +109,18 @@ def begin_snapshot(
 
 
 def _finish(
-    calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None
+    calls: ShardCalls,
+    staging: Staging,
+    specs: list[TableSpec],
+    job: JobState,
+    older: Snapshot | None,
+    caller: CallContext | None,
 ) -> Place:
     try:
         if older is not None:
             older.chain()  # nothing is added to what cannot be restored
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
-        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
+        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
         files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
         deltas: dict[str, list[int]] = {}
@@ -188,6 +193,7 @@ def restore_snapshot(
     *,
     tables: Sequence[str] | None = None,
     replace: bool = False,
+    caller: CallContext | None = None,
 ) -> Snapshot:
     """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
 
@@ -222,7 +228,7 @@ def restore_snapshot(
             created.append(spec.name)
             failpoints.reach("restore.create.after")
         request = Restore(folder=str(snapshot.path), tables=tuple(created))
-        replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))
+        replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds, caller=caller))
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")

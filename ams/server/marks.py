@@ -111,8 +111,8 @@ class WriteMarks:
     def fence(self, job: str, incarnation: int, *, forget: bool) -> None:
         """From now on refuse the writes of a job's streams with a lower incarnation. Idempotent.
 
-        With ``forget`` also drop their marks, once. No write of theirs may be waiting. Raises StaleClient if the caller was
-        superseded, InvalidArgument if the fence has no name.
+        With ``forget`` also drop their marks, once. No write of theirs may be waiting. Raises StaleClient if the caller
+        was superseded, InvalidArgument if the fence has no name.
         """
         if not job or incarnation < 1:
             raise InvalidArgument(f"a fence needs a job and an incarnation >= 1 (job {job!r}, {incarnation})")
