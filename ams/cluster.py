@@ -146,7 +146,12 @@ class Cluster:
 
     def _create(self, spec: TableSpec, *, reuse: bool) -> None:
         try:
-            self._scheduler.create_table(spec, reuse=reuse, timeout_seconds=self._config.attempt_timeout_seconds)
+            self._scheduler.create_table(
+                spec,
+                reuse=reuse,
+                timeout_seconds=self._config.attempt_timeout_seconds,
+                caller=self._stream.caller,
+            )
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
@@ -160,7 +165,7 @@ class Cluster:
     def drop_table(self, name: str) -> None:
         """Remove a table and its rows from every shard. Idempotent."""
         try:
-            self._scheduler.drop_table(name, self._config.attempt_timeout_seconds)
+            self._scheduler.drop_table(name, self._config.attempt_timeout_seconds, caller=self._stream.caller)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
 
