@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
+    GeartrainError,
     InvalidArgument,
     SnapshotDamaged,
     SnapshotError,
@@ -118,7 +120,7 @@ def _finish(
 ) -> Place:
     try:
         if older is not None:
-            older.chain()  # nothing is added to what cannot be restored
+            _require_parent(older)  # nothing is added to what cannot be restored
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
         outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
@@ -132,6 +134,8 @@ def _finish(
         }
         if unknown:
             raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment; take it again")
+        if older is not None:
+            _require_parent(older)  # nor to what was pruned meanwhile
         files += [
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
@@ -169,6 +173,14 @@ def _parent(root: Place, parent: str | Path) -> Snapshot:
     return open_snapshot(folder)
 
 
+def _require_parent(older: Snapshot) -> None:
+    """Raise SnapshotError unless the snapshot to add to, and all that it adds to, are there still."""
+    now = open_snapshot(older.path)
+    if now.manifest.id != older.manifest.id:
+        raise SnapshotFailed(f"{older.path}, to be added to, was replaced by another snapshot meanwhile; take it anew")
+    now.chain()
+
+
 def _tell(calls: ShardCalls, thaw: Thaw) -> None:
     """Best effort: a shard that cannot be told lets go when the next snapshot freezes the same tables."""
     calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
@@ -199,7 +211,7 @@ def restore_snapshot(
 
     ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. If anything
     fails, the tables made so far are dropped. With ``replace`` tables of these names are dropped first, once the whole
-    snapshot was read and found sound: that is one more read of all of it, here.
+    snapshot was read and found sound, which is one more read of all of it, here, and every shard has found it.
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
     snapshot = _open(place(path))
@@ -216,6 +228,8 @@ def restore_snapshot(
         job_files(snapshot)  # all of it is sound, or nothing of it is used
         if replace:
             _all_of(snapshot.verify())
+            # Every shard finds it too, and the caller is not superseded.
+            _all_of(calls.on_all_shards(Restore(folder=str(snapshot.path), tables=()), caller=caller))
             for spec in specs:
                 drop(spec.name)
         for spec in specs:
@@ -234,7 +248,8 @@ def restore_snapshot(
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
     except BaseException:
         for name in created:
-            drop(name)
+            with suppress(GeartrainError):  # what went wrong first is what the caller must hear
+                drop(name)
         raise
     return snapshot
 

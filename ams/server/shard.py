@@ -442,6 +442,8 @@ class Shard:
             pass  # refused before anything is read
         num_read = restore_tables(folder, rows, self._owned_buckets, turn)
         sources = marks_for(folder, self._owned_buckets)
+        if not tables:  # asked whether it can be read here
+            return Done()
         with turn:
             restore_marks(sources, rows, self._marks, self._groups)
             for table in tables.values():
