@@ -90,7 +90,8 @@ def begin_snapshot(
     """
     root = place(root)
     older = None if parent is None else _parent(root, parent)
-    chosen = None if tables is None else _chosen(tables, [spec.name for spec in existing()], "cluster")
+    before = existing()
+    chosen = None if tables is None else _chosen(tables, [spec.name for spec in before], "cluster")
     for label, data in job.files.items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"file {label!r} is {type(data).__name__}; it must be bytes")
@@ -100,6 +101,9 @@ def begin_snapshot(
         freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
         _all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
+        changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
+        if changed:
+            raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
         work = calls.background(_finish, calls, staging, specs, job, older, caller)
     except Exception:
         _give_up(calls, staging)
