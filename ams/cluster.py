@@ -146,7 +146,12 @@ class Cluster:
 
     def _create(self, spec: TableSpec, *, reuse: bool) -> None:
         try:
-            self._scheduler.create_table(spec, reuse=reuse, timeout_seconds=self._config.attempt_timeout_seconds)
+            self._scheduler.create_table(
+                spec,
+                reuse=reuse,
+                timeout_seconds=self._config.attempt_timeout_seconds,
+                caller=self._stream.caller,
+            )
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
@@ -160,7 +165,7 @@ class Cluster:
     def drop_table(self, name: str) -> None:
         """Remove a table and its rows from every shard. Idempotent."""
         try:
-            self._scheduler.drop_table(name, self._config.attempt_timeout_seconds)
+            self._scheduler.drop_table(name, self._config.attempt_timeout_seconds, caller=self._stream.caller)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
 
@@ -281,7 +286,9 @@ class Cluster:
         def create(spec: TableSpec) -> None:
             self._create(spec, reuse=False)
 
-        return restore_snapshot(self._calls, path, create, self.drop_table, tables=tables, replace=replace)
+        return restore_snapshot(
+            self._calls, path, create, self.drop_table, tables=tables, replace=replace, caller=self._stream.caller
+        )
 
     def close(self) -> None:
         """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.messages import CallContext
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.streams import DataStreams
@@ -31,13 +32,26 @@ class LocalSchedulerCarrier:
         """See :class:`SchedulerCarrier`."""
         return self._scheduler.describe()
 
-    def create_table(self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None) -> None:  # noqa: ARG002
+    def create_table(
+        self,
+        spec: TableSpec,
+        *,
+        reuse: bool,
+        timeout_seconds: float | None,  # noqa: ARG002
+        caller: CallContext | None = None,
+    ) -> None:
         """See :class:`SchedulerCarrier`."""
-        self._scheduler.create_table(spec, reuse=reuse)
+        self._scheduler.create_table(spec, reuse=reuse, require_current=lambda: self._streams.require_current(caller))
 
-    def drop_table(self, table: str, timeout_seconds: float | None) -> None:  # noqa: ARG002
+    def drop_table(
+        self,
+        table: str,
+        timeout_seconds: float | None,  # noqa: ARG002
+        *,
+        caller: CallContext | None = None,
+    ) -> None:
         """See :class:`SchedulerCarrier`."""
-        self._scheduler.drop_table(table)
+        self._scheduler.drop_table(table, require_current=lambda: self._streams.require_current(caller))
 
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""

@@ -156,6 +156,7 @@ class Restore:
 
     folder: str
     tables: tuple[str, ...]
+    """None: only see whether the snapshot's manifests and marks can be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
+    GeartrainError,
     InvalidArgument,
     SnapshotDamaged,
     SnapshotError,
@@ -88,7 +90,8 @@ def begin_snapshot(
     """
     root = place(root)
     older = None if parent is None else _parent(root, parent)
-    chosen = None if tables is None else _chosen(tables, [spec.name for spec in existing()], "cluster")
+    before = existing()
+    chosen = None if tables is None else _chosen(tables, [spec.name for spec in before], "cluster")
     for label, data in job.files.items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"file {label!r} is {type(data).__name__}; it must be bytes")
@@ -98,7 +101,10 @@ def begin_snapshot(
         freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
         _all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
-        work = calls.background(_finish, calls, staging, specs, job, older)
+        changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
+        if changed:
+            raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
+        work = calls.background(_finish, calls, staging, specs, job, older, caller)
     except Exception:
         _give_up(calls, staging)
         raise
@@ -109,13 +115,18 @@ def begin_snapshot(
 
 
 def _finish(
-    calls: ShardCalls, staging: Staging, specs: list[TableSpec], job: JobState, older: Snapshot | None
+    calls: ShardCalls,
+    staging: Staging,
+    specs: list[TableSpec],
+    job: JobState,
+    older: Snapshot | None,
+    caller: CallContext | None,
 ) -> Place:
     try:
         if older is not None:
-            older.chain()  # nothing is added to what cannot be restored
+            _require_parent(older)  # nothing is added to what cannot be restored
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
-        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds))
+        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
         files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
         deltas: dict[str, list[int]] = {}
@@ -127,6 +138,8 @@ def _finish(
         }
         if unknown:
             raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment; take it again")
+        if older is not None:
+            _require_parent(older)  # nor to what was pruned meanwhile
         files += [
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
@@ -164,6 +177,14 @@ def _parent(root: Place, parent: str | Path) -> Snapshot:
     return open_snapshot(folder)
 
 
+def _require_parent(older: Snapshot) -> None:
+    """Raise SnapshotError unless the snapshot to add to, and all that it adds to, are there still."""
+    now = open_snapshot(older.path)
+    if now.manifest.id != older.manifest.id:
+        raise SnapshotFailed(f"{older.path}, to be added to, was replaced by another snapshot meanwhile; take it anew")
+    now.chain()
+
+
 def _tell(calls: ShardCalls, thaw: Thaw) -> None:
     """Best effort: a shard that cannot be told lets go when the next snapshot freezes the same tables."""
     calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
@@ -188,12 +209,13 @@ def restore_snapshot(
     *,
     tables: Sequence[str] | None = None,
     replace: bool = False,
+    caller: CallContext | None = None,
 ) -> Snapshot:
     """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
 
     ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. If anything
     fails, the tables made so far are dropped. With ``replace`` tables of these names are dropped first, once the whole
-    snapshot was read and found sound: that is one more read of all of it, here.
+    snapshot was read and found sound, which is one more read of all of it, here, and every shard has found it.
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
     snapshot = _open(place(path))
@@ -210,6 +232,8 @@ def restore_snapshot(
         snapshot.job_files()  # all of it is sound, or nothing of it is used
         if replace:
             _all_of(snapshot.verify())
+            # Every shard finds it too, and the caller is not superseded.
+            _all_of(calls.on_all_shards(Restore(folder=str(snapshot.path), tables=()), caller=caller))
             for spec in specs:
                 drop(spec.name)
         for spec in specs:
@@ -222,13 +246,14 @@ def restore_snapshot(
             created.append(spec.name)
             failpoints.reach("restore.create.after")
         request = Restore(folder=str(snapshot.path), tables=tuple(created))
-        replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds))
+        replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds, caller=caller))
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
     except BaseException:
         for name in created:
-            drop(name)
+            with suppress(GeartrainError):  # what went wrong first is what the caller must hear
+                drop(name)
         raise
     return snapshot
 

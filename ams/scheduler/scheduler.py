@@ -172,13 +172,17 @@ class Scheduler:
         with self._lock:
             return self._view()
 
-    def create_table(self, spec: TableSpec, *, reuse: bool = False) -> bool:
+    def create_table(
+        self, spec: TableSpec, *, reuse: bool = False, require_current: Callable[[], None] = lambda: None
+    ) -> bool:
         """Make a table on every shard; return whether it existed.
 
-        Raises TableExists, SpecMismatch (reuse of a different table), ShardRestarted (reuse of one that lost rows),
-        ClusterNotReady or ShardUnavailable; then no shard keeps it.
+        ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
+        begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
+        ShardRestarted (reuse of one that lost rows), ClusterNotReady or ShardUnavailable; then no shard keeps it.
         """
         with self._schema_change:
+            require_current()
             view = self._ready_view()
             with self._lock:
                 existing = self._state.schemas.get(spec.name)
@@ -200,9 +204,10 @@ class Scheduler:
             self._keep_schema(spec.name, Schema(spec, holders))
             return False
 
-    def drop_table(self, name: str) -> None:
-        """Remove a table from every shard. Idempotent."""
+    def drop_table(self, name: str, *, require_current: Callable[[], None] = lambda: None) -> None:
+        """Remove a table from every shard. Idempotent. ``require_current`` is that of :meth:`create_table`."""
         with self._schema_change:
+            require_current()
             view = self._ready_view()
             with self._lock:
                 existing = self._state.schemas.get(name)

@@ -109,13 +109,19 @@ class SchedulerService:
     def create_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Make a table on all shards."""
         request = framing.parse(data, scheduler_pb2.CreateClusterTableRequest)
-        existed = self._scheduler.create_table(codec.spec_from_pb(request.spec), reuse=request.reuse)
+        caller = codec.context_from_pb(request.caller)
+        existed = self._scheduler.create_table(
+            codec.spec_from_pb(request.spec),
+            reuse=request.reuse,
+            require_current=lambda: self._streams.require_current(caller),
+        )
         return scheduler_pb2.CreateClusterTableReply(existed=existed).SerializeToString()
 
     def drop_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Remove a table from all shards."""
         request = framing.parse(data, scheduler_pb2.DropClusterTableRequest)
-        self._scheduler.drop_table(request.table)
+        caller = codec.context_from_pb(request.caller)
+        self._scheduler.drop_table(request.table, require_current=lambda: self._streams.require_current(caller))
         return scheduler_pb2.DropClusterTableReply().SerializeToString()
 
     def fence_job(self, data: bytes, _: grpc.ServicerContext) -> bytes:

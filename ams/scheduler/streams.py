@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from geartrain.ams.errors import InvalidArgument, StaleClient
-from geartrain.ams.messages import jobs_of
+from geartrain.ams.messages import CallContext, jobs_of
 from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.storage.kv import KeyValueStore
@@ -227,6 +227,12 @@ class DataStreams:
                 for worker in [one for one, held in changed.workers.items() if held.incarnation < incarnation]:
                     changed.drop(worker)
                 self._keep(name, changed)
+
+    def require_current(self, caller: CallContext | None) -> None:
+        """Raise StaleClient if the caller has a name and its job was taken over."""
+        if caller is not None and caller.stream:
+            with self._lock:
+                self._require_fence(caller.stream, caller.incarnation)
 
     def _look_at(self, job: str, num_streams: int = 0) -> _Job:
         """Return a copy of the job as it is now, without workers whose time is up; a new one if it is not known."""

@@ -61,9 +61,9 @@ class FrozenTables:
             raise
 
     @property
-    def tables(self) -> frozenset[RowTable]:
-        """The tables that are held."""
-        return frozenset(self._tables.values())
+    def tables(self) -> frozenset[str]:
+        """Names of the tables that are held."""
+        return frozenset(self._tables)
 
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
         """Write every held row once, in blocks of about 8 MiB, and the marks, synced; may run beside the shard's work.

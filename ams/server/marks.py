@@ -57,6 +57,9 @@ class WriteMarks:
         self._streams: dict[str, _Stream] = {}
         self._fences: dict[str, int] = {}
         """Lowest incarnation that may write, by job."""
+        self._forgotten: dict[str, int] = {}
+        """Incarnation below which the marks of a job were forgotten last: a repeated fence must spare those restored
+        since."""
 
     def admit(self, context: CallContext, future: Future[Reply]) -> bool:
         """Say whether the write is new.
@@ -108,14 +111,15 @@ class WriteMarks:
     def fence(self, job: str, incarnation: int, *, forget: bool) -> None:
         """From now on refuse the writes of a job's streams with a lower incarnation. Idempotent.
 
-        With ``forget`` also drop their marks. No write of theirs may be waiting. Raises StaleClient if the caller was
-        superseded, InvalidArgument if the fence has no name.
+        With ``forget`` also drop their marks, once. No write of theirs may be waiting. Raises StaleClient if the caller
+        was superseded, InvalidArgument if the fence has no name.
         """
         if not job or incarnation < 1:
             raise InvalidArgument(f"a fence needs a job and an incarnation >= 1 (job {job!r}, {incarnation})")
         self._require_current(job, incarnation)
         self._fences[job] = incarnation
-        if forget:
+        if forget and self._forgotten.get(job, 0) < incarnation:
+            self._forgotten[job] = incarnation
             for name in [name for name in self._streams if job in jobs_of(name)]:
                 self._forget_before(name, incarnation)
 

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -69,6 +69,10 @@ class _Table:
     rows: RowTable
     spec: TableSpec
     writes: int = 0
+    restored_from: str = ""
+    """Folder of the snapshot whose rows it was given first; empty: none."""
+    is_whole: bool = True
+    """Whether it has all rows of ``restored_from``."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,7 @@ class Shard:
             if isinstance(call.request, Push | Assign):
                 self._write(call, call.request)
             elif isinstance(call.request, WriteFrozen | Restore):
+                self._marks.require_current(call.context)
                 _pass_on(self._in_background(call.request), call.future)
             else:
                 call.future.set_result(self._answer(call.context, call.request))
@@ -349,7 +354,7 @@ class Shard:
         table = self._tables.pop(name, None)
         if table is not None:
             for frozen in list(self._frozen.values()):
-                if table.rows in frozen.tables:  # whoever took it may be gone, and its rows would be held for good
+                if name in frozen.tables:  # whoever took it may be gone, and its rows would be held for good
                     self._thaw(frozen.snapshot_id, kept=False)
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done(duplicate=table is None)
@@ -363,8 +368,11 @@ class Shard:
         if request.snapshot_id in self._frozen:
             return Done(duplicate=True)
         tables = {name: self._table(name).rows for name in request.tables or self._tables}
+        for name in tables:
+            if not self._tables[name].is_whole:
+                raise SnapshotFailed(f"table {name!r} is being restored; take the snapshot when all of it is there")
         for other in list(self._frozen.values()):
-            if not request.tables or not other.tables.isdisjoint(tables.values()):
+            if not request.tables or not other.tables.isdisjoint(tables):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
         marks = held_marks(self._marks, self._groups, tables)
         failpoints.reach("freeze.before")
@@ -399,6 +407,7 @@ class Shard:
         """Begin work on files on a thread of its own: the shard goes on."""
         if isinstance(request, Restore):
             tables = {name: self._table(name) for name in request.tables}
+            self._begin_restore(request.folder, tables)
             return self._files.submit(self._restore, request.folder, tables)
         frozen = self._frozen.get(request.snapshot_id)
         if frozen is None:
@@ -414,15 +423,35 @@ class Shard:
         entries = frozen.write(folder, self.shard)
         return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
+    def _begin_restore(self, folder: str, tables: dict[str, _Table]) -> None:
+        for name, table in tables.items():
+            if table.restored_from not in ("", folder):
+                raise TableExists(
+                    f"table {name!r} was restored from {table.restored_from}; drop it and restore it anew, or two "
+                    "moments would be mixed"
+                )
+        for name, table in tables.items():
+            if table.restored_from or table.writes:
+                continue
+            # Whoever holds or has kept it from before means a table without these rows.
+            for frozen in [frozen for frozen in self._frozen.values() if name in frozen.tables]:
+                self._thaw(frozen.snapshot_id, kept=False)
+            table.rows.kept_as = ""
+            table.restored_from, table.is_whole = folder, False
+
     def _restore(self, folder: str, tables: dict[str, _Table]) -> Reply:
         rows = {name: table.rows for name, table in tables.items()}
-        turn = _TurnUnlessWritten(self._turn, tables)
+        turn = _TurnUnlessWritten(self._turn, tables, self._tables)
         with turn:
             pass  # refused before anything is read
         num_read = restore_tables(folder, rows, self._owned_buckets, turn)
         sources = marks_for(folder, self._owned_buckets)
+        if not tables:  # asked whether it can be read here
+            return Done()
         with turn:
             restore_marks(sources, rows, self._marks, self._groups)
+            for table in tables.values():
+                table.is_whole = True
         return Done(created=num_read)
 
     def _describe(self) -> ShardState:
@@ -456,17 +485,24 @@ class Shard:
 
 
 class _TurnUnlessWritten:
-    """A shard's turn, for rows read back. Raises TableExists once a table has been written to.
+    """A shard's turn, for rows read back. Raises TableExists once a table has been written to, TableNotFound once it
+    was dropped.
 
     A repeated request to restore may arrive when training has long gone on; it must not undo that.
     """
 
-    def __init__(self, turn: threading.Lock, tables: dict[str, _Table]) -> None:
+    def __init__(self, turn: threading.Lock, tables: dict[str, _Table], held: Mapping[str, _Table]) -> None:
         self._turn = turn
         self._tables = tables
+        self._held = held
+        """All tables that the shard holds now."""
 
     def __enter__(self) -> None:
         self._turn.acquire()
+        dropped = [name for name, table in self._tables.items() if self._held.get(name) is not table]
+        if dropped:
+            self._turn.release()
+            raise TableNotFound(f"table {dropped[0]!r} was dropped while it was restored; restore it again")
         written = [name for name, table in self._tables.items() if table.writes]
         if written:
             self._turn.release()

@@ -100,11 +100,13 @@ class SchedulerCarrier(Protocol):
     def describe(self, timeout_seconds: float | None) -> ClusterView:
         """Return the cluster as it is now."""
 
-    def create_table(self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None) -> None:
-        """Make a table on all shards."""
+    def create_table(
+        self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
+    ) -> None:
+        """Make a table on all shards. Raises StaleClient if ``caller`` is of a job that was taken over."""
 
-    def drop_table(self, table: str, timeout_seconds: float | None) -> None:
-        """Remove a table from all shards."""
+    def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
+        """Remove a table from all shards. Raises StaleClient as :meth:`create_table`."""
 
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
         """End the stream leases of a job's lower incarnations, and give them no more."""

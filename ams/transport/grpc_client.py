@@ -378,14 +378,20 @@ class GrpcSchedulerCarrier:
             bucket_shards=bucket_shards,
         )
 
-    def create_table(self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None) -> None:
+    def create_table(
+        self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
+    ) -> None:
         """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.CreateClusterTableRequest(spec=codec.spec_to_pb(spec), reuse=reuse)
+        request = scheduler_pb2.CreateClusterTableRequest(
+            spec=codec.spec_to_pb(spec), reuse=reuse, caller=codec.context_to_pb(caller or CallContext())
+        )
         self._call("CreateClusterTable", request, scheduler_pb2.CreateClusterTableReply, timeout_seconds)
 
-    def drop_table(self, table: str, timeout_seconds: float | None) -> None:
+    def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
         """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.DropClusterTableRequest(table=table)
+        request = scheduler_pb2.DropClusterTableRequest(
+            table=table, caller=codec.context_to_pb(caller or CallContext())
+        )
         self._call("DropClusterTable", request, scheduler_pb2.DropClusterTableReply, timeout_seconds)
 
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams import errors
 from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.failpoints import armed
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import SparseMomentum
 from geartrain.ams.storage.durable import disk
@@ -190,6 +191,29 @@ def test_nothing_is_added_to_a_chain_that_is_broken(tmp_path: Path) -> None:
         live = contents(cluster, tmp_path)
         assert restored(tmp_path, cluster.snapshot(tmp_path, "c").result(60), 1) == live
         assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["asides", "b", "c"]
+
+
+def test_nothing_is_added_to_a_parent_that_was_pruned_meanwhile(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        make(cluster, "dense")
+        write(cluster, 1, "dense")
+        cluster.snapshot(tmp_path, "a").result(60)
+        write(cluster, 2, "dense")
+        with armed(f"block.write.before=pause({tmp_path / 'go'})"):
+            pending = cluster.snapshot(tmp_path, "b", parent="a")
+            live = contents_in_place(cluster)
+            shutil.rmtree(tmp_path / "a")
+            (tmp_path / "go").touch()
+            with pytest.raises(errors.SnapshotNotFound, match="a is not the folder of a snapshot"):
+                pending.result(60)
+        assert not list_snapshots(tmp_path)
+        cluster.restore(cluster.snapshot(tmp_path, "c").result(60), replace=True)
+        assert contents_in_place(cluster) == live
+
+
+def contents_in_place(cluster: Cluster) -> list[list[float]]:
+    rows: list[list[float]] = cluster.table("dense").pull(np.arange(100)).tolist()
+    return rows
 
 
 def test_what_was_compacted_carries_the_chain_on(cluster: Cluster, tmp_path: Path) -> None:

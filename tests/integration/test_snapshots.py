@@ -174,6 +174,26 @@ def test_only_the_named_tables_are_written_and_restored(cluster: Cluster, tmp_pa
         assert_same(rows(other), before)
 
 
+def test_rows_of_a_table_that_was_made_anew_get_no_other_specification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with local(2) as cluster:
+        cluster.create_table("t", dim=2, num_rows=4, optimizer=SGD(1.0)).push([0], np.ones((1, 2), np.float32))
+        on_all_shards = ShardCalls.on_all_shards
+
+        def answered(*args: Any, **keywords: Any) -> Any:
+            outcomes = on_all_shards(*args, **keywords)
+            monkeypatch.undo()
+            cluster.drop_table("t")
+            cluster.create_table("t", dim=3, num_rows=4, optimizer=SGD(1.0))
+            return outcomes
+
+        monkeypatch.setattr(ShardCalls, "on_all_shards", answered)
+        with pytest.raises(errors.SnapshotFailed, match="made anew"):
+            cluster.snapshot(tmp_path, "a")
+        assert not list_snapshots(tmp_path)
+
+
 def test_snapshots_of_different_tables_do_not_end_one_another(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +212,7 @@ def test_snapshots_of_different_tables_do_not_end_one_another(
     train(cluster, range(2, 4))
     may_write.set()
     for superseded in (pending[1], ended):
-        with pytest.raises(errors.SnapshotFailed, match="another one of the same tables"):
+        with pytest.raises(errors.SnapshotFailed, match=r"another one of the same tables|superseded"):
             superseded.result(60)
     pending[0].result(60)
     last.result(60)

@@ -300,19 +300,25 @@ class CreateClusterTableRequest(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     REUSE_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     reuse: _builtins.bool
     """Accept an existing table of an equal spec."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
+    @_builtins.property
+    def caller(self) -> _types_pb2.CallContext:
+        """Who asks, if it has a name: refused if its job was taken over."""
+
     def __init__(
         self,
         *,
         spec: _types_pb2.TableSpec | None = ...,
         reuse: _builtins.bool = ...,
+        caller: _types_pb2.CallContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reuse", b"reuse", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "reuse", b"reuse", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,15 +349,21 @@ class DropClusterTableRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TABLE_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     table: _builtins.str
+    @_builtins.property
+    def caller(self) -> _types_pb2.CallContext:
+        """As in CreateClusterTableRequest."""
+
     def __init__(
         self,
         *,
         table: _builtins.str = ...,
+        caller: _types_pb2.CallContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ import pytest
 
 from geartrain.ams.errors import InvalidArgument, NonFinite, StaleClient
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply
-from geartrain.ams.server.marks import WriteMarks
+from geartrain.ams.server.marks import MarkedStream, MarkedWrite, WriteMarks
 
 
 def context(sequence: int, oldest: int = 1, incarnation: int = 1) -> CallContext:
@@ -122,3 +122,17 @@ def test_a_fence_that_arrives_late_forgets_nothing_of_those_it_let_in() -> None:
     marks.fence("job", 2, forget=True)
     assert not marks.admit(named("job/rank0", 2, incarnation=2), future())
     assert marks.admit(named("job/rank0", 1, incarnation=2), future())
+
+
+def test_a_fence_that_arrives_twice_forgets_nothing_of_what_was_restored_meanwhile() -> None:
+    marks, again = WriteMarks(), future()
+    marks.fence("s", 2, forget=False)
+    marks.fence("s", 2, forget=True)
+    marks.restore("s", MarkedStream(1, 3, [MarkedWrite(4, 1, "t")]))
+    marks.fence("s", 2, forget=True)
+    assert not marks.admit(context(4, oldest=3, incarnation=2), again)
+    assert again.result(0) == Done(created=1, duplicate=True)
+    with pytest.raises(StaleClient, match="acknowledged already"):
+        marks.admit(context(2, oldest=1, incarnation=2), future())
+    marks.fence("s", 3, forget=True)  # the next one goes back
+    assert marks.admit(context(4, oldest=3, incarnation=3), future())

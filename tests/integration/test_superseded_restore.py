@@ -1,0 +1,82 @@
+"""A process that was stopped while it restored, and resumed beside its successor, touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from geartrain.ams import snapshot as snapshots
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.errors import SnapshotNotFound, StaleClient
+from geartrain.ams.server import frozen
+from geartrain.ams.specs import SGD, Constant
+from tests.integration.conftest import ServedCluster
+
+IDS = np.arange(64)
+
+
+def make(cluster: Cluster, root: Path) -> Path:
+    """Make a table of ones and a snapshot of it."""
+    table = cluster.create_table("t", dim=2, num_rows=64, optimizer=SGD(1.0), initializer=Constant(0))
+    table.push(IDS, -np.ones((64, 2), np.float32))
+    return Path(str(cluster.snapshot(root).result(60)))
+
+
+def test_live_rows_stay_until_every_shard_has_found_the_snapshot(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(served(2).address) as cluster:
+        path = make(cluster, tmp_path)
+        cluster.table("t").push(IDS, -np.ones((64, 2), np.float32))
+
+        def elsewhere(folder: str) -> NoReturn:
+            raise SnapshotNotFound(f"{folder} is not the folder of a snapshot")  # on the machine of the servers
+
+        monkeypatch.setattr(frozen, "open_snapshot", elsewhere)
+        with pytest.raises(SnapshotNotFound, match="is not the folder"):
+            cluster.restore(path, replace=True)
+        assert (cluster.table("t").pull(IDS) == 2).all()
+
+
+@pytest.mark.parametrize("stopped_at", ["before the tables are dropped", "before the rows are read"])
+def test_a_stopped_restore_leaves_its_successors_table(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: str
+) -> None:
+    address = served(2).address
+    with ExitStack() as stack, connect(address, stream="job/rank0", incarnation=1) as old:
+        path = make(old, tmp_path)
+        successor: list[Cluster] = []
+
+        def overtaken() -> None:
+            monkeypatch.undo()
+            new = stack.enter_context(connect(address, stream="job/rank0", incarnation=2))
+            successor.append(new)
+            new.fence("job", 2)
+            new.restore(path, replace=True)
+            new.table("t").push(IDS, -np.ones((64, 2), np.float32))
+
+        if stopped_at == "before the rows are read":
+            moment = "restore.create.after"
+            monkeypatch.setattr(snapshots.failpoints, "reach", lambda name: overtaken() if name == moment else None)
+        else:
+            on_all_shards = snapshots.ShardCalls.on_all_shards
+
+            def answered(*args: Any, **keywords: Any) -> Any:
+                outcomes = on_all_shards(*args, **keywords)
+                overtaken()
+                return outcomes
+
+            monkeypatch.setattr(snapshots.ShardCalls, "on_all_shards", answered)
+        with pytest.raises(StaleClient, match="superseded by"):
+            old.restore(path, replace=True)
+        table = successor[0].table("t")
+        assert (table.pull(IDS) == 2).all()
+        for change in (lambda: old.drop_table("t"), lambda: old.create_table("u", dim=2, optimizer=SGD(1.0))):
+            with pytest.raises(StaleClient, match="superseded by"):
+                change()
+        assert (table.pull(IDS) == 2).all()
