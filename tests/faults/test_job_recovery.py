@@ -17,15 +17,17 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams import errors
+from geartrain.ams.cluster import cluster_status
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.storage.snapshot_folder import list_snapshots
 from geartrain.workers import job, jobs
 from geartrain.workers.loop import Trainer
 from geartrain.workers.report import Evaluation
 from geartrain.workers.run import JobOptions, JobResult
-from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw
+from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw, one_thread
 from tests.integration.test_up import kill_child, up
 
+__all__ = ["one_thread"]
 STEPS = 24
 JOB = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, save_every=5, row_momentum=0.9)
 
@@ -50,29 +52,47 @@ def train(out: Path, images: Path, **changes: Any) -> tuple[JobResult, str]:
 def test_a_job_survives_the_death_of_a_role(
     role: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        straight, broken = tmp_path / "straight", tmp_path / "broken"
-        train(straight, images)
-        with up("--shards=2") as running:
-            parent, whole, kills = psutil.Process(running.process.pid), Trainer._step, [13]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train(straight, images)
+    with up("--shards=2") as running:
+        parent, whole, kills = psutil.Process(running.process.pid), Trainer._step, [13]
 
-            def step(self: Trainer, number: int) -> torch.Tensor:
-                if kills and number == kills[0]:
-                    kills.pop()
-                    kill_child(parent, role)
-                return whole(self, number)
+        def step(self: Trainer, number: int) -> torch.Tensor:
+            if kills and number == kills[0]:
+                kills.pop()
+                kill_child(parent, role)
+            return whole(self, number)
 
-            monkeypatch.setattr(Trainer, "_step", step)
-            result, told = train(broken, images, scheduler=running.facts["scheduler"])
-        assert result.finished
-        assert result.step == STEPS
-        if role == "server":
-            assert "Going on at step 10: 3 steps (" in told, told
-        assert_same_models(straight, broken)
-    finally:
-        torch.set_num_threads(threads)
+        monkeypatch.setattr(Trainer, "_step", step)
+        result, told = train(broken, images, scheduler=running.facts["scheduler"])
+    assert result.finished
+    assert result.step == STEPS
+    if role == "server":
+        assert "Going on at step 10: 3 steps (" in told, told
+    assert_same_models(straight, broken)
+
+
+def test_a_shard_that_is_back_before_the_next_snapshot_is_missed_all_the_same(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, kills = Trainer._step, [9]
+
+    def step(self: Trainer, number: int) -> torch.Tensor:
+        loss = whole(self, number)
+        if kills and number == kills[0]:  # the next thing that the job does is a snapshot
+            kills.pop()
+            before = cluster_status(running.facts["scheduler"]).shards[0].incarnation
+            kill_child(psutil.Process(running.process.pid), "server")
+            while (now := cluster_status(running.facts["scheduler"])).shards[0].incarnation == before or not now.ready:
+                pass
+        return loss
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    with up("--shards=1") as running:
+        result, told = train(tmp_path / "run", images, scheduler=running.facts["scheduler"])
+    assert result.finished
+    assert "No snapshot of step 10" in told
+    assert "Going on at step 5: 5 steps (" in told, told
 
 
 def test_a_job_that_never_began_goes_back_to_no_earlier_run(
