@@ -71,7 +71,8 @@ def _run_once(
         if options.resume and ranks.is_first:
             cluster.fence(job, incarnation)  # a process of this job that was only stopped must not go on beside it
         stop = stack.enter_context(interruption())
-        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), loss=loss)
+        again = loss is not None or _is_restart()
+        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), again=again, loss=loss)
         return run.execute(stop, {"data": time.perf_counter() - started})
 
 

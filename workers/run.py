@@ -134,11 +134,13 @@ class TrainingRun:
         console: Console,
         *,
         launch: str | None,
+        again: bool = False,
         loss: Loss | None = None,
     ) -> None:
         """``job`` is its name, also that of its table.
 
-        ``launch`` names the launcher; ``loss`` is what made this job go back, if that was it.
+        ``launch`` names the launcher; ``again``: nobody asked for more, this job itself begins once more, and ``loss``
+        is what made it go back, if that was it.
         """
         self._job = job
         self._options = options
@@ -147,6 +149,7 @@ class TrainingRun:
         self._ranks = ranks
         self._console = console
         self._launch = launch
+        self._again = again
         self._loss = loss
         self._device = choose_device(options.device, ranks.local_rank)
         self._saved = self._find_saved()
@@ -198,9 +201,13 @@ class TrainingRun:
     def _first_progress(self) -> Progress:
         if self._saved is None:
             return Progress(step=0, stage_start=0, stage_steps=self._options.recipe.steps, table=self._job)
-        progress = self._saved.state.progress
+        run, progress = read_run(self._options.out), self._saved.state.progress
         if not progress.is_complete:
             return progress
+        if run.stage_end > progress.step:  # another stage had begun, and saved nothing yet
+            return replace(progress, stage_start=progress.step, stage_steps=run.stage_end - progress.step)
+        if self._again or not run.ended:
+            return progress  # the training is done, and only the rest is left to do
         steps = self._options.resume_steps or self._saved.state.recipe.steps
         return replace(progress, stage_start=progress.step, stage_steps=steps)
 
@@ -224,8 +231,12 @@ class TrainingRun:
     def execute(self, stop: Callable[[], bool], seconds: dict[str, float]) -> JobResult:
         """Start or go on, train, and finish."""
         trainer, first = self._trainer, self._ranks.is_first
-        if first and self._saved is None:
-            self._claim_folder()
+        was_complete = trainer.progress.is_complete
+        if first:
+            if self._saved is None:
+                self._claim_folder()
+            else:
+                self._note_stage(ended=False)
         events = Events(self._options.out / "events" / trainer.progress.table if first else None)
         evaluation = Evaluation(self._data.held_out, trainer.backbone, self._head, self._device, events, self._say)
         try:
@@ -234,10 +245,12 @@ class TrainingRun:
                 finished = trainer.run(
                     stop=stop, due=self._is_due, save=self._save, line=line if first else None, events=events
                 )
-            if finished:
+            if finished and not was_complete:
                 trainer.imprint()
             self._save(last=True)
             report = self._conclude(evaluation, seconds) if first and finished else None
+            if report is not None:
+                self._note_stage(ended=True)
             if not finished:
                 self._say(self._stopped_line())
             self._ranks.any(False)  # the other ranks keep the cluster's clients alive until the first is done
@@ -258,8 +271,13 @@ class TrainingRun:
         if self._options.snapshots is not None:
             require_new_snapshots(root)
         self._options.out.mkdir(parents=True, exist_ok=True)
-        run = Run(job=self._job, snapshots=root, launch=self._launch)
-        write_run(self._options.out, run)
+        write_run(self._options.out, Run(job=self._job, snapshots=root, launch=self._launch))
+        self._note_stage(ended=False)
+
+    def _note_stage(self, *, ended: bool) -> None:
+        progress = self._trainer.progress
+        end = progress.stage_start + progress.stage_steps
+        write_run(self._options.out, replace(read_run(self._options.out), stage_end=end, ended=ended))
 
     def _begin(self, evaluation: Evaluation) -> None:
         if self._saved is None:
@@ -350,9 +368,8 @@ class TrainingRun:
             self._say(f"Table {self._head.name!r} may still be on the cluster: {exc}")
 
     def _go_back(self, exc: Exception) -> None:
-        """Raise GoBack if there is a snapshot of this job, and steps to train again."""
-        last = self._snapshots.last
-        if last is not None and not last.progress.is_complete:
+        """Raise GoBack if there is a snapshot of this job."""
+        if self._snapshots.last is not None:
             raise GoBack(Loss(self._trainer.progress.step, time.time())) from exc
 
     def _stopped_line(self) -> str:

@@ -34,6 +34,10 @@ class Run:
     """Folder or URL."""
     launch: str | None
     """Names the launcher that began the run, if it can start it again."""
+    stage_end: int = 0
+    """Step at which its current or last stage ends."""
+    ended: bool = True
+    """Whether that stage was trained, evaluated and reported."""
 
 
 def write_run(folder: Path, run: Run) -> None:

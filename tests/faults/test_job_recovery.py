@@ -119,13 +119,32 @@ def test_a_job_that_never_began_goes_back_to_no_earlier_run(
 def test_a_job_that_has_ended_its_training_does_not_train_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(*_: Any) -> None:
-        raise errors.ShardRestarted("shard 0 was restarted")
+    out, whole, answers, losses = tmp_path / "run", Trainer._step, Evaluation.answers, [7, STEPS]
 
-    monkeypatch.setattr(Evaluation, "answers", lost)
-    with up("--shards=1") as running, pytest.raises(errors.ShardRestarted):
-        train(tmp_path / "run", images, scheduler=running.facts["scheduler"])
-    assert list_snapshots(tmp_path / "run" / "snapshots")[0].name == f"step-{STEPS:09}"
+    def step(self: Trainer, number: int) -> torch.Tensor:
+        if losses[:1] == [number]:
+            losses.pop(0)
+            raise errors.ShardRestarted("shard 0 was restarted")
+        return whole(self, number)
+
+    def evaluate(self: Evaluation, number: int) -> Any:
+        if losses[:1] == [number]:
+            losses.pop(0)
+            raise errors.ShardRestarted("shard 0 was restarted")
+        return answers(self, number)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Evaluation, "answers", evaluate)
+    with up("--shards=1") as running:
+        result, told = train(out, images, scheduler=running.facts["scheduler"])
+        assert (result.step, result.finished) == (STEPS, True)
+        assert f"Going on at step {STEPS}: 0 steps (" in told
+        assert list_snapshots(out / "snapshots")[0].name == f"step-{STEPS:09}"
+
+        losses.append(STEPS)  # before the first snapshot of the next stage
+        result, told = train(out, images, scheduler=running.facts["scheduler"], resume=True, resume_steps=4)
+        assert result.step == STEPS + 4
+        assert f"Lost a part of the cluster at step {STEPS}" in told
 
 
 def test_a_job_that_may_not_go_back_says_what_was_lost(
