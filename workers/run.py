@@ -16,6 +16,7 @@ from geartrain.ams.cluster import Cluster
 from geartrain.ams.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
 from geartrain.ams.specs import SGD, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.storage.snapshot_folder import Snapshot
+from geartrain.ams.storage.snapshot_store import place
 from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
@@ -180,11 +181,11 @@ class TrainingRun:
             device=self._device,
             row_times=timed.times,
         )
-        root = str(self._new_root() if self._saved is None else read_run(options.out).snapshots)
+        root = self._new_root() if self._saved is None else read_run(options.out).snapshots
         self._snapshots = JobSnapshots(cluster, root, keep=options.keep_snapshots, say=self._say)
 
-    def _new_root(self) -> str | Path:
-        return self._options.snapshots or (self._options.out / "snapshots").absolute()
+    def _new_root(self) -> str:
+        return str(place(self._options.snapshots or self._options.out / "snapshots"))
 
     def _find_saved(self) -> _Saved | None:
         if not self._options.resume:
@@ -265,13 +266,14 @@ class TrainingRun:
             events.close()
 
     def _claim_folder(self) -> None:
+        root = self._new_root()
+        goes_aside = self._options.overwrite and root == str((self._options.out / "snapshots").absolute())
+        if self._options.snapshots is not None and not goes_aside:
+            require_new_snapshots(root)
         if self._options.overwrite and (aside := put_aside(self._options.out)) is not None:
             self._say(f"The run that was in {self._options.out} is now in {aside}")
-        root = str(self._new_root())
-        if self._options.snapshots is not None:
-            require_new_snapshots(root)
         self._options.out.mkdir(parents=True, exist_ok=True)
-        write_run(self._options.out, Run(job=self._job, snapshots=root, launch=self._launch))
+        write_run(self._options.out, Run(job=self._job, snapshots=root, launch=self._launch, began=time.time()))
         self._note_stage(ended=False)
 
     def _note_stage(self, *, ended: bool) -> None:
