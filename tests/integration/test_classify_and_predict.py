@@ -239,9 +239,7 @@ def test_a_run_of_an_earlier_torchrun_of_the_same_name_is_left_alone(
             train(out, images, recipe=recipe)
 
 
-def test_a_run_goes_on_where_it_was_moved_to(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_where_it_was_moved_to(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = replace(RECIPE, steps=1)
     train(tmp_path / "run", images, recipe=recipe)
     train(tmp_path / "run", images, recipe=replace(recipe, steps=2), overwrite=True)
