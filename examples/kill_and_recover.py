@@ -89,7 +89,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 5 * SNAPSHOT_STEPS:
         parser.error(f"--steps is {arguments.steps}; it must be at least {5 * SNAPSHOT_STEPS} to be killed four times")
-    shutil.rmtree(arguments.out, ignore_errors=True)
+    for run in ("undisturbed", "disturbed"):
+        shutil.rmtree(arguments.out / run, ignore_errors=True)
 
     command = [*GEARTRAIN, "up", "--json", "--scheduler-listen=127.0.0.1:0", f"--shards={arguments.shards}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as up:

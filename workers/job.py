@@ -23,6 +23,8 @@ from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
 from geartrain.workers.run_folder import has_snapshot, read_run, require_new_run
 
+_CLOCKS_DIFFER_SECONDS = 5.0
+
 
 def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Console) -> JobResult:
     """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks.
@@ -71,7 +73,8 @@ def _run_once(
         if options.resume and ranks.is_first:
             cluster.fence(job, incarnation)  # a process of this job that was only stopped must not go on beside it
         stop = stack.enter_context(interruption())
-        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), loss=loss)
+        again = loss is not None or _is_restart()
+        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), again=again, loss=loss)
         return run.execute(stop, {"data": time.perf_counter() - started})
 
 
@@ -97,10 +100,17 @@ def launch_name() -> str | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]
-    if name != "none":  # else torchrun was given no name for its job
+    # Agents of several nodes share the name alone. It may be that of yesterday's torchrun, too, and torchrun gives none
+    # unless told ("none"): so an agent whose processes are the whole job goes by its process.
+    if name != "none" and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return name
     agent = psutil.Process(os.getppid())
     return f"{platform.node()}:{agent.pid}:{agent.create_time():.2f}"
+
+
+def _agent_began() -> float:
+    """Unix time at which what started this process began, less what clocks of several nodes may differ by."""
+    return psutil.Process(os.getppid()).create_time() - _CLOCKS_DIFFER_SECONDS
 
 
 def _is_restart() -> bool:
@@ -115,7 +125,7 @@ def _after_restart(options: JobOptions, ranks: Ranks) -> JobOptions:
     if ranks.is_first:
         try:
             run = read_run(options.out)
-            is_ours = run.launch is not None and run.launch == launch_name()
+            is_ours = run.launch is not None and run.launch == launch_name() and run.began >= _agent_began()
             can_go_on = is_ours and has_snapshot(run)
         except ConfigError:
             pass  # it died before it had written anything

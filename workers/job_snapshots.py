@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from geartrain.ams.cluster import Cluster
-from geartrain.ams.errors import SnapshotError, SnapshotFailed
+from geartrain.ams.errors import SnapshotError, SnapshotFailed, TableNotFound
 from geartrain.ams.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot_folder import list_snapshots, prune
 from geartrain.workers.job_state import JobState, Progress
@@ -66,7 +66,7 @@ class JobSnapshots:
     def begin(self, state: JobState) -> None:
         """Hold this moment, and go on while it is written. Waits for the one before to be whole.
 
-        May raise what it means to lose a shard; not that a disk fails.
+        May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails.
         """
         self.settle()
         moment = Moment(state.progress, self._clock())
@@ -82,7 +82,8 @@ class JobSnapshots:
                 files=state.files(),
                 tables=[state.progress.table],
             )
-        except SnapshotError as exc:
+        except (SnapshotError, TableNotFound) as exc:
+            # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.
             self._tell(moment, exc)
             return
         self._pending = pending, name, moment
@@ -95,13 +96,20 @@ class JobSnapshots:
         started = self._clock()
         try:
             pending.result()
-            self.last = moment
-            self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
-            prune(self._root, self._keep)
         except SnapshotError as exc:
             self._tell(moment, exc)
+        else:
+            self.last = moment
+            self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
+            self._prune()
         if (waited := self._clock() - started) > _WORTH_SAYING_SECONDS:
             self._say(f"Waited {waited:.0f} s for the snapshot of step {moment.progress.step}; take them less often")
+
+    def _prune(self) -> None:
+        try:
+            prune(self._root, self._keep)
+        except SnapshotError as exc:
+            self._say(f"Old snapshots stay for now, training goes on: {exc}")
 
     def require(self, state: JobState) -> None:
         """Take one that must succeed. Raises SnapshotFailed."""
@@ -123,5 +131,5 @@ class JobSnapshots:
         name, taken = f"step-{step:09}", {listed.name for listed in list_snapshots(self._root)}
         return next(free for free in (name, *(f"{name}-{again}" for again in range(2, 10**6))) if free not in taken)
 
-    def _tell(self, moment: Moment, exc: SnapshotError) -> None:
+    def _tell(self, moment: Moment, exc: SnapshotError | TableNotFound) -> None:
         self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

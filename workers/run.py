@@ -16,6 +16,7 @@ from geartrain.ams.cluster import Cluster
 from geartrain.ams.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
 from geartrain.ams.specs import SGD, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.storage.snapshot_folder import Snapshot
+from geartrain.ams.storage.snapshot_store import place
 from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
@@ -138,11 +139,13 @@ class TrainingRun:
         console: Console,
         *,
         launch: str | None,
+        again: bool = False,
         loss: Loss | None = None,
     ) -> None:
         """``job`` is its name, also that of its table.
 
-        ``launch`` names the launcher; ``loss`` is what made this job go back, if that was it.
+        ``launch`` names the launcher; ``again``: nobody asked for more, this job itself begins once more, and ``loss``
+        is what made it go back, if that was it.
         """
         self._job = job
         self._options = options
@@ -151,6 +154,7 @@ class TrainingRun:
         self._ranks = ranks
         self._console = console
         self._launch = launch
+        self._again = again
         self._loss = loss
         self._device = choose_device(options.device, ranks.local_rank)
         self._saved = self._find_saved()
@@ -181,13 +185,13 @@ class TrainingRun:
             device=self._device,
             row_times=timed.times,
         )
-        root = str(self._new_root() if self._saved is None else read_run(options.out).snapshots)
+        root = self._new_root() if self._saved is None else read_run(options.out).snapshots
         self._snapshots = JobSnapshots(
             cluster, root, keep=options.keep_snapshots, increments=options.increments, say=self._say
         )
 
-    def _new_root(self) -> str | Path:
-        return self._options.snapshots or (self._options.out / "snapshots").absolute()
+    def _new_root(self) -> str:
+        return str(place(self._options.snapshots or self._options.out / "snapshots"))
 
     def _find_saved(self) -> _Saved | None:
         if not self._options.resume:
@@ -204,9 +208,13 @@ class TrainingRun:
     def _first_progress(self) -> Progress:
         if self._saved is None:
             return Progress(step=0, stage_start=0, stage_steps=self._options.recipe.steps, table=self._job)
-        progress = self._saved.state.progress
+        run, progress = read_run(self._options.out), self._saved.state.progress
         if not progress.is_complete:
             return progress
+        if run.stage_end > progress.step:  # another stage had begun, and saved nothing yet
+            return replace(progress, stage_start=progress.step, stage_steps=run.stage_end - progress.step)
+        if self._again or not run.ended:
+            return progress  # the training is done, and only the rest is left to do
         steps = self._options.resume_steps or self._saved.state.recipe.steps
         return replace(progress, stage_start=progress.step, stage_steps=steps)
 
@@ -230,8 +238,12 @@ class TrainingRun:
     def execute(self, stop: Callable[[], bool], seconds: dict[str, float]) -> JobResult:
         """Start or go on, train, and finish."""
         trainer, first = self._trainer, self._ranks.is_first
-        if first and self._saved is None:
-            self._claim_folder()
+        was_complete = trainer.progress.is_complete
+        if first:
+            if self._saved is None:
+                self._claim_folder()
+            else:
+                self._note_stage(ended=False)
         events = Events(self._options.out / "events" / trainer.progress.table if first else None)
         evaluation = Evaluation(self._data.held_out, trainer.backbone, self._head, self._device, events, self._say)
         try:
@@ -240,10 +252,12 @@ class TrainingRun:
                 finished = trainer.run(
                     stop=stop, due=self._is_due, save=self._save, line=line if first else None, events=events
                 )
-            if finished:
+            if finished and not was_complete:
                 trainer.imprint()
             self._save(last=True)
             report = self._conclude(evaluation, seconds) if first and finished else None
+            if report is not None:
+                self._note_stage(ended=True)
             if not finished:
                 self._say(self._stopped_line())
             self._ranks.any(False)  # the other ranks keep the cluster's clients alive until the first is done
@@ -258,14 +272,20 @@ class TrainingRun:
             events.close()
 
     def _claim_folder(self) -> None:
+        root = self._new_root()
+        goes_aside = self._options.overwrite and root == str((self._options.out / "snapshots").absolute())
+        if self._options.snapshots is not None and not goes_aside:
+            require_new_snapshots(root)
         if self._options.overwrite and (aside := put_aside(self._options.out)) is not None:
             self._say(f"The run that was in {self._options.out} is now in {aside}")
-        root = str(self._new_root())
-        if self._options.snapshots is not None:
-            require_new_snapshots(root)
         self._options.out.mkdir(parents=True, exist_ok=True)
-        run = Run(job=self._job, snapshots=root, launch=self._launch)
-        write_run(self._options.out, run)
+        write_run(self._options.out, Run(job=self._job, snapshots=root, launch=self._launch, began=time.time()))
+        self._note_stage(ended=False)
+
+    def _note_stage(self, *, ended: bool) -> None:
+        progress = self._trainer.progress
+        end = progress.stage_start + progress.stage_steps
+        write_run(self._options.out, replace(read_run(self._options.out), stage_end=end, ended=ended))
 
     def _begin(self, evaluation: Evaluation) -> None:
         if self._saved is None:
@@ -356,9 +376,8 @@ class TrainingRun:
             self._say(f"Table {self._head.name!r} may still be on the cluster: {exc}")
 
     def _go_back(self, exc: Exception) -> None:
-        """Raise GoBack if there is a snapshot of this job, and steps to train again."""
-        last = self._snapshots.last
-        if last is not None and not last.progress.is_complete:
+        """Raise GoBack if there is a snapshot of this job."""
+        if self._snapshots.last is not None:
             raise GoBack(Loss(self._trainer.progress.step, time.time())) from exc
 
     def _stopped_line(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from geartrain.ams.errors import ConfigError
@@ -31,21 +31,31 @@ class Run:
     job: str
     """Name of the job's table, which no other job has."""
     snapshots: str
-    """Folder or URL."""
+    """Absolute folder, or URL."""
     launch: str | None
     """Names the launcher that began the run, if it can start it again."""
+    began: float = 0.0
+    """Unix time."""
+    stage_end: int = 0
+    """Step at which its current or last stage ends."""
+    ended: bool = True
+    """Whether that stage was trained, evaluated and reported."""
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Note which run ``folder`` holds."""
-    write_json(folder / _RUN, asdict(run))
+    """Note which run ``folder`` holds. Snapshots inside it are found again where the folder is moved to."""
+    inside = Path(run.snapshots).is_relative_to(folder.absolute())
+    snapshots = str(Path(run.snapshots).relative_to(folder.absolute())) if inside else run.snapshots
+    write_json(folder / _RUN, asdict(run) | {"snapshots": snapshots})
 
 
 def read_run(folder: Path) -> Run:
     """Return which run ``folder`` holds. Raises ConfigError if none can be read."""
     path = folder / _RUN
     try:
-        return Run(**json.loads(path.read_text(encoding="utf-8")))
+        run = Run(**json.loads(path.read_text(encoding="utf-8")))
+        is_url = "://" in run.snapshots
+        return run if is_url else replace(run, snapshots=str((folder / run.snapshots).absolute()))
     except FileNotFoundError as exc:
         raise ConfigError(
             f"{path} does not exist; is {folder} the folder of a run? One that ended before it began is started again "

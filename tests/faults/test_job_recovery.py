@@ -17,15 +17,17 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams import errors
+from geartrain.ams.cluster import cluster_status
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.storage.snapshot_folder import list_snapshots
 from geartrain.workers import job, jobs
 from geartrain.workers.loop import Trainer
 from geartrain.workers.report import Evaluation
 from geartrain.workers.run import JobOptions, JobResult
-from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw
+from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw, one_thread
 from tests.integration.test_up import kill_child, up
 
+__all__ = ["one_thread"]
 STEPS = 24
 JOB = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, save_every=5, row_momentum=0.9)
 
@@ -50,33 +52,49 @@ def train(out: Path, images: Path | None, **changes: Any) -> tuple[JobResult, st
 def test_a_job_survives_the_death_of_a_role(
     role: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        straight, broken = tmp_path / "straight", tmp_path / "broken"
-        train(straight, images)
-        with up("--shards=2") as running:
-            parent, whole, kills = psutil.Process(running.process.pid), Trainer._step, [13]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train(straight, images)
+    with up("--shards=2") as running:
+        parent, whole, kills = psutil.Process(running.process.pid), Trainer._step, [13]
 
-            def step(self: Trainer, number: int) -> torch.Tensor:
-                if kills and number == kills[0]:
-                    kills.pop()
-                    kill_child(parent, role)
-                return whole(self, number)
+        def step(self: Trainer, number: int) -> torch.Tensor:
+            if kills and number == kills[0]:
+                kills.pop()
+                kill_child(parent, role)
+            return whole(self, number)
 
-            monkeypatch.setattr(Trainer, "_step", step)
-            result, told = train(broken, images, scheduler=running.facts["scheduler"], increments=3)
-        parents = [
-            listed.snapshot.manifest.parent for listed in list_snapshots(broken / "snapshots") if listed.snapshot
-        ]
-        assert any(parents) and not all(parents)
-        assert result.finished
-        assert result.step == STEPS
-        if role == "server":
-            assert "Going on at step 10: 3 steps (" in told, told
-        assert_same_models(straight, broken)
-    finally:
-        torch.set_num_threads(threads)
+        monkeypatch.setattr(Trainer, "_step", step)
+        result, told = train(broken, images, scheduler=running.facts["scheduler"], increments=3)
+    parents = [listed.snapshot.manifest.parent for listed in list_snapshots(broken / "snapshots") if listed.snapshot]
+    assert any(parents) and not all(parents)
+    assert result.finished
+    assert result.step == STEPS
+    if role == "server":
+        assert "Going on at step 10: 3 steps (" in told, told
+    assert_same_models(straight, broken)
+
+
+def test_a_shard_that_is_back_before_the_next_snapshot_is_missed_all_the_same(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, kills = Trainer._step, [9]
+
+    def step(self: Trainer, number: int) -> torch.Tensor:
+        loss = whole(self, number)
+        if kills and number == kills[0]:  # the next thing that the job does is a snapshot
+            kills.pop()
+            before = cluster_status(running.facts["scheduler"]).shards[0].incarnation
+            kill_child(psutil.Process(running.process.pid), "server")
+            while (now := cluster_status(running.facts["scheduler"])).shards[0].incarnation == before or not now.ready:
+                pass
+        return loss
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    with up("--shards=1") as running:
+        result, told = train(tmp_path / "run", images, scheduler=running.facts["scheduler"])
+    assert result.finished
+    assert "No snapshot of step 10" in told
+    assert "Going on at step 5: 5 steps (" in told, told
 
 
 def test_a_job_that_never_began_goes_back_to_no_earlier_run(
@@ -103,13 +121,32 @@ def test_a_job_that_never_began_goes_back_to_no_earlier_run(
 def test_a_job_that_has_ended_its_training_does_not_train_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(*_: Any) -> None:
-        raise errors.ShardRestarted("shard 0 was restarted")
+    out, whole, answers, losses = tmp_path / "run", Trainer._step, Evaluation.answers, [7, STEPS]
 
-    monkeypatch.setattr(Evaluation, "answers", lost)
-    with up("--shards=1") as running, pytest.raises(errors.ShardRestarted):
-        train(tmp_path / "run", images, scheduler=running.facts["scheduler"])
-    assert list_snapshots(tmp_path / "run" / "snapshots")[0].name == f"step-{STEPS:09}"
+    def step(self: Trainer, number: int) -> torch.Tensor:
+        if losses[:1] == [number]:
+            losses.pop(0)
+            raise errors.ShardRestarted("shard 0 was restarted")
+        return whole(self, number)
+
+    def evaluate(self: Evaluation, number: int) -> Any:
+        if losses[:1] == [number]:
+            losses.pop(0)
+            raise errors.ShardRestarted("shard 0 was restarted")
+        return answers(self, number)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Evaluation, "answers", evaluate)
+    with up("--shards=1") as running:
+        result, told = train(out, images, scheduler=running.facts["scheduler"])
+        assert (result.step, result.finished) == (STEPS, True)
+        assert f"Going on at step {STEPS}: 0 steps (" in told
+        assert list_snapshots(out / "snapshots")[0].name == f"step-{STEPS:09}"
+
+        losses.append(STEPS)  # before the first snapshot of the next stage
+        result, told = train(out, images, scheduler=running.facts["scheduler"], resume=True, resume_steps=4)
+        assert result.step == STEPS + 4
+        assert f"Lost a part of the cluster at step {STEPS}" in told
 
 
 def test_a_job_that_may_not_go_back_says_what_was_lost(

@@ -219,6 +219,50 @@ def test_a_run_is_never_started_over_unasked(images: Path, tmp_path: Path) -> No
     }
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_of_an_earlier_torchrun_of_the_same_name_is_left_alone(
+    nodes: int, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, recipe = tmp_path / "run", replace(RECIPE, steps=1)
+    for name, value in {"RUN_ID": "nightly", "RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 - nodes))
+    train(out, images, recipe=recipe)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(out, images, recipe=recipe).step == 1  # the same torchrun
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
+        monkeypatch.setattr(os, "getppid", lambda: later.pid)
+        monkeypatch.setattr(job, "_CLOCKS_DIFFER_SECONDS", 0.0)
+        with pytest.raises(ConfigError, match="already holds a run"):
+            train(out, images, recipe=recipe)
+
+
+def test_a_run_goes_on_where_it_was_moved_to(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(RECIPE, steps=1)
+    train(tmp_path / "run", images, recipe=recipe)
+    train(tmp_path / "run", images, recipe=replace(recipe, steps=2), overwrite=True)
+    assert train(tmp_path / "run.previous", None, resume=True, resume_steps=4).step == 5
+    assert train(tmp_path / "run", None, resume=True, resume_steps=4).step == 6
+
+    monkeypatch.chdir(tmp_path)
+    train(Path("other"), images, recipe=recipe, snapshots="elsewhere")
+    monkeypatch.chdir(images)
+    assert train(tmp_path / "other", None, resume=True, resume_steps=4).step == 5
+
+
+def test_a_run_is_not_put_aside_for_one_that_cannot_begin(images: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=1)
+    train(tmp_path / "run", images, recipe=recipe, snapshots=str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="already holds snapshots"):
+        train(tmp_path / "run", images, recipe=recipe, overwrite=True, snapshots=str(tmp_path / "elsewhere"))
+    assert (tmp_path / "run" / "report.json").exists()
+    assert not (tmp_path / "run.previous").exists()
+    for _ in range(2):
+        train(tmp_path / "run", images, recipe=recipe, overwrite=True, snapshots=str(tmp_path / "run" / "snapshots"))
+
+
 def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "events").mkdir(parents=True)
     with pytest.raises(ConfigError, match="took no snapshot") as caught:

@@ -187,6 +187,8 @@ class StreamReader(Generic[T]):
         self._data = data
         self._num_streams = num_streams
         self._positions: dict[int, Position] = {}
+        self._turns: dict[int, Iterator[T]] = {}
+        """The streams of the present iteration, each with what is left of it."""
         self.add(positions)
         self._order = None if callable(data) else StreamOrder(len(data), seed, num_streams)
         self._handed_out: int | None = None
@@ -208,11 +210,12 @@ class StreamReader(Generic[T]):
         """Read these no more: their lease has ended."""
         for stream in streams:
             self._positions.pop(stream, None)
+            self._turns.pop(stream, None)  # it may come back at another position
             if self._handed_out == stream:
                 self._handed_out = None
 
     def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
-        """Read these too, from the next iteration on."""
+        """Read these too, from the next iteration on, and so those that this reader had at another position."""
         for stream, (epoch, consumed) in positions.items():
             if not (0 <= stream < self._num_streams and epoch >= 0 and consumed >= 0):
                 raise InvalidArgument(
@@ -220,6 +223,7 @@ class StreamReader(Generic[T]):
                     f"{self._num_streams - 1}, and neither number is below 0"
                 )
         added = {stream: Position(*at) for stream, at in positions.items()}
+        self.drop([stream for stream, at in added.items() if self._positions.get(stream, at) != at])
         self._positions = dict(sorted({**self._positions, **added}.items()))
 
     def __iter__(self) -> Iterator[T]:
@@ -227,11 +231,11 @@ class StreamReader(Generic[T]):
         self._handed_out = None  # of an iteration that was given up: it is read again
         epoch = min((at.epoch for at in self._positions.values()), default=0)
         turns = {stream: self._open(stream) for stream, at in self._positions.items() if at.epoch == epoch}
+        self._turns = turns
         while turns:
             for stream, samples in list(turns.items()):
-                if stream not in self._positions:
-                    del turns[stream]
-                    continue
+                if stream not in turns:
+                    continue  # dropped since
                 try:
                     sample = next(samples)
                 except StopIteration:

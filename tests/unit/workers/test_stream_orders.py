@@ -132,6 +132,25 @@ def test_a_stream_that_is_dropped_is_read_no_more_and_one_that_is_added_is() -> 
     assert len(list(reader)) == sizes[1] + sizes[2]
 
 
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_stream_that_comes_back_is_read_from_where_it_was_committed(drops: bool) -> None:
+    samples = [str(number) for number in range(640)]
+    reader = StreamReader(samples, {0: Position(), 1: Position()})
+    read = iter(reader)
+    committed = Counter(next(read) for _ in range(4))
+    reader.done()
+    positions = reader.positions
+    for _ in range(3):
+        next(read)  # read again by whoever reads on from what was committed
+    if drops:
+        reader.drop([0])  # its lease ran out, and was taken anew
+    reader.add({0: positions[0]})
+    list(read)
+    consumed = Counter(list(reader)) + committed
+    zeroth = [samples[int(index)] for index in StreamOrder(640, 0).indices(0, 0)]
+    assert [consumed[sample] for sample in zeroth] == [1] * len(zeroth)
+
+
 def test_a_position_may_be_in_the_middle_of_a_later_epoch() -> None:
     order = StreamOrder(1000, seed=5)
     reader = StreamReader(list(range(1000)), {7: Position(3, 10)}, seed=5)
