@@ -21,7 +21,7 @@ from geartrain.ams.errors import ConfigError
 from geartrain.workers.interruption import interruption
 from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
-from geartrain.workers.run_folder import has_snapshot, read_run, require_new_run
+from geartrain.workers.run_folder import has_snapshot, read_run, require_new_run, sole_trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
 
@@ -62,6 +62,8 @@ def _run_once(
                 f"give --scheduler HOST:PORT ('geartrain up' starts one)"
             )
         options = _after_restart(options, ranks)
+        if options.scheduler is None:
+            stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
         data = _load_in_turn(load, ranks, console)
         job, incarnation = _job_name(options, ranks), ranks.share(time.time_ns())
         stream = f"{job}/rank{ranks.rank}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from geartrain.ams.cluster import Cluster
-from geartrain.ams.errors import SnapshotError, SnapshotFailed, TableNotFound
+from geartrain.ams.errors import GeartrainError, SchedulerUnavailable, SnapshotError, SnapshotFailed, TableNotFound
 from geartrain.ams.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot_folder import list_snapshots, prune
 from geartrain.workers.job_state import JobState, Progress
@@ -82,7 +82,7 @@ class JobSnapshots:
                 files=state.files(),
                 tables=[state.progress.table],
             )
-        except (SnapshotError, TableNotFound) as exc:
+        except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
             # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.
             self._tell(moment, exc)
             return
@@ -131,5 +131,5 @@ class JobSnapshots:
         name, taken = f"step-{step:09}", {listed.name for listed in list_snapshots(self._root)}
         return next(free for free in (name, *(f"{name}-{again}" for again in range(2, 10**6))) if free not in taken)
 
-    def _tell(self, moment: Moment, exc: SnapshotError | TableNotFound) -> None:
+    def _tell(self, moment: Moment, exc: GeartrainError) -> None:
         self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from geartrain.ams.errors import ConfigError, InvalidArgument, SnapshotDamaged
-from geartrain.ams.storage.snapshot_folder import Snapshot, latest, list_snapshots
+from geartrain.ams.storage.snapshot_folder import Snapshot, latest, list_snapshots, open_snapshot
+from geartrain.ams.storage.snapshot_store import place, within
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.streams import Cursor
@@ -153,9 +154,19 @@ def find_state(root: str | Path, job: str, *, allow_fallback: bool = False) -> t
         if listed[0].snapshot is None:
             raise listed[0].damage or SnapshotDamaged(f"{listed[0].path} is damaged")
         snapshot = listed[0].snapshot
+    return snapshot, _state_of_job(snapshot, job)
+
+
+def state_of(root: str | Path, name: str, job: str) -> tuple[Snapshot, JobState]:
+    """Return the snapshot ``name`` of ``job`` in ``root`` and its state. Raises as :func:`find_state`."""
+    snapshot = open_snapshot(within(place(root), name))
+    return snapshot, _state_of_job(snapshot, job)
+
+
+def _state_of_job(snapshot: Snapshot, job: str) -> JobState:
     state = JobState.read(snapshot)
     if state.progress.table != job:
         raise ConfigError(
             f"{snapshot.path} is of job {state.progress.table!r}, not of {job!r}, whose folder this is; move it away"
         )
-    return snapshot, state
+    return state

@@ -27,7 +27,7 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.devices import choose_device
 from geartrain.workers.job_snapshots import JobSnapshots, Moment
-from geartrain.workers.job_state import JobState, Progress, find_state
+from geartrain.workers.job_state import JobState, Progress, find_state, state_of
 from geartrain.workers.live import Events, LiveLine
 from geartrain.workers.loop import Trainer
 from geartrain.workers.model import Model, save_model
@@ -196,8 +196,11 @@ class TrainingRun:
     def _find_saved(self) -> _Saved | None:
         if not self._options.resume:
             return None
-        run = read_run(self._options.out)
-        snapshot, state = find_state(run.snapshots, self._job, allow_fallback=self._options.allow_fallback)
+        run, fallback = read_run(self._options.out), self._options.allow_fallback
+        # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
+        newest = find_state(run.snapshots, self._job, allow_fallback=fallback) if self._ranks.is_first else None
+        name = self._ranks.gather(newest[0].name.encode() if newest else b"")[0].decode()
+        snapshot, state = newest or state_of(run.snapshots, name, self._job)
         if state.class_names != self._data.class_names:
             raise ConfigError(
                 f"the run knows {counted(len(state.class_names), 'class', 'classes')}, the data have others "

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.storage.snapshot_folder import list_snapshots
@@ -90,6 +94,24 @@ def require_new_snapshots(root: str) -> None:
             f"{root} already holds snapshots ({listed[0].name!r} is the newest); give another --snapshots, or move "
             "them away"
         )
+
+
+@contextmanager
+def sole_trainer(folder: Path) -> Iterator[None]:
+    """Hold the run folder against other processes of this machine. Raises ConfigError if one holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as exc:
+        raise ConfigError(
+            f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give another "
+            "--out"
+        ) from exc
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def require_folder(path: Path, flag: str) -> None:

@@ -17,7 +17,7 @@ from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_
 
 
 class _Applied(NamedTuple):
-    """A write that was applied: by which incarnation, to which table, and its reply."""
+    """A write that was applied: by which incarnation, to which table ("": one that was dropped), and its reply."""
 
     incarnation: int
     table: str
@@ -79,6 +79,11 @@ class WriteMarks:
                 f"sequence {context.sequence} of stream {context.stream!r} was acknowledged already "
                 f"(oldest unacknowledged: {stream.oldest_unacknowledged}); number writes upwards"
             )
+        if context.sequence in stream.done and not stream.done[context.sequence].table:
+            raise StaleClient(
+                f"sequence {context.sequence} of stream {context.stream!r} was applied to a table that was dropped "
+                "since; number writes upwards, or begin the job anew: cluster.fence(job, incarnation)"
+            )
         if context.sequence in stream.done:
             done = stream.done[context.sequence].done
             future.set_result(Done(created=done.created, duplicate=True))
@@ -102,6 +107,13 @@ class WriteMarks:
         failpoints.reach("shard.mark.after")
         for future in stream.waiting.pop(context.sequence, ()):
             future.set_result(done)
+
+    def dropped(self, table: str) -> None:
+        """The rows that these writes changed are gone: a repeated one is refused, and no mark says that it is there."""
+        for stream in self._streams.values():
+            for sequence, applied in stream.done.items():
+                if applied.table == table:
+                    stream.done[sequence] = applied._replace(table="")
 
     def failed(self, context: CallContext, error: BaseException) -> None:
         """Answer everyone who waits with ``error``; the write left no trace and may be sent again."""
@@ -149,7 +161,8 @@ class WriteMarks:
         stream.incarnation = max(stream.incarnation, marked.incarnation)
         self._forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation)
         for write in marked.done:
-            if write.sequence >= stream.oldest_unacknowledged and write.sequence not in stream.done:
+            known = stream.done.get(write.sequence)
+            if write.sequence >= stream.oldest_unacknowledged and (known is None or not known.table):
                 stream.done[write.sequence] = _Applied(marked.incarnation, write.table, Done(created=write.created))
 
     def _current(self, context: CallContext) -> _Stream:

@@ -353,6 +353,7 @@ class Shard:
             self._marks.failed(context, self._no_table(name))
         table = self._tables.pop(name, None)
         if table is not None:
+            self._marks.dropped(name)
             for frozen in list(self._frozen.values()):
                 if name in frozen.tables:  # whoever took it may be gone, and its rows would be held for good
                     self._thaw(frozen.snapshot_id, kept=False)

@@ -112,8 +112,12 @@ class LmdbStore:
             key = name.decode(errors="backslashreplace")
             self._values[key] = unseal(key, sealed, str(self._path))
             self._sums[key] = _sum(key, sealed)
-        if record is None and not raw and noted == 0:
+        if record is None and not raw and not noted:
+            if noted is None:
+                self._note(0)
             return  # nothing was ever written
+        if noted is None:
+            raise StateDamaged(f"{self._folder / 'revision'}: it is missing; {REMEDY}")
         self._revision = int.from_bytes((record or b"")[:8], "little")
         if record != _record(self._revision, self._sums):
             raise StateDamaged(f"{self._path}: keys are missing, or its record of them is damaged; {REMEDY}")
@@ -138,12 +142,12 @@ class LmdbStore:
             except lmdb.MapFullError:
                 environment.set_mapsize(2 * int(environment.info()["map_size"]))
 
-    def _noted(self) -> int:
+    def _noted(self) -> int | None:
         path = self._folder / "revision"
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            return 0
+            return None
         if data != _note(int.from_bytes(data[:8], "little")):
             raise StateDamaged(f"{path}: it is damaged (its checksum is another); {REMEDY}")
         return int.from_bytes(data[:8], "little")
@@ -151,13 +155,15 @@ class LmdbStore:
     def _note(self, revision: int) -> None:
         path = self._folder / "revision"
         is_new = not path.exists()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        written = path.with_name("revision.new") if is_new else path
+        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.pwrite(descriptor, _note(revision), 0)  # within one sector: whole or not at all
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
         if is_new:
+            written.rename(path)
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(folder)

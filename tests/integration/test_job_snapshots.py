@@ -9,6 +9,7 @@ import pytest
 from geartrain.ams import failpoints
 from geartrain.ams.errors import ConfigError, SnapshotDamaged, SnapshotFailed
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
+from geartrain.workers.run_folder import sole_trainer
 from tests.faults.test_job_recovery import images, train
 from tests.integration.test_classify_and_predict import assert_same_state, one_thread
 
@@ -66,3 +67,13 @@ def test_a_place_with_snapshots_of_another_job_is_left_alone(images: Path, tmp_p
         train(tmp_path / "second", images, snapshots=str(place))
     assert sorted(place.rglob("*")) == before
     train(tmp_path / "first", None, resume=True, resume_steps=2)
+
+
+def test_a_run_folder_has_one_trainer(images: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", images)
+    with (
+        sole_trainer(tmp_path / "run"),  # another process, perhaps stopped
+        pytest.raises(ConfigError, match="another process trains in"),
+    ):
+        train(tmp_path / "run", None, resume=True)
+    train(tmp_path / "run", None, resume=True, resume_steps=1)

@@ -33,7 +33,7 @@ from geartrain.ams.storage.snapshot_folder import list_snapshots
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.writes import Write
-from tests.model.oracle import Content, OracleShard, OracleTable, Refused, content_of, shard_of
+from tests.model.oracle import EITHER, Content, OracleShard, OracleTable, Refused, content_of, shard_of
 from tests.model.simulated import FATES, Client, Clock, Died, Failure, Fate, Message, Network, SimulatedCluster, inject
 
 NUM_IDS = 12
@@ -42,7 +42,6 @@ SPECS = (
     TableSpec(name="sums", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_IDS, initializer=Constant(0.0)),
     TableSpec(name="speeds", dim=DIM, optimizer=Momentum(0.5, momentum=0.5), initializer=Constant(2.0)),
 )
-EITHER = Refused("the disk decides")
 _HAS_SHM = Path("/dev/shm").is_dir()
 ALL_IDS = np.arange(NUM_IDS, dtype=np.int64)
 

@@ -29,6 +29,9 @@ class Refused:
     why: str
 
 
+EITHER = Refused("it may be refused or taken; no row changes")
+
+
 @dataclass
 class OracleTable:
     """One table on one shard."""
@@ -69,8 +72,8 @@ class OracleShard:
     num_shards: int
     incarnation: int
     tables: dict[str, OracleTable] = field(default_factory=dict)
-    applied: set[tuple[str, int]] = field(default_factory=set)
-    """(stream, sequence) of every write that changed rows."""
+    applied: dict[tuple[str, int], OracleTable] = field(default_factory=dict)
+    """(stream, sequence) of every write that changed rows, and whose they were."""
     newest: dict[str, int] = field(default_factory=dict)
     """Highest incarnation seen of each stream."""
     oldest: dict[str, int] = field(default_factory=dict)
@@ -121,8 +124,11 @@ class OracleShard:
         self.oldest[context.stream] = oldest
         if context.sequence < oldest:
             return Refused("the write was acknowledged long ago")
-        if (context.stream, context.sequence) not in self.applied:
-            self.applied.add((context.stream, context.sequence))
+        number = context.stream, context.sequence
+        if number in self.applied and self.applied[number] is not held:
+            return EITHER  # the table was dropped since: known or not, it is not applied to the new one
+        if number not in self.applied:
+            self.applied[number] = held
             held.push(ids, values) if kind == "Push" else held.assign(ids, values)
         return None
 

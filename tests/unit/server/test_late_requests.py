@@ -227,3 +227,13 @@ def test_a_freeze_of_a_dropped_table_keeps_none_of_its_memory(shard: Shard) -> N
         make_anew(shard)
     gc.collect()
     assert [ref() is not None for ref in held] == [False] * 3
+
+
+def test_a_number_of_a_dropped_table_is_refused_and_not_taken_for_applied(shard: Shard) -> None:
+    push(shard, 1)
+    make_anew(shard)
+    with pytest.raises(StaleClient, match=r"sequence 1 .* a table that was dropped since; number writes upwards"):
+        push(shard, 1)
+    assert (rows(shard) == 0).all()
+    push(shard, 2)
+    assert (rows(shard) == 1).all()

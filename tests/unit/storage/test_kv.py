@@ -151,3 +151,23 @@ def test_after_a_failed_write_nothing_more_is_taken(tmp_path: Path, monkeypatch:
     store.close()
     again: Callable[[], None] = LmdbStore(tmp_path).close
     again()
+
+
+def test_a_store_whose_revision_is_gone_is_not_believed(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path)
+    store.write({"a": b"1"})
+    store.close()
+    (tmp_path / "revision").unlink()
+    with pytest.raises(StateDamaged, match=r"revision.*is missing"):
+        LmdbStore(tmp_path)
+
+
+def test_a_death_while_the_first_revision_is_written_leaves_a_store_that_opens(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path)
+    store.close()
+    (tmp_path / "revision").unlink()
+    (tmp_path / "revision.new").write_bytes(b"")  # made, and not yet written
+    again = LmdbStore(tmp_path)
+    again.write({"a": b"1"})
+    again.close()
+    assert LmdbStore(tmp_path).read_all() == {"a": b"1"}
