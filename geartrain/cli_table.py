@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a runni
 
 @app.command(name="list")
 def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
-    """List the tables of a cluster: a job's stays when the job has ended."""
+    """List the tables of a cluster. A job drops its own at its end; one that was killed leaves it."""
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
     from geartrain.ams.cluster import cluster_status  # after the settings are known to be right: it is slower
 

@@ -83,7 +83,7 @@ Snapshots = Annotated[
     ),
 ]
 SnapshotSteps = Annotated[
-    int | None, typer.Option("--snapshot-steps", help="Steps between snapshots.", show_default="200")
+    int | None, typer.Option("--snapshot-steps", min=1, help="Steps between snapshots.", show_default="200")
 ]
 SnapshotMinutes = Annotated[
     float | None,

@@ -55,6 +55,7 @@ class JobSnapshots:
         self._clock = clock
         self._pending: tuple[PendingSnapshot, str, Moment] | None = None
         self._begun = clock()
+        self._failure: GeartrainError | None = None
         self.last: Moment | None = None
         """Of the newest whole snapshot that this object took."""
 
@@ -113,17 +114,16 @@ class JobSnapshots:
 
     def require(self, state: JobState) -> None:
         """Take one that must succeed. Raises SnapshotFailed."""
-        failures: list[str] = []
-        tell, self._say = self._say, failures.append
+        say, self._say = self._say, lambda _: None
         try:
             self.begin(state)
             self.settle()
         finally:
-            self._say = tell
+            self._say = say
         if self.last is None or self.last.progress != state.progress:
             raise SnapshotFailed(
-                f"{'; '.join(failures)}. Snapshots are written by the shards: give a folder or URL that they and "
-                "this worker see alike (--snapshots)"
+                f"a training begins with a snapshot, and there is none: {self._failure}. Snapshots are written by the "
+                "shards: give a folder or URL that they and this worker see alike (--snapshots)"
             )
 
     def _free_name(self, step: int) -> str:
@@ -132,4 +132,5 @@ class JobSnapshots:
         return next(free for free in (name, *(f"{name}-{again}" for again in range(2, 10**6))) if free not in taken)
 
     def _tell(self, moment: Moment, exc: GeartrainError) -> None:
+        self._failure = exc
         self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

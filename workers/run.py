@@ -268,7 +268,8 @@ class TrainingRun:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except LOST as exc:
-            self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {exc}")
+            what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
+            self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
             self._go_back(exc)
             raise
         finally:
