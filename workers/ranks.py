@@ -58,7 +58,8 @@ class Ranks:
         dist.all_gather(sizes, torch.tensor([len(data)], device=device))
         lengths = [int(size.item()) for size in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data:  # torch makes no tensor of nothing
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded)
         return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
