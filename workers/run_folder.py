@@ -10,14 +10,14 @@ mistakes.png   of a finished run
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.storage.snapshot_folder import list_snapshots
@@ -100,18 +100,18 @@ def require_new_snapshots(root: str) -> None:
 def sole_trainer(folder: Path) -> Iterator[None]:
     """Hold the run folder against other processes of this machine. Raises ConfigError if one holds it."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=0)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        lock.acquire()
-    except Timeout as exc:
-        raise ConfigError(
-            f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give another "
-            "--out"
-        ) from exc
-    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ConfigError(
+                f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give "
+                "another --out"
+            ) from exc
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
 
 
 def require_folder(path: Path, flag: str) -> None:
