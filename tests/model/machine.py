@@ -176,7 +176,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 shard.thaw(header.snapshot_id)
             case "Restore":
                 content = next((one.content for one in self.taken if str(one.path) == header.folder), None)
-                return shard.restore(content, tuple(header.tables))
+                return shard.restore(header.folder, content, tuple(header.tables))
         return None
 
     # What holds after every step.

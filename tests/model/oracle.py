@@ -39,6 +39,8 @@ class OracleTable:
     spec: TableSpec
     rows: dict[int, Row] = field(default_factory=dict)
     is_written: bool = False
+    restored_from: str = ""
+    """The folder whose rows it has, or is being given."""
 
     def initial(self) -> Row:
         assert isinstance(self.spec.initializer, Constant)
@@ -150,9 +152,11 @@ class OracleShard:
         if self.frozen == snapshot:
             self.frozen, self.held = "", []
 
-    def restore(self, content: Content | None, names: tuple[str, ...]) -> Refused | None:
+    def restore(self, folder: str, content: Content | None, names: tuple[str, ...]) -> Refused | None:
         if content is None:
             return Refused("there is no such snapshot")
+        if any(name in self.tables and self.tables[name].restored_from not in ("", folder) for name in names):
+            return Refused("the table was restored from another folder: two moments must not be mixed")
         for name in names:
             held = self.tables.get(name)
             if held is None or held.spec != content[name][0]:
@@ -160,6 +164,7 @@ class OracleShard:
             if held.is_written:
                 return Refused("the table has been written to: a late request must not undo that")
         for name in names:
+            self.tables[name].restored_from = folder
             spec, rows = content[name]
             for one, row in rows.items():
                 if shard_of(one, spec, self.num_shards) == self.number:
