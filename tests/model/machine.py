@@ -97,6 +97,12 @@ def _something_is_at_stake(machine: ClusterMachine) -> bool:
     return machine._calm >= 2
 
 
+def _would_wait(client: Client) -> bool:
+    """Whether its next write would wait for its own oldest one, which nobody else can end here."""
+    stream = client.stream
+    return stream._next - stream._oldest() >= stream._window
+
+
 class ClusterMachine(RuleBasedStateMachine):
     """One sequence. The network tells the oracle of every message that reaches a shard, before the shard has it."""
 
@@ -211,8 +217,8 @@ class ClusterMachine(RuleBasedStateMachine):
     def push(self, which: int, table: str, them: int, seed: int, script: int) -> None:
         client, chosen = self._client(which), ids_of(them)
         gradients = np.random.default_rng(seed).integers(-3, 4, (len(chosen), DIM)).astype(np.float32)
-        if len(client.stream._open) >= client.stream._window - 1:
-            return  # it would wait for its own oldest write
+        if _would_wait(client):
+            return
         sequence = client.stream._next
         write = self._table(client, table).prepare_push(np.array(chosen), gradients)
         self._send(Pending(client, write, table, chosen, sequence), script)
@@ -225,7 +231,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(which=small, table=tables, them=ids, seed=small, script=fates)
     def assign(self, which: int, table: str, them: int, seed: int, script: int) -> None:
         client, chosen = self._client(which), ids_of(them)
-        if len(client.stream._open) >= client.stream._window - 1:
+        if _would_wait(client):
             return
         sequence = client.stream._next
         rows = np.random.default_rng(seed).integers(-9, 10, (len(chosen), DIM)).astype(np.float32)
@@ -281,6 +287,8 @@ class ClusterMachine(RuleBasedStateMachine):
         self.zombies.append(old)
         for one in taken_over:
             self._send(one, 0)
+        if _would_wait(new):
+            return
         done = self._table(new, "sums").push(ALL_IDS, np.ones((NUM_IDS, DIM), np.float32))
         assert not done.duplicate
 
@@ -288,7 +296,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(which=small, table=tables, them=ids)
     def a_zombie_writes(self, which: int, table: str, them: int) -> None:
         zombie = self.zombies[which % len(self.zombies)]
-        if len(zombie.stream._open) >= zombie.stream._window - 1:
+        if _would_wait(zombie):
             return
         heard = all(
             shard.newest.get(zombie.stream.name, 0) > zombie.stream.incarnation for shard in self.oracle.values()
