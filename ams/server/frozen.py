@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -161,12 +161,17 @@ def _joined(parts: list[Part]) -> dict[str, npt.NDArray[Any]]:
 
 
 def restore_tables(
-    folder: str, tables: Mapping[str, RowTable], owned_buckets: Ids, turn: AbstractContextManager[Any]
+    folder: str,
+    tables: Mapping[str, RowTable],
+    owned_buckets: Ids,
+    turn: AbstractContextManager[Any],
+    begin: Callable[[], None],
 ) -> int:
     """Write the rows of ``tables`` that a snapshot, and those it adds to, have and this shard owns.
 
     Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
-    checked before any of its rows is written, and written while holding ``turn``. Raises SnapshotError, SpecMismatch.
+    checked before any of its rows is written, and written while holding ``turn``. ``begin`` is called once it is known
+    that they can be written. Raises SnapshotError, SpecMismatch, and what ``turn`` and ``begin`` raise.
     """
     snapshot = open_snapshot(folder)
     chain = snapshot.chain()
@@ -174,6 +179,7 @@ def restore_tables(
     for name, table in tables.items():
         if specs.get(name) != table.spec:
             raise SpecMismatch(f"table {name!r} is {table.spec}, in the snapshot {specs.get(name)}")
+    begin()
     owned = np.zeros(NUM_BUCKETS, np.bool_)
     owned[owned_buckets] = True
     num_read = 0

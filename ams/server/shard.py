@@ -408,7 +408,6 @@ class Shard:
         """Begin work on files on a thread of its own: the shard goes on."""
         if isinstance(request, Restore):
             tables = {name: self._table(name) for name in request.tables}
-            self._begin_restore(request.folder, tables)
             return self._files.submit(self._restore, request.folder, tables)
         frozen = self._frozen.get(request.snapshot_id)
         if frozen is None:
@@ -425,6 +424,7 @@ class Shard:
         return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
     def _begin_restore(self, folder: str, tables: dict[str, _Table]) -> None:
+        """Mark the tables as being restored, all of them or, if one cannot be, none."""
         for name, table in tables.items():
             if table.restored_from not in ("", folder):
                 raise TableExists(
@@ -432,7 +432,7 @@ class Shard:
                     "moments would be mixed"
                 )
         for name, table in tables.items():
-            if table.restored_from or table.writes:
+            if table.restored_from:
                 continue
             # Whoever holds or has kept it from before means a table without these rows.
             for frozen in [frozen for frozen in self._frozen.values() if name in frozen.tables]:
@@ -443,9 +443,12 @@ class Shard:
     def _restore(self, folder: str, tables: dict[str, _Table]) -> Reply:
         rows = {name: table.rows for name, table in tables.items()}
         turn = _TurnUnlessWritten(self._turn, tables, self._tables)
-        with turn:
-            pass  # refused before anything is read
-        num_read = restore_tables(folder, rows, self._owned_buckets, turn)
+
+        def begin() -> None:
+            with turn:
+                self._begin_restore(folder, tables)
+
+        num_read = restore_tables(folder, rows, self._owned_buckets, turn, begin)
         sources = marks_for(folder, self._owned_buckets)
         if not tables:  # asked whether it can be read here
             return Done()

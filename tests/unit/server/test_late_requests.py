@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import SnapshotFailed, StaleClient, TableExists, TableNotFound
+from geartrain.ams.errors import SnapshotFailed, SpecMismatch, StaleClient, TableExists, TableNotFound
 from geartrain.ams.failpoints import armed
 from geartrain.ams.messages import (
     CallContext,
@@ -196,13 +196,25 @@ def test_half_a_restored_table_is_no_moment(shard: Shard, tmp_path: Path) -> Non
     source = committed(shard, tmp_path, "source")
     make_anew(shard)
     hold = tmp_path / "go"
-    with armed(f"restore.block.before=pause({hold})"):
+    with armed(f"restore.block.before=pause({hold})") as passes:
         restoring = shard.submit(CallContext(), Restore(folder=str(source.path), tables=("t",)))
+        while not passes.fired["restore.block.before"]:
+            assert not restoring.done()
         with pytest.raises(SnapshotFailed, match="'t' is being restored"):
             ask(shard, Freeze(snapshot_id="half"))
         hold.touch()
         restoring.result(timeout=10)
     ask(shard, Freeze(snapshot_id="whole"))
+
+
+def test_a_restore_that_is_refused_leaves_no_table_half_restored(shard: Shard, tmp_path: Path) -> None:
+    other = TableSpec(name="other", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))
+    ask(shard, CreateTable(spec=other))
+    push(shard, 1)
+    source = committed(shard, tmp_path, "source")
+    with pytest.raises(SpecMismatch, match="'other'"):  # it is not in the snapshot
+        ask(shard, Restore(folder=str(source.path), tables=("other",)))
+    ask(shard, Freeze(snapshot_id="next"))
 
 
 def test_what_a_superseded_process_left_to_do_is_refused(shard: Shard, tmp_path: Path) -> None:
