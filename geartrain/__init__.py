@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from geartrain.ams.cluster import Cluster, connect, local
     from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.heads.class_head import ClassHead
+    from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.optimizer import RowOptimizer
@@ -43,9 +44,11 @@ __all__ = [
     "TableSpec",
     "Uniform",
     "__version__",
+    "class_center_sample",
     "connect",
     "errors",
     "local",
+    "margin_cross_entropy",
     "state_from_bytes",
     "state_to_bytes",
 ]
@@ -55,6 +58,7 @@ _HOMES = {
     "geartrain.ams.cluster": ("Cluster", "connect", "local"),
     "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
+    "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),

@@ -98,16 +98,21 @@ class PartialFC:
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
         """Positives and fill-up for the labels [B]; O(active log active)."""
-        positives = np.unique(labels)
-        budget = max(self.budget(num_classes), len(positives))
-        if budget >= num_classes:
-            return ActiveClasses(num_classes)
-        sampled = sample_ids(num_classes, budget, self.seed, step)
-        # At most len(positives) of the sampled ids are positives, so enough others remain to fill the budget.
-        negatives = sampled[~_is_member(sampled, positives)][: budget - len(positives)]
-        ids = np.concatenate([positives, negatives])
-        ids.sort()
-        return ActiveClasses(len(ids), ids)
+        return positives_and_sample(labels, num_classes, self.budget(num_classes), self.seed, step)
+
+
+def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, step: int) -> ActiveClasses:
+    """The distinct labels, filled up to ``budget`` with the first others of the keyed permutation of (seed, step)."""
+    positives = np.unique(labels)
+    budget = max(budget, len(positives))
+    if budget >= num_classes:
+        return ActiveClasses(num_classes)
+    sampled = sample_ids(num_classes, budget, seed, step)
+    # At most len(positives) of the sampled ids are positives, so enough others remain to fill the budget.
+    negatives = sampled[~_is_member(sampled, positives)][: budget - len(positives)]
+    ids = np.concatenate([positives, negatives])
+    ids.sort()
+    return ActiveClasses(len(ids), ids)
 
 
 def _is_member(ids: Ids, few: Ids) -> npt.NDArray[np.bool_]:

@@ -36,6 +36,8 @@ PUBLIC_NAMES = {
     "SphereFace",
     "CombinedMargin",
     "StreamReader",
+    "class_center_sample",
+    "margin_cross_entropy",
     "state_to_bytes",
     "state_from_bytes",
     "errors",
