@@ -106,7 +106,7 @@ class _MarginCrossEntropy(torch.autograd.Function):
         if group is not None:
             dist.all_reduce(sums, group=group)
         sum_B, target_B, owners_B = sums
-        losses_B = highest_B + sum_B.log() - target_B
+        losses_B: Tensor = highest_B + sum_B.log() - target_B
         # Where no rank holds the label neither the loss nor its gradient may look right.
         valid_B = torch.where(owners_B == 1, 1.0, torch.nan).to(compute)
         ctx.save_for_backward(exponentials_BC.div_(sum_B.unsqueeze(1)), columns, inside_B, slope_B, valid_B)
