@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
+    from geartrain.bridge.heads.memory import memory_report
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.optimizer import RowOptimizer
     from geartrain.bridge.state import state_from_bytes, state_to_bytes
@@ -46,6 +47,7 @@ __all__ = [
     "connect",
     "errors",
     "local",
+    "memory_report",
     "state_from_bytes",
     "state_to_bytes",
 ]
@@ -56,6 +58,7 @@ _HOMES = {
     "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
+    "geartrain.bridge.heads.memory": ("memory_report",),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
     "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),

@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "SphereFace",
     "CombinedMargin",
     "StreamReader",
+    "memory_report",
     "state_to_bytes",
     "state_from_bytes",
     "errors",
