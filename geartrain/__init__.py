@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
+    from geartrain.bridge.heads.memory import memory_report
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.optimizer import RowOptimizer
     from geartrain.bridge.state import state_from_bytes, state_to_bytes
@@ -49,6 +50,7 @@ __all__ = [
     "errors",
     "local",
     "margin_cross_entropy",
+    "memory_report",
     "state_from_bytes",
     "state_to_bytes",
 ]
@@ -60,6 +62,7 @@ _HOMES = {
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
+    "geartrain.bridge.heads.memory": ("memory_report",),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
     "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),

@@ -34,6 +34,7 @@ COMMANDS = {
     "config": ("geartrain.cli_config", "app"),
     "doctor": ("geartrain.cli_doctor", "doctor"),
     "failpoints": ("geartrain.cli_failpoints", "failpoints"),
+    "plan": ("geartrain.cli_plan", "plan"),
     "bench": ("geartrain.cli_bench", "bench"),
 }
 

@@ -38,6 +38,7 @@ PUBLIC_NAMES = {
     "StreamReader",
     "class_center_sample",
     "margin_cross_entropy",
+    "memory_report",
     "state_to_bytes",
     "state_from_bytes",
     "errors",

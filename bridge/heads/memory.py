@@ -1,0 +1,335 @@
+"""Will it fit? Bytes of a class head by part, for each place of the rows, from the formulas that its code follows.
+
+Legend: C classes, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one shard or rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.placement import MAX_SHARDS, NUM_BUCKETS
+from geartrain.ams.specs import DTYPES, DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.bridge.heads import held_rows, streamed_rows
+from geartrain.bridge.heads.batch import chunk_rows_for
+from geartrain.bridge.heads.chunk_pass import CompiledPass
+from geartrain.bridge.heads.selection import PartialFC
+from geartrain.bridge.heads.stream import NUM_BUFFERS, block_rows_for
+
+RowPlace = Literal["pull", "hosted", "ranks"]
+Holder = Literal["shard", "rank"]
+
+_PLACES = ("pull", "hosted", "ranks")
+_DEFAULT_SELECT = PartialFC(sample_rate=0.1)
+_DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
+_COMPUTE_BYTES = 4
+_ID_ARRAYS = 6
+"""int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
+_GIB = 2**30
+
+
+class Budget(Protocol):
+    """The part of a selection that decides how many classes are active."""
+
+    def budget(self, num_classes: int) -> int:
+        """How many classes are active unless the positives alone are more."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """One thing that takes memory."""
+
+    name: str
+    holder: Holder
+    """Who holds it: every shard, or every rank."""
+    bytes: int
+    """Of the fullest shard or rank."""
+    standing: bool
+    """True: held all the time; False: in a step only."""
+    formula: str
+    """Where the bytes come from, in the letters of this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes of a class head by part; ``print`` it for a table. See :func:`memory_report`."""
+
+    num_classes: int
+    dim: int
+    rows: RowPlace
+    dtype: str
+    slot_dtype: str | None
+    """None: the optimizer keeps no slots."""
+    batch_size: int
+    num_active: int
+    num_shards: int
+    """0 with ``rows="ranks"``."""
+    num_ranks: int
+    table_bytes: int
+    """Rows, slots and index over all shards or ranks, once every row was written."""
+    plsc_bytes: int
+    """What PLSC's formulas give for the same head on ``num_ranks`` cards, over all of them."""
+    parts: tuple[MemoryPart, ...]
+
+    @property
+    def bytes_per_class(self) -> float:
+        """Of rows, slots and index."""
+        return self.table_bytes / self.num_classes
+
+    @property
+    def shard_bytes(self) -> int:
+        """Peak of the fullest shard; 0 with ``rows="ranks"``."""
+        return self._peak("shard")
+
+    @property
+    def rank_bytes(self) -> int:
+        """Peak of a rank, without its backbone."""
+        return self._peak("rank")
+
+    @property
+    def step_bytes(self) -> int:
+        """What a step adds, over all shards and ranks."""
+        count = {"shard": self.num_shards, "rank": self.num_ranks}
+        return sum(part.bytes * count[part.holder] for part in self.parts if not part.standing)
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak over all shards and ranks: ``table_bytes`` + ``step_bytes``."""
+        return self.table_bytes + self.step_bytes
+
+    def _peak(self, holder: Holder) -> int:
+        return sum(part.bytes for part in self.parts if part.holder == holder)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        sums = {name: getattr(self, name) for name in ("shard_bytes", "rank_bytes", "step_bytes", "total_bytes")}
+        return {**asdict(self), "bytes_per_class": self.bytes_per_class, **sums}
+
+    def __str__(self) -> str:
+        slots = "no slots" if self.slot_dtype is None else f"{self.slot_dtype} slots"
+        lines = [
+            f"{self.num_classes:,} classes of width {self.dim}, {self.dtype} rows, {slots}, rows={self.rows!r}, "
+            f"{self.num_shards} shards, {self.num_ranks} ranks of {self.batch_size}, {self.num_active:,} active",
+            "",
+        ]
+        width = max(len(part.name) for part in self.parts)
+        for holder in ("shard", "rank"):
+            held = [part for part in self.parts if part.holder == holder]
+            for part in held:
+                when = "always" if part.standing else "in a step"
+                lines.append(f"{holder:<5}  {part.name:<{width}}  {_gib(part.bytes)}  {when:<9}  {part.formula}")
+            if held:
+                lines.append(f"{holder:<5}  {'together':<{width}}  {_gib(self._peak(holder))}")
+        lines += [
+            "",
+            f"per class {self.bytes_per_class:,.1f} bytes; all shards and ranks {_gib(self.total_bytes).strip()}; "
+            f"PLSC's formulas {_gib(self.plsc_bytes).strip()}",
+        ]
+        return "\n".join(lines)
+
+
+def memory_report(
+    *,
+    num_classes: int,
+    dim: int,
+    rows: RowPlace = "pull",
+    dtype: DTypeName = "float32",
+    slot_dtype: DTypeName = "float32",
+    optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
+    select: Budget = _DEFAULT_SELECT,
+    batch_size: int = 128,
+    num_shards: int = 1,
+    num_ranks: int = 1,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    rows_cache_bytes: int = 64 << 20,
+    logits_cache_bytes: int = 26 << 20,
+) -> MemoryReport:
+    """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`.
+
+    ``batch_size`` is that of a rank, ``device`` that of its features, ``num_threads`` PyTorch's (by default this
+    process's). A row is counted from its first write on; memory of rows never written is not taken. Not counted: the
+    backbone, libraries, and what gRPC holds of messages under way. With ``rows="pull"`` a test compares it with what is
+    measured. Raises InvalidArgument.
+
+    PLSC's formulas (its section 3 and 4), per card: weight and velocity C·D/R each, logits and their gradient
+    A·B each; dense momentum has a gradient of C·D/R besides.
+    """
+    if rows not in _PLACES:
+        raise InvalidArgument(f"rows is {rows!r}; it must be one of {', '.join(_PLACES)}")
+    for name, value, most in (
+        ("num_shards", num_shards, MAX_SHARDS),
+        ("num_ranks", num_ranks, None),
+        ("batch_size", batch_size, None),
+    ):
+        if not isinstance(value, int) or value < 1 or (most is not None and value > most):
+            raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= 1{f' and <= {most}' if most else ''}")
+    spec = TableSpec(
+        name="plan", dim=dim, num_rows=num_classes, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype
+    )
+    plan = _Plan(
+        spec=spec,
+        num_classes=num_classes,
+        active=min(num_classes, max(select.budget(num_classes), min(num_classes, batch_size * num_ranks))),
+        batch=batch_size,
+        shards=0 if rows == "ranks" else num_shards,
+        ranks=num_ranks,
+        device=torch.device(device),
+        threads=(num_threads or torch.get_num_threads()) if device == "cpu" else 1,
+        rows_cache_bytes=rows_cache_bytes,
+        logits_cache_bytes=logits_cache_bytes,
+    )
+    parts = {"pull": plan.pull, "hosted": plan.hosted, "ranks": plan.on_ranks}[rows]()
+    return MemoryReport(
+        num_classes=num_classes,
+        dim=dim,
+        rows=rows,
+        dtype=dtype,
+        slot_dtype=slot_dtype if spec.has_slots else None,
+        batch_size=batch_size,
+        num_active=plan.active,
+        num_shards=plan.shards,
+        num_ranks=num_ranks,
+        table_bytes=plan.table_bytes(),
+        plsc_bytes=plan.plsc_bytes(),
+        parts=tuple(part for part in parts if part.bytes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    spec: TableSpec
+    num_classes: int
+    active: int
+    batch: int
+    shards: int
+    ranks: int
+    device: torch.device
+    threads: int
+    rows_cache_bytes: int
+    logits_cache_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.spec.dim * DTYPES[self.spec.slot_dtype].itemsize if self.spec.has_slots else 0
+
+    def index_bytes(self, shard: int) -> int:
+        """Presence bits of the positions of a shard: one for each round of 4096 ids and owned bucket."""
+        rounds = (self.num_classes - 1) // NUM_BUCKETS + 1
+        return (rounds * len(range(shard, NUM_BUCKETS, self.shards)) + 7) // 8
+
+    def table_bytes(self) -> int:
+        index = sum(self.index_bytes(shard) for shard in range(self.shards))
+        return self.num_classes * (self.spec.row_bytes + self.slot_bytes) + index
+
+    def plsc_bytes(self) -> int:
+        item = self.spec.numpy_dtype.itemsize
+        copies = 1 + bool(self.slot_bytes) + (not isinstance(self.spec.optimizer, SparseMomentum))
+        logits_of_a_card = self.active * self.batch * item
+        return copies * self.num_classes * self.spec.row_bytes + 2 * logits_of_a_card * self.ranks
+
+    def table(self, holder: Holder) -> list[MemoryPart]:
+        """Rows, slots and index of the fullest holder."""
+        if holder == "rank":
+            most = -(-self.num_classes // self.ranks)
+        else:  # buckets go to the shards in turn, so that the first has the most
+            rounds, rest = divmod(self.num_classes, NUM_BUCKETS)
+            most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
+        parts = [("rows", most * self.spec.row_bytes, f"n·D·{self.spec.numpy_dtype.itemsize}, n = {most:,}")]
+        if self.slot_bytes:
+            parts.append(("slots (momentum)", most * self.slot_bytes, f"n·D·{self.slot_bytes // self.spec.dim}"))
+        if holder == "shard":
+            parts.append(("index", self.index_bytes(0), "n/8"))
+        return [
+            MemoryPart(name=name, holder=holder, bytes=size, standing=True, formula=formula)
+            for name, size, formula in parts
+        ]
+
+    def pull(self) -> list[MemoryPart]:
+        """Rows travel: a rank holds the active ones and overwrites them by their gradients, or streams them."""
+        row, budget_bytes = self.spec.row_bytes, self.active * self.spec.row_bytes
+        held = budget_bytes <= self.rows_cache_bytes
+        chunk_rows = self._chunk_rows()
+        if held:
+            buffers, formula = budget_bytes, f"A·D·{self.spec.numpy_dtype.itemsize}"
+            push, kept, sums = budget_bytes, self._kept_logits(self.active, self.batch, chunk_rows), held_rows.PARTS
+        else:
+            block = min(block_rows_for(row), self.active) * row
+            buffers, formula = NUM_BUFFERS * block, f"{NUM_BUFFERS} blocks of 8 MiB"
+            push, kept, sums = block, 0, streamed_rows.PARTS
+        ids = self.active if held else buffers // row
+        return self.table("shard") + _in_step(
+            "rank",
+            ("active rows, then their gradients", buffers, formula),
+            ("gradients cut by shard", push if self.shards > 1 else 0, "as much as one push, if S > 1"),
+            ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
+            ("ids", _ID_ARRAYS * 8 * ids, f"{_ID_ARRAYS}·8·A"),
+            *self._batch_parts(self.batch, sums, chunk_rows),
+        )
+
+    def hosted(self) -> list[MemoryPart]:
+        """Features travel: each shard works beside its part of the active rows, which are not copied."""
+        joint, chunk_rows = self.batch * self.ranks, self._chunk_rows()
+        active = -(-self.active // self.shards)
+        features = joint * self.spec.dim * _COMPUTE_BYTES
+        return (
+            self.table("shard")
+            + _in_step(
+                "shard",
+                ("kept logits", self._kept_logits(active, joint, chunk_rows), "A·R·B·4/S, at most logits_cache_bytes"),
+                ("ids", 2 * 8 * active, "2·8·A/S"),
+                *self._batch_parts(joint, held_rows.PARTS, chunk_rows),
+            )
+            + _in_step("rank", ("features and their gradients", 2 * features // self.ranks, "2·B·D·4"))
+        )
+
+    def on_ranks(self) -> list[MemoryPart]:
+        """Rows and momentum on the ranks: features of all ranks are gathered, active rows gathered and scattered."""
+        joint, chunk_rows = self.batch * self.ranks, self._chunk_rows()
+        active = -(-self.active // self.ranks)
+        gathered = 0 if self.active == self.num_classes else active * self.spec.row_bytes
+        return self.table("rank") + _in_step(
+            "rank",
+            ("active rows, then their gradients", gathered, "A·D/R of the rows' type; none if all are active"),
+            ("kept logits", self._kept_logits(active, joint, chunk_rows), "A·B·4, at most logits_cache_bytes"),
+            ("ids", _ID_ARRAYS * 8 * active, f"{_ID_ARRAYS}·8·A/R"),
+            *self._batch_parts(joint, held_rows.PARTS, chunk_rows),
+        )
+
+    def _chunk_rows(self) -> int:
+        if self.device.type == "cpu":
+            return CompiledPass.chunk_rows
+        return chunk_rows_for(self.batch, self.spec.dim, self.device)
+
+    def _kept_logits(self, active: int, batch: int, chunk_rows: int) -> int:
+        fitting = min(active, self.logits_cache_bytes // (batch * _COMPUTE_BYTES))
+        return (active if fitting == active else fitting // chunk_rows * chunk_rows) * batch * _COMPUTE_BYTES
+
+    def _batch_parts(self, batch: int, sums: int, chunk_rows: int) -> list[tuple[str, int, str]]:
+        """What is kept of a batch, and the scratch of the threads that work on chunks of rows."""
+        wide = batch * self.spec.dim * _COMPUTE_BYTES
+        chunk = min(chunk_rows, self.active) * self.spec.dim * _COMPUTE_BYTES
+        if self.device.type == "cpu":
+            copies, logits = (0 if self.spec.dtype == "float32" else 1), 0
+        else:
+            copies, logits = 4, 2 * min(chunk_rows, self.active) * batch * _COMPUTE_BYTES
+        return [
+            ("partial sums", (sums + 1) * wide, f"({sums} + 1)·B·D·4"),
+            ("features, packed, and their gradients", 4 * wide, "4·B·D·4"),
+            ("scratch of the threads", self.threads * (copies * chunk + logits), "chunks of rows, one a thread"),
+        ]
+
+
+def _in_step(holder: Holder, *parts: tuple[str, int, str]) -> list[MemoryPart]:
+    return [
+        MemoryPart(name=name, holder=holder, bytes=size, standing=False, formula=formula)
+        for name, size, formula in parts
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:10,.3f} GiB"

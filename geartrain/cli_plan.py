@@ -1,0 +1,49 @@
+"""``geartrain plan``: will it fit?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+
+from geartrain.ams.specs import SGD, SparseMomentum
+from geartrain.cli_options import Json
+
+_DTYPE = "float32, float16 or bfloat16."
+
+
+def plan(
+    classes: Annotated[int, typer.Option("--classes", help="Number of classes.")],
+    dim: Annotated[int, typer.Option("--dim", help="Width of features and class centers.")],
+    rows: Annotated[str, typer.Option("--rows", help="Where the rows are: pull, hosted or ranks.")] = "pull",
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Storage type of the rows: {_DTYPE}")] = "float32",
+    slot_dtype: Annotated[
+        str | None, typer.Option("--slot-dtype", help=f"Of the momentum: {_DTYPE}", show_default="float32")
+    ] = None,
+    momentum: Annotated[bool, typer.Option("--momentum/--sgd", help="Whether rows have momentum.")] = True,
+    sample_rate: Annotated[float, typer.Option("--sample-rate", help="Part of the classes active in a step.")] = 0.1,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a rank.")] = 128,
+    shards: Annotated[int, typer.Option("--shards", help="Shards of the cluster.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks that train together.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="Of the features: cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Print the memory of a class head by part, for each shard and rank, before anything is started."""
+    from geartrain.bridge.heads.memory import memory_report  # loads torch
+    from geartrain.bridge.heads.selection import PartialFC
+
+    report = memory_report(
+        num_classes=classes,
+        dim=dim,
+        rows=cast(Any, rows),
+        dtype=cast(Any, dtype),
+        slot_dtype=cast(Any, slot_dtype or "float32"),
+        optimizer=SparseMomentum(lr=0.1) if momentum else SGD(lr=0.1),
+        select=PartialFC(sample_rate=sample_rate),
+        batch_size=batch_size,
+        num_shards=shards,
+        num_ranks=ranks,
+        device=device,
+    )
+    print(json.dumps(report.to_json()) if as_json else report)
