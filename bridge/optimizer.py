@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.row_update import RowUpdate
+from geartrain.bridge.heads.row_update import PendingUpdate
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -28,7 +28,7 @@ class RowOptimizer(torch.optim.Optimizer):
         flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
         if not flat or not all(isinstance(head, ClassHead) for head in flat):
             raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads; it was given {heads!r}")
-        self._updates: dict[int, RowUpdate] = {id(head.row_update.carrier): head.row_update for head in flat}
+        self._updates: dict[int, PendingUpdate[Any]] = {id(head.row_update.carrier): head.row_update for head in flat}
         groups = [
             {
                 "params": [head.row_update.carrier],
@@ -39,7 +39,7 @@ class RowOptimizer(torch.optim.Optimizer):
         ]
         super().__init__(groups, {})
 
-    def _group_updates(self) -> list[tuple[dict[str, Any], RowUpdate]]:
+    def _group_updates(self) -> list[tuple[dict[str, Any], PendingUpdate[Any]]]:
         return [(group, self._updates[id(group["params"][0])]) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -102,13 +102,16 @@ class TensorPass:
 
     spreads_operations = True
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
+        """``weights_B`` multiply what each sample adds to the row gradients; None: 1."""
         self._batch = batch
+        self._weights_B = torch.ones_like(batch.features_BD[:, 0]) if weights_B is None else weights_B
         arithmetic = batch.arithmetic
         self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
         self.keeps_logits = arithmetic.matmul == arithmetic.compute and batch.size > 0
         self._query_BD = (batch.features_BD * batch.logit_factor).to(arithmetic.matmul)
-        self._key_BD = batch.features_BD.to(arithmetic.matmul)
+        key_BD = batch.features_BD if weights_B is None else batch.features_BD * weights_B.unsqueeze(1)
+        self._key_BD = key_BD.to(arithmetic.matmul)
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :class:`ChunkPass`."""
@@ -150,7 +153,7 @@ class TensorPass:
             logits_NB[rows, samples] = 0
         gradient_ND = work.product("unit gradient", work.narrow("narrow exponentials", logits_NB), self._key_BD)
         if found is not None:  # by itself and in the compute dtype: it is the largest part by far
-            weighted = batch.features_BD[samples] * batch.target_weight_B[samples].unsqueeze(1)
+            weighted = batch.features_BD[samples] * (batch.target_weight_B * self._weights_B)[samples].unsqueeze(1)
             gradient_ND.index_put_((rows,), weighted, accumulate=True)
         if inverse_N is None:
             return torch.mul(gradient_ND, factor, out=rows_ND).sum()

@@ -22,12 +22,16 @@ from geartrain.bridge.heads.held_rows import HeldRows
 from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.margins import ArcFace, Margin
+from geartrain.bridge.heads.rank_place import open_rank_table
+from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
+from geartrain.bridge.heads.rank_table import RankTable
+from geartrain.bridge.heads.rank_update import RankStep, RankUpdate
 from geartrain.bridge.heads.ranks import Ranks
-from geartrain.bridge.heads.row_update import RowUpdate
+from geartrain.bridge.heads.row_update import PendingUpdate, RowUpdate
 from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.heads.streamed_rows import StreamedRows
-from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, HeadTable, as_numpy
+from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, HeadTable, ReadableTable, as_numpy
 
 _DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_MARGIN = ArcFace()
@@ -49,7 +53,7 @@ class ClassHead(nn.Module):
 
     def __init__(
         self,
-        cluster: HeadCluster,
+        cluster: HeadCluster | None,
         name: str,
         *,
         num_classes: int,
@@ -59,6 +63,7 @@ class ClassHead(nn.Module):
         optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
         rows: str = "pull",
         dtype: DTypeName = "float32",
+        slot_dtype: DTypeName = "float32",
         initializer: Initializer | None = None,
         seed: int = 0,
         reuse: bool = False,
@@ -76,8 +81,8 @@ class ClassHead(nn.Module):
         SpecMismatch, InvalidArgument.
         """
         super().__init__()
-        if rows != "pull":
-            raise InvalidArgument(f"rows is {rows!r}; the only place is 'pull'")
+        if rows not in ("pull", "ranks"):
+            raise InvalidArgument(f"rows is {rows!r}; the places are 'pull' (in the cluster) and 'ranks' (here)")
         if not isinstance(select, FullSoftmax | PartialFC):
             raise InvalidArgument(f"select is {select!r}; it must be FullSoftmax() or PartialFC(sample_rate=...)")
         self.num_classes = num_classes
@@ -85,6 +90,30 @@ class ClassHead(nn.Module):
         self.select = select
         self.margin = margin
         self._margin = check_margin(margin)
+        self.table: ReadableTable
+        self.row_update: PendingUpdate[Any]
+        self._holds_rows = False
+        self._logits_cache_bytes = logits_cache_bytes
+        self._pool = BufferPool()
+        if rows == "ranks":
+            self.table = rank_table = open_rank_table(
+                name,
+                num_classes=num_classes,
+                dim=dim,
+                optimizer=optimizer,
+                initializer=initializer,
+                seed=seed,
+                dtype=dtype,
+                slot_dtype=slot_dtype,
+                process_group=process_group,
+                settings={"select": repr(select), "margin": repr(margin)},
+            )
+            self.row_update = RankUpdate(rank_table)
+            return
+        if cluster is None:
+            raise InvalidArgument(
+                "cluster is None; rows='pull' needs one (gt.local(), gt.connect(...)), rows='ranks' none"
+            )
         ranks = Ranks(name, process_group) if process_group is not None or (sync and dist.is_initialized()) else None
 
         def create(reuse: bool) -> HeadTable:
@@ -96,17 +125,15 @@ class ClassHead(nn.Module):
                 initializer=initializer if initializer is not None else Normal(std=0.01),
                 seed=seed,
                 dtype=dtype,
+                slot_dtype=slot_dtype,
                 reuse=reuse,
             )
             return cast(HeadTable, table)
 
-        self.table = (
-            create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
-        )
-        self.row_update = RowUpdate(self.table, ranks)
-        self._holds_rows = select.budget(num_classes) * self.table.spec.row_bytes <= rows_cache_bytes
-        self._logits_cache_bytes = logits_cache_bytes
-        self._pool = BufferPool()
+        table = create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
+        self.table = table
+        self.row_update = RowUpdate(table, ranks)
+        self._holds_rows = select.budget(num_classes) * table.spec.row_bytes <= rows_cache_bytes
 
     @property
     def name(self) -> str:
@@ -133,7 +160,12 @@ class ClassHead(nn.Module):
         return head_loss(features, carrier if training else carrier.detach(), call)
 
     def _begin(self, features: Tensor, labels: Tensor, *, training: bool) -> HeadCall:
-        """Check the input, choose the active classes and pull their rows."""
+        """Check the input, choose the active classes and pull their rows, or go to where they are."""
+        if isinstance(self.row_update, RankUpdate):
+            step = RankStep(update=self.row_update, select=self.select, margin=self._margin, training=training)
+            rank_rows, samples = step.begin(features, labels)
+            return HeadCall(rank_rows, self.row_update, samples, self._logits_cache_bytes, want_rows=training)
+        table = cast(HeadTable, self.table)
         check_features(features, self.dim)
         labels_B = check_labels(labels, len(features), self.num_classes)
         ranks = self.row_update.ranks if self.training else None
@@ -147,9 +179,9 @@ class ClassHead(nn.Module):
         arithmetic = Arithmetic.of(features)
         batch = Batch.of(features, active.positions(labels_B), self._margin, active.num, arithmetic)
         rows = (
-            HeldRows(self.table, active, self._pool, batch, required)
+            HeldRows(table, active, self._pool, batch, required)
             if self._holds_rows
-            else StreamedRows(self.table, active, self._pool, batch, labels_B, required)
+            else StreamedRows(table, active, self._pool, batch, labels_B, required)
         )
         return HeadCall(rows, self.row_update, len(labels_B), self._logits_cache_bytes, want_rows=training)
 
@@ -164,6 +196,8 @@ class ClassHead(nn.Module):
         normalised = self._margin is not None
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             arithmetic = Arithmetic.of(features)
+            if isinstance(self.table, RankTable):
+                return top_classes_on_ranks(self.table, features, k, normalised=normalised, arithmetic=arithmetic)
             return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)
 
     def imprint(
@@ -182,7 +216,8 @@ class ClassHead(nn.Module):
         is called with the images read so far; without it a bar appears after two seconds. With ranks, every rank gives
         its own images.
         """
-        return imprint_rows(self.table, self.row_update.ranks, loader, backbone, memory_bytes, progress)
+        ranks = self.table.link if isinstance(self.table, RankTable) else self.row_update.ranks
+        return imprint_rows(self.table, ranks, loader, backbone, memory_bytes, progress)
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:
@@ -220,6 +255,14 @@ class ClassHead(nn.Module):
                 )
         self.row_update.discard()
         self.row_update.step = int(state["step"])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
+        """Rows on ranks go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
+        if isinstance(self.table, RankTable):
+            self.row_update.discard()
+            self.table.move_to(fn(torch.empty(0, device=self.table.device)).device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
         """Settings for print()."""

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from geartrain.ams.errors import InvalidArgument
-from geartrain.bridge.heads.held_rows import HeldRows
-from geartrain.bridge.heads.row_update import RowUpdate
-from geartrain.bridge.heads.streamed_rows import StreamedRows
+from geartrain.bridge.heads.row_update import PendingUpdate
+
+
+class RowsPass(Protocol):
+    """The rows of one forward pass, wherever they are."""
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
+        """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` may be kept."""
+        ...
+
+    def gradient(self, upstream: Tensor) -> tuple[Any, Tensor]:
+        """``upstream`` · the row gradients; also a number that is finite only if all of them are."""
+        ...
+
+    def discard(self) -> None:
+        """Let go of everything when no row gradient is wanted."""
+        ...
 
 
 @dataclass
 class HeadCall:
     """One forward pass of a head."""
 
-    rows: HeldRows | StreamedRows
-    update: RowUpdate
+    rows: RowsPass
+    update: PendingUpdate[Any]
     samples: int
     keep_bytes: int
     want_rows: bool

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from geartrain.ams.errors import NonFinite
 from geartrain.bridge.heads.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.checks import check_features, check_labels
+from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.ranks import Ranks
-from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
+from geartrain.bridge.heads.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _BAR_AFTER_SECONDS = 2.0
 _ROWS_PER_ASSIGN = 65_536
@@ -29,8 +30,8 @@ Loader = Iterable[tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def imprint_rows(
-    table: HeadTable,
-    ranks: Ranks | None,
+    table: ReadableTable,
+    ranks: Ranks | RankLink | None,
     loader: Loader,
     backbone: nn.Module,
     memory_bytes: int,
@@ -71,7 +72,7 @@ def _features(loader: Loader, backbone: nn.Module, dim: int, num_classes: int) -
         yield features.to("cpu", torch.float32), checked
 
 
-def _assign(table: HeadTable, sums_PD: Tensor, first: int, *, writes: bool) -> int:
+def _assign(table: ReadableTable, sums_PD: Tensor, first: int, *, writes: bool) -> int:
     """Assign the classes that have a direction, part by part; return how many they are."""
     lengths_P = torch.linalg.vector_norm(sums_PD, dim=1)
     if not bool(torch.isfinite(lengths_P).all()):

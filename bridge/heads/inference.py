@@ -13,13 +13,13 @@ from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.scratch import BufferPool, Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.stream import Block, RowStream
-from geartrain.bridge.heads.tables import HeadTable
+from geartrain.bridge.heads.tables import ReadableTable
 
 SAMPLES_AT_ONCE = 1024
 
 
 def top_classes(
-    table: HeadTable, features_BD: Tensor, k: int, *, normalised: bool, arithmetic: Arithmetic, pool: BufferPool
+    table: ReadableTable, features_BD: Tensor, k: int, *, normalised: bool, arithmetic: Arithmetic, pool: BufferPool
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, k] (compute dtype) and class ids [B, k] of the best rows, best first, on the features' device."""
     if len(features_BD) == 0:
@@ -36,7 +36,7 @@ def top_classes(
 
 
 def _top_of_part(
-    table: HeadTable, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic, pool: BufferPool
+    table: ReadableTable, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic, pool: BufferPool
 ) -> tuple[Tensor, Tensor]:
     batch = len(query_BD)
     stream = RowStream(table, ActiveClasses(table.spec.num_rows or 0), pool, arithmetic.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -14,26 +15,45 @@ from geartrain.ams.messages import Done
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.gradients import RowGradient
 from geartrain.bridge.heads.ranks import Ranks
-from geartrain.bridge.heads.tables import HeadTable, HeadWrite
+from geartrain.bridge.heads.tables import HeadTable, HeadWrite, ReadableTable
 
 
-class RowUpdate:
+class CollectedGradient(Protocol):
+    """The row gradients of some micro-batches."""
+
+    def merge(self, other: Any) -> None:
+        """Add those of another micro-batch, which are used up."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows."""
+        ...
+
+    def discard(self) -> None:
+        """Let go of the memory."""
+        ...
+
+
+G = TypeVar("G", bound=CollectedGradient)
+
+
+class PendingUpdate(ABC, Generic[G]):
     """Pending row gradients of one table, and the carrier through which PyTorch sees them.
 
     ``carrier`` is a tensor of one element that stands for the rows in ``param_groups``. Its gradient is 1 after a
     backward pass and NaN if the row gradients are not finite; whatever multiplies it (GradScaler's unscaling, clipping)
-    multiplies the rows' gradients at the push.
+    multiplies the rows' gradients at the step.
     """
 
-    def __init__(self, table: HeadTable, ranks: Ranks | None) -> None:
-        self.table = table
-        self.ranks = ranks
+    table: ReadableTable
+    ranks: Ranks | None = None
+
+    def __init__(self) -> None:
         self.carrier = torch.zeros(1, requires_grad=True)
         self.step = 0
         """Updates applied; with the seed it decides which classes are sampled next."""
-        self._pending: RowGradient | None = None
+        self._pending: G | None = None
         self._samples = 0
-        self._writer: _PushWriter | None = None
 
     def carrier_on(self, device: torch.device) -> Tensor:
         """The carrier, moved to the device of the features."""
@@ -43,7 +63,7 @@ class RowUpdate:
                 self.carrier.grad = self.carrier.grad.to(device)
         return self.carrier
 
-    def add(self, gradient: RowGradient, checksum: Tensor, samples: int) -> None:
+    def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
         if self.ranks is not None:
             checksum = self.ranks.sum(checksum)
@@ -66,6 +86,35 @@ class RowUpdate:
                 "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
             )
 
+    @abstractmethod
+    def apply(self, lr: float) -> None:
+        """Apply what is pending with this learning rate, then forget it."""
+
+    def squared_norm(self) -> float:
+        """Σ g² of the pending gradients as they would be applied; 0 if there are none."""
+        if self._pending is None or self.carrier.grad is None:
+            return 0.0
+        return self._pending.squared_norm() * float(self.carrier.grad) ** 2
+
+    def discard(self) -> None:
+        """Forget what is pending."""
+        if self._pending is not None:
+            self._pending.discard()
+        self._pending = None
+        self._samples = 0
+
+
+class RowUpdate(PendingUpdate[RowGradient]):
+    """The update of rows in the AMS: pushed to its shards."""
+
+    table: HeadTable
+
+    def __init__(self, table: HeadTable, ranks: Ranks | None) -> None:
+        super().__init__()
+        self.table = table
+        self.ranks = ranks
+        self._writer: _PushWriter | None = None
+
     def apply(self, lr: float) -> None:
         """Push what is pending with this learning rate, then forget it.
 
@@ -87,21 +136,12 @@ class RowUpdate:
         self.step += 1
         self.discard()
 
-    def squared_norm(self) -> float:
-        """Σ g² of the pending gradients as they would be pushed; 0 if there are none."""
-        if self._pending is None or self.carrier.grad is None:
-            return 0.0
-        return self._pending.squared_norm() * float(self.carrier.grad) ** 2
-
     def discard(self) -> None:
         """Forget what is pending."""
-        if self._pending is not None:
-            self._pending.discard()
-        if self._writer is not None:
-            self._writer.abandon()
-        self._pending = None
-        self._writer = None
-        self._samples = 0
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.abandon()
+        super().discard()
 
 
 class _PushWriter:

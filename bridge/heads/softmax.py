@@ -72,7 +72,7 @@ class OnlineSoftmax:
             return loss, None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
         gradient_BD.addcmul_(target_rows_BD, batch.target_weight_B.unsqueeze(1))
-        return loss, _through_normalisation(gradient_BD.mul_(batch.scale / batch.divisor), batch)
+        return loss, through_normalisation(gradient_BD.mul_(batch.scale / batch.divisor), batch)
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
@@ -88,7 +88,7 @@ class OnlineSoftmax:
         return shift_B, first.sum_B, first.weighted_BD
 
 
-def _through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:
+def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:
     """Gradient with respect to x from that with respect to x̂; in place."""
     if batch.inverse_lengths_B is None:
         return gradient_BD

@@ -13,7 +13,7 @@ from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.scratch import Buffer, BufferPool
 from geartrain.bridge.heads.selection import ActiveClasses
-from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
+from geartrain.bridge.heads.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 BLOCK_BYTES = 8 << 20
 """Bytes of one pulled block."""
@@ -43,7 +43,7 @@ class RowStream:
 
     def __init__(
         self,
-        table: HeadTable,
+        table: ReadableTable,
         active: ActiveClasses,
         pool: BufferPool,
         device: torch.device,

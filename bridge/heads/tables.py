@@ -28,8 +28,8 @@ class HeadWrite(Protocol):
         ...
 
 
-class HeadTable(Protocol):
-    """The part of ``geartrain.ams.client.Table`` that heads use. Ids are distinct int64; arrays are C-contiguous."""
+class ReadableTable(Protocol):
+    """Rows that can be read and overwritten. Ids are distinct int64; arrays are C-contiguous."""
 
     @property
     def spec(self) -> TableSpec:
@@ -46,6 +46,14 @@ class HeadTable(Protocol):
         """Begin :meth:`pull_into`."""
         ...
 
+    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
+        """Overwrite rows."""
+        ...
+
+
+class HeadTable(ReadableTable, Protocol):
+    """The part of ``geartrain.ams.client.Table`` that heads use."""
+
     def prepare_push(
         self,
         ids: Ids,
@@ -56,10 +64,6 @@ class HeadTable(Protocol):
         group: SyncGroup | None = None,
     ) -> HeadWrite:
         """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet."""
-        ...
-
-    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
-        """Overwrite rows."""
         ...
 
 

@@ -1,0 +1,139 @@
+"""What the ranks of a head say to each other when the rows lie on them, over torch.distributed (gloo, NCCL).
+
+Numbers that decide shapes travel between the hosts (gloo), so that nobody waits for a device; tensors travel between
+the devices. One rank, or none of torch.distributed, says nothing.
+
+Legend: R ranks, B samples of all ranks, D width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument, SpecMismatch
+
+T = TypeVar("T")
+
+_HOST = torch.device("cpu")
+
+
+class RankLink:
+    """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
+
+    Attributes: ``world_size``, ``rank``.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.world_size, self.rank = 1, 0
+        self._group = process_group
+        self._host_group = process_group
+        self._is_gloo = True
+        if not dist.is_initialized():
+            if process_group is not None:
+                raise InvalidArgument("process_group was given without init_process_group(); call that first")
+            return
+        self.world_size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        if self.rank < 0:
+            raise InvalidArgument("this process is not of process_group; make the head on its ranks only")
+        backend = str(dist.get_backend(process_group))
+        self._is_gloo = backend == "gloo"
+        if self.world_size > 1 and "gloo" not in backend:
+            members = dist.get_process_group_ranks(process_group)
+            self._host_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows begin: the current CUDA device if the group cannot carry the host's tensors, else the host."""
+        if self.world_size > 1 and not self._is_gloo and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.empty(0).device
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
+        if self.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._host_group)
+        return [[int(value) for value in part.tolist()] for part in parts]
+
+    def require_equal(self, values: Mapping[str, Any], what: str) -> None:
+        """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
+        if self.world_size == 1:
+            return
+        text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+        sizes = [size for (size,) in self.exchange([len(text)])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
+        padded[: len(text)] = text
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self._host_group)
+        said = [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        for rank, theirs in enumerate(said):
+            keys = [key for key in sorted({*said[0], *theirs}) if said[0].get(key) != theirs.get(key)]
+            if keys:
+                differences = "; ".join(
+                    f"{key} is {said[0].get(key)!r} on rank 0, {theirs.get(key)!r} on rank {rank}" for key in keys
+                )
+                raise SpecMismatch(f"the ranks disagree on {what}: {differences}. Give the same on every rank")
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
+        if self.world_size == 1:
+            return tensor
+        most = max(sizes)
+        width = math.prod(tensor.shape[1:])
+        wire = torch.zeros(most, width, dtype=tensor.dtype, device=self._wire(tensor.device))
+        wire[: len(tensor)] = tensor.detach().reshape(len(tensor), width)
+        parts = wire.new_empty(self.world_size * most, width)
+        if most:
+            dist.all_gather_into_tensor(parts.view(torch.uint8), wire.view(torch.uint8), group=self._group)
+        if min(sizes) < most:
+            parts = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
+        return parts.to(tensor.device).reshape(len(parts), *tensor.shape[1:])
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over the ranks: one all-reduce."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks: one all-reduce."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum over the ranks of [B, D], of which each rank gets its own samples [n_r, D]: one reduce-scatter."""
+        if self.world_size == 1:
+            return tensor_BD
+        most, own = max(sizes), sizes[self.rank]
+        wire = tensor_BD.to(self._wire(tensor_BD.device))
+        if min(sizes) < most:
+            padded = wire.new_zeros(self.world_size, most, wire.shape[1])
+            for part, own_part in zip(padded, torch.split(wire, list(sizes)), strict=True):
+                part[: len(own_part)] = own_part
+            wire = padded.view(-1, wire.shape[1])
+        out = wire.new_empty(most, wire.shape[1])
+        if most:
+            dist.reduce_scatter_tensor(out, wire, group=self._group)
+        return out[:own].to(tensor_BD.device)
+
+    def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
+        """Run ``action``: every rank writes the rows that it holds."""
+        del others
+        return action()
+
+    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        shared = tensor.detach().to(self._wire(tensor.device), copy=True).contiguous()
+        dist.all_reduce(shared, op=operation, group=self._group)
+        return shared.to(tensor.device)
+
+    def _wire(self, device: torch.device) -> torch.device:
+        """Where a tensor of ``device`` is sent from: gloo carries the host's only."""
+        return _HOST if self._is_gloo else device

@@ -1,0 +1,289 @@
+"""The passes of a class head over rows that lie on the ranks' devices. Rows stay where they are: features come to them.
+
+Per training step and rank, with B samples of R ranks, D width, A active classes (all of them together):
+one exchange of seven integers between the hosts, an all-gather of the labels (8·B bytes) and of the features (their
+type · B·D), the all-reduces of ``rank_softmax.py`` (24·B bytes), a reduce-scatter of 4·B·D, and an all-gather of R
+numbers in the backward. Time O(B·D·A / R). Memory beside the rows: O(B·D) and some chunks; a row's gradient is made,
+used and forgotten chunk by chunk at the optimizer's step.
+
+Legend: B samples of all ranks, S of this one, L rows on this rank, A active ones of them, D width, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds
+from geartrain.bridge.heads.chunk_pass import ChunkPass, TensorPass, pass_for
+from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.rank_softmax import RankSoftmax
+from geartrain.bridge.heads.rank_table import Place, RankTable
+from geartrain.bridge.heads.scratch import Scratch
+from geartrain.bridge.heads.selection import ActiveClasses
+
+T = TypeVar("T")
+
+PARTS = 8
+"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalActive:
+    """The active classes among this rank's rows, in rising order."""
+
+    num: int
+    """A."""
+    numbers_A: Ids | None
+    """Their row numbers, rising; None: all rows."""
+
+    @staticmethod
+    def of(active: ActiveClasses, first: int, stop: int) -> LocalActive:
+        """Those of the classes ``first`` … ``stop`` − 1."""
+        if active.sorted_ids is None:
+            return LocalActive(stop - first, None)
+        low, high = np.searchsorted(active.sorted_ids, (first, stop))
+        return LocalActive(int(high - low), active.sorted_ids[low:high] - first)
+
+    def positions(self, numbers_B: Ids) -> Ids:
+        """Position of each row number [B] among the active; −1 for the rows of other ranks (numbers outside [0, L))."""
+        if self.numbers_A is None:
+            return np.where((numbers_B >= 0) & (numbers_B < self.num), numbers_B, -1)
+        found = np.searchsorted(self.numbers_A, numbers_B)
+        clipped = np.minimum(found, max(self.num - 1, 0))
+        here = self.numbers_A[clipped] == numbers_B if self.num else np.zeros(len(numbers_B), np.bool_)
+        return np.where(here, clipped, -1)
+
+    def union(self, other: LocalActive) -> LocalActive:
+        """Those active in either."""
+        if self.numbers_A is None or other.numbers_A is None:
+            return self if self.numbers_A is None else other
+        if np.array_equal(self.numbers_A, other.numbers_A):
+            return self
+        numbers = np.union1d(self.numbers_A, other.numbers_A)
+        return LocalActive(len(numbers), numbers)
+
+    def places(self, device: torch.device) -> LocalPlaces:
+        """Where chunks of them lie."""
+        return LocalPlaces(None if self.numbers_A is None else torch.from_numpy(self.numbers_A).to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPlaces:
+    """Row numbers of the active classes on the device."""
+
+    numbers_A: Tensor | None
+
+    def chunk(self, start: int, stop: int) -> Place:
+        """The rows at positions ``start`` … ``stop`` − 1."""
+        return slice(start, stop) if self.numbers_A is None else self.numbers_A[start:stop]
+
+
+class RankRows:
+    """The rows of one forward pass."""
+
+    def __init__(
+        self,
+        table: RankTable,
+        active: ActiveClasses,
+        batch: Batch,
+        labels_B: Ids,
+        sizes: Sequence[int],
+        wants_gradient: bool,
+    ) -> None:
+        self._table = table
+        self._wants_gradient = wants_gradient
+        self._batch = batch
+        self._sizes = sizes
+        self._active = LocalActive.of(active, table.first, table.stop)
+        self._numbers_B = labels_B - table.first
+        batch.targets = Targets(self._active.positions(self._numbers_B))
+        self._pass = pass_for(batch)
+        self._kept: dict[int, Tensor] = {}
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
+        """Mean loss of the own samples (0-dim) and feature gradient [S, D]; keeps logits of up to ``keep_bytes``.
+
+        Collective: see :class:`RankSoftmax`.
+        """
+        table, batch, arithmetic = self._table, self._batch, self._batch.arithmetic
+        chunks = chunk_bounds(self._active.num, self._pass.chunk_rows)
+        num_parts = max(1, min(PARTS, len(chunks)))
+        joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
+        softmax = RankSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
+        self._reserve(chunks, keep_bytes)
+        places = self._active.places(table.device)
+        reads_in_place = self._active.numbers_A is None and table.rows_LD.dtype == arithmetic.compute
+
+        def add_part(scratch: Scratch, part: int) -> None:
+            work = Workspace(arithmetic, scratch)
+            for start, stop in chunks[part::num_parts]:
+                rows_ND = (
+                    table.rows_LD[start:stop]
+                    if reads_in_place
+                    else table.load(work, places.chunk(start, stop), name="rows")
+                )
+                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.get(start))
+
+        if chunks:
+            spreads = self._pass.spreads_operations
+            CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
+        loss, gradient_SD = softmax.finish()
+        return loss, gradient_SD if want_gradient else None
+
+    def _reserve(self, chunks: list[tuple[int, int]], keep_bytes: int) -> None:
+        """Make room for the logits of as many chunks as fit."""
+        arithmetic, size = self._batch.arithmetic, self._batch.size
+        if not self._pass.keeps_logits:
+            return
+        for start, stop in chunks:
+            if stop * size * arithmetic.compute.itemsize > keep_bytes:
+                return
+            self._kept[start] = torch.empty(stop - start, size, dtype=arithmetic.compute, device=arithmetic.device)
+
+    def gradient(self, upstream: Tensor) -> tuple[RankGradient, Tensor]:
+        """The row gradients, to be made at the step; also a number that is finite only if they are, on every rank.
+
+        Collective: one all-gather of R numbers.
+        """
+        table, batch = self._table, self._batch
+        upstream_R = table.link.gather(upstream.detach().reshape(1), [1] * table.link.world_size)
+        factor = (upstream_R[0] * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        chunk_pass: ChunkPass = self._pass
+        if table.link.world_size > 1 and not (
+            upstream_R.device.type == "cpu" and bool((upstream_R == upstream_R[0]).all())
+        ):
+            counts_R = torch.tensor(self._sizes, device=upstream_R.device)
+            weights_B = upstream_R.repeat_interleave(counts_R, output_size=batch.size)
+            chunk_pass = TensorPass(batch, weights_B.to(batch.arithmetic.compute))
+            factor = torch.ones_like(factor) * (batch.scale / batch.divisor)
+            self._kept = {}  # in chunks of the other pass
+        checksum = upstream_R.sum() + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        factors = RankFactors(
+            batch=batch,
+            chunk_pass=chunk_pass,
+            active=self._active,
+            numbers_B=self._numbers_B,
+            factor=factor,
+            kept=self._kept,
+        )
+        self._kept = {}
+        return RankGradient(table, [factors]), checksum
+
+    def discard(self) -> None:
+        """Let go of what is kept."""
+        self._kept = {}
+
+
+@dataclass(kw_only=True, eq=False)
+class RankFactors:
+    """One batch and what its row gradients are multiplied by."""
+
+    batch: Batch
+    chunk_pass: ChunkPass
+    active: LocalActive
+    numbers_B: Ids
+    factor: Tensor
+    """upstream gradient · scale / B, 0-dim."""
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    """Logits [N, B] of some chunks by their start; used up by the step."""
+
+
+class RankGradient:
+    """Row gradients as the factors they are made of; memory O(B·D) a micro-batch and the kept logits."""
+
+    def __init__(self, table: RankTable, factors: list[RankFactors]) -> None:
+        self._table = table
+        self._factors = factors
+
+    def merge(self, other: RankGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        mine, its = (one._factors[0].batch.arithmetic for one in (self, other))
+        if mine != its:
+            raise InvalidArgument(
+                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
+                "use the same autocast, dtype and device until step()"
+            )
+        self._factors = [replace(factors, kept={}) for factors in (*self._factors, *other._factors)]
+
+    def apply(self, lr: float, scale: Tensor) -> None:
+        """Update the rows and slots with ``scale`` (0-dim) times the gradient. Nothing travels, nobody waits."""
+        table = self._table
+
+        def update(work: Workspace, place: Place, rows_ND: Tensor, gradient_ND: Tensor) -> None:
+            table.update(work, place, rows_ND, gradient_ND.mul_(scale), lr)
+
+        self._over_chunks(update, use_kept=True)
+
+    def squared_norm(self) -> float:
+        """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
+
+        def squares(work: Workspace, place: Place, rows_ND: Tensor, gradient_ND: Tensor) -> Tensor:
+            del work, place, rows_ND
+            return gradient_ND.float().square().sum(dtype=torch.float64)
+
+        parts = self._over_chunks(squares, use_kept=False)
+        local = torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64)
+        return float(self._table.link.sum(local.to(self._table.device)))
+
+    def discard(self) -> None:
+        """Let go of the factors."""
+        self._factors = []
+
+    def _over_chunks(self, action: Callable[[Workspace, Place, Tensor, Tensor], T], *, use_kept: bool) -> list[T]:
+        """Results of ``action(work, place, rows_ND, gradient_ND)`` on scratch copies, chunk after chunk."""
+        table, factors = self._table, self._factors
+        arithmetic = factors[0].batch.arithmetic
+        active = factors[0].active
+        for other in factors[1:]:
+            active = active.union(other.active)
+        parts = [_Part(one, active) for one in factors]
+        chunk_pass = min((one.chunk_pass for one in factors), key=lambda one: one.chunk_rows)
+        places = active.places(table.device)
+
+        def run(scratch: Scratch, chunk: tuple[int, int]) -> T:
+            work = Workspace(arithmetic, scratch)
+            start, stop = chunk
+            place = places.chunk(start, stop)
+            rows_ND = table.load(work, place, name="rows of the step")
+            gradient_ND = work.empty("gradient", *rows_ND.shape).copy_(rows_ND)
+            kept = factors[0].kept.get(start) if use_kept and len(factors) == 1 else None
+            parts[0].overwrite(work, gradient_ND, start, stop, kept)
+            for part in parts[1:]:
+                more_ND = work.empty("further gradient", *rows_ND.shape).copy_(rows_ND)
+                part.overwrite(work, more_ND, start, stop, None)
+                gradient_ND += more_ND
+            return action(work, place, rows_ND, gradient_ND)
+
+        chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
+        if not chunks:
+            return []
+        return CHUNKS.map(run, chunks, arithmetic.device)
+
+
+class _Part:
+    """The row gradients of one batch within the union of the active classes of several."""
+
+    def __init__(self, factors: RankFactors, union: LocalActive) -> None:
+        self._factors = factors
+        self._present_U: Tensor | None = None
+        if union is factors.active or union.num == factors.active.num:
+            return
+        factors.batch.targets = Targets(union.positions(factors.numbers_B))
+        numbers = np.arange(union.num) if union.numbers_A is None else union.numbers_A
+        assert factors.active.numbers_A is not None, "a part of the union"
+        present = np.isin(numbers, factors.active.numbers_A)
+        self._present_U = torch.from_numpy(present).to(factors.batch.arithmetic.device)
+
+    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, stop: int, kept_NB: Tensor | None) -> None:
+        self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
+        if self._present_U is not None:
+            rows_ND.mul_(self._present_U[start:stop].unsqueeze(1))

@@ -1,0 +1,192 @@
+"""Class rows and their slots in the memory of the ranks' devices: consecutive classes on each.
+
+Legend: C classes, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first class.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.messages import Done, SyncGroup
+from geartrain.ams.specs import SGD, Ids, Momentum, SparseMomentum, TableSpec
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.bridge.heads.batch import Workspace
+from geartrain.bridge.heads.rank_link import RankLink
+from geartrain.bridge.heads.tables import TORCH_DTYPES, as_numpy
+
+BLOCK_BYTES = 8 << 20
+
+Place = slice | Tensor
+"""Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct."""
+
+
+def class_range(num_classes: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First class of a rank and of the next: the first ``num_classes`` mod ``world_size`` ranks hold one more."""
+    share, rest = divmod(num_classes, world_size)
+    first = rank * share + min(rank, rest)
+    return first, first + share + (rank < rest)
+
+
+class RankTable:
+    """The rows of classes ``first`` … ``stop`` − 1, with their slots, on ``device``.
+
+    Memory: L · D · (bytes of a row's value + bytes of a slot's). The first values are those of an AMS table of the same
+    specification, whatever the number of ranks.
+    """
+
+    def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
+        require_supported(spec)
+        self.spec = spec
+        self.link = link
+        self.first, self.stop = class_range(spec.num_rows or 0, link.world_size, link.rank)
+        with torch.inference_mode(False):
+            self.rows_LD = torch.empty(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.dtype], device=device)
+            self.slots_LD = (
+                torch.zeros(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.slot_dtype], device=device)
+                if spec.has_slots
+                else None
+            )
+        self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
+        self._write_initial_values()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.rows_LD.device
+
+    @property
+    def num_local(self) -> int:
+        """L."""
+        return self.stop - self.first
+
+    def move_to(self, device: torch.device) -> None:
+        """Take the rows to another device."""
+        self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
+        self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
+
+    def _write_initial_values(self) -> None:
+        initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
+        block = max(1, BLOCK_BYTES // self.spec.row_bytes)
+        for start in range(0, self.num_local, block):
+            stop = min(start + block, self.num_local)
+            out = np.empty((stop - start, self.spec.dim), self.spec.numpy_dtype)
+            initial.pull(np.arange(self.first + start, self.first + stop, dtype=np.int64), out)
+            self.rows_LD[start:stop].copy_(as_tensor(out, self.rows_LD.dtype))
+
+    def local(self, ids: Ids) -> tuple[Ids, Tensor]:
+        """Which of the class ids [N] are here (places among them), and their row numbers on the device."""
+        places = np.flatnonzero((ids >= self.first) & (ids < self.stop)).astype(np.int64)
+        return places, torch.from_numpy(ids[places] - self.first).to(self.device)
+
+    def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
+        """Write the rows of class ids [N], the same on every rank, to ``out`` [N, D]: one all-reduce of N · D values.
+
+        Every rank calls it; with one rank nothing travels.
+        """
+        del required_sync
+        places, numbers = self.local(ids)
+        found = torch.zeros(len(ids), self.spec.dim, dtype=self.rows_LD.dtype, device=self.device)
+        found[torch.from_numpy(places).to(self.device)] = self.rows_LD[numbers]
+        # As bytes: each row is on one rank and zero on the others, and gloo cannot add every 16-bit type.
+        rows = self.link.sum(found.view(torch.uint8)).view(found.dtype).cpu()
+        out[:] = as_numpy(rows)
+
+    def pull_into_async(
+        self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
+    ) -> Future[None]:
+        """:meth:`pull_into`, done at once: collectives have one order."""
+        done: Future[None] = Future()
+        self.pull_into(ids, out, required_sync=required_sync)
+        done.set_result(None)
+        return done
+
+    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
+        """Overwrite those of the rows [N, D] that are here; their slots become zero."""
+        values = as_tensor(np.ascontiguousarray(rows), self.rows_LD.dtype)
+        if not bool(torch.isfinite(values).all()):
+            raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
+        places, numbers = self.local(ids)
+        self.write(numbers, values[torch.from_numpy(places)], None)
+        return Done()
+
+    def write(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
+        """Overwrite rows and their slots (None: zero)."""
+        self.rows_LD[numbers] = rows_ND.to(self.device)
+        if self.slots_LD is not None:
+            self.slots_LD[numbers] = 0 if slots_ND is None else slots_ND.to(self.device)
+
+    def load(self, work: Workspace, place: Place, *, name: str) -> Tensor:
+        """A copy of rows [N, D] in the compute dtype, as scratch called ``name``."""
+        return self._loaded(work, self.rows_LD, place, name)
+
+    def _loaded(self, work: Workspace, stored_LD: Tensor, place: Place, name: str) -> Tensor:
+        if isinstance(place, slice):
+            stored_ND = stored_LD[place]
+            return work.empty(name, *stored_ND.shape).copy_(stored_ND)
+        shape = (len(place), stored_LD.shape[1])
+        if stored_LD.dtype == work.arithmetic.compute:
+            return torch.index_select(stored_LD, 0, place, out=work.empty(name, *shape))
+        narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
+        return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, place, out=narrow_ND))
+
+    def update(self, work: Workspace, place: Place, rows_ND: Tensor, gradient_ND: Tensor, lr: float) -> None:
+        """One step of the optimizer; ``rows_ND`` are :meth:`load`'s. Both tensors are overwritten.
+
+        The formulas of ``ams/core/reference.py``, in the compute dtype. A row that would leave the range of its storage
+        type stays as it is, with its slot, and is counted in ``refused``.
+        """
+        optimizer = self.spec.optimizer
+        if optimizer.weight_decay:
+            gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
+        if self.slots_LD is None or isinstance(optimizer, SGD):
+            new = rows_ND.add_(gradient_ND, alpha=-lr).to(self.rows_LD.dtype)
+            self._store(place, new, None)
+            return
+        slots_ND = self._loaded(work, self.slots_LD, place, "slots")
+        slots_ND.mul_(optimizer.momentum).add_(gradient_ND)
+        if isinstance(optimizer, Momentum) and optimizer.nesterov:
+            rows_ND.add_(gradient_ND.add_(slots_ND, alpha=optimizer.momentum), alpha=-lr)
+        else:
+            rows_ND.add_(slots_ND, alpha=-lr)
+        self._store(place, rows_ND.to(self.rows_LD.dtype), slots_ND.to(self.slots_LD.dtype))
+
+    def _store(self, place: Place, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
+        total_N = rows_ND.sum(1, dtype=torch.float32)
+        if slots_ND is not None:
+            total_N += slots_ND.sum(1, dtype=torch.float32)
+        bad_N = ~torch.isfinite(total_N)
+        # To look would make the host wait for a device.
+        if self.device.type != "cpu" or bool(bad_N.any()):
+            self.refused += bad_N.sum()
+            rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[place], rows_ND)
+            if slots_ND is not None and self.slots_LD is not None:
+                slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[place], slots_ND)
+        self.rows_LD[place] = rows_ND
+        if slots_ND is not None and self.slots_LD is not None:
+            self.slots_LD[place] = slots_ND
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """The same memory as a tensor of ``dtype``, which is that of the array."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def require_supported(spec: TableSpec) -> None:
+    optimizer = spec.optimizer
+    known = isinstance(optimizer, SGD | Momentum | SparseMomentum)
+    untouched = getattr(optimizer, "untouched", "freeze")
+    if not known or untouched != "freeze":
+        raise InvalidArgument(
+            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, or SparseMomentum with "
+            "untouched='freeze'; other optimizers need rows='pull'"
+        )
