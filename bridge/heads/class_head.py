@@ -77,8 +77,12 @@ class ClassHead(nn.Module):
         ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied by the
         shards, ``dtype`` is the storage type of the rows, ``initializer`` and ``seed`` give their first values (normal,
         std 0.01). Active rows of up to ``rows_cache_bytes`` are pulled once and held until the step, more are streamed
-        twice; ``logits_cache_bytes`` of their logits are kept instead of computed again. Raises TableExists,
-        SpecMismatch, InvalidArgument.
+        twice; ``logits_cache_bytes`` of their logits are kept instead of computed again.
+
+        ``rows="pull"`` keeps the rows in the cluster. ``rows="ranks"`` needs no cluster (None): the ranks of
+        ``process_group`` hold C / ranks classes each on their devices, with their slots (type ``slot_dtype``); labels
+        and features are all-gathered. Such rows are in no snapshot, and :meth:`weights` alone saves them. Raises
+        TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
         if rows not in ("pull", "ranks"):
@@ -253,6 +257,11 @@ class ClassHead(nn.Module):
                     f"the saved head has {key} {state[key]!r}, this one {mine!r}; "
                     "create the head with the saved settings"
                 )
+        if isinstance(self.table, RankTable) and int(state["step"]) != self.step:
+            raise SpecMismatch(
+                f"the state is that of step {state['step']}, these rows that of step {self.step}; rows='ranks' are in "
+                "no state_dict and no snapshot: train on in the process that has them, or use rows='pull'"
+            )
         self.row_update.discard()
         self.row_update.step = int(state["step"])
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from geartrain.ams.cluster import local
+from geartrain.ams.errors import SpecMismatch
 from geartrain.ams.specs import DTypeName, Momentum, Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
@@ -238,3 +239,11 @@ def test_rows_on_a_rank_begin_as_those_of_a_cluster(dtype: DTypeName) -> None:
     with local(num_shards=3) as cluster:
         theirs = make_head(cluster, case, "pull", dtype=dtype).weights()
     assert torch.equal(make_head(None, case, "ranks", dtype=dtype).weights(), theirs)
+
+
+def test_rows_on_ranks_refuse_a_state_of_another_step() -> None:
+    head = ClassHead(None, "classes", num_classes=8, dim=4, rows="ranks")
+    head.load_state_dict(head.state_dict())
+    state = {"_extra_state": {**head.get_extra_state(), "step": 3}}
+    with pytest.raises(SpecMismatch, match=r"step 3, these rows that of step 0; rows='ranks' are in no state_dict"):
+        head.load_state_dict(state)
