@@ -230,3 +230,27 @@ def sample_permutation(num_ids: int, count: int, seed: int, step: int) -> Ids:
     while (outside := np.flatnonzero(values >= num_ids)).size:
         values[outside] = _permute(values[outside], bits, keys)
     return values
+
+
+def select_neighbours(
+    offsets: Ids, neighbours: npt.NDArray[Any], labels: Ids, budget: int, seed: int, step: int
+) -> Ids:
+    """Return the active classes for ``labels``, rising. Exact.
+
+    The distinct labels are always chosen. Then rank 0 of every distinct label, labels rising, rank 1 of every one, …,
+    what is chosen already left out, until ``budget`` are chosen; then the first ids of the keyed permutation under
+    (seed, step) that are not chosen yet.
+    """
+    num_classes = len(offsets) - 1
+    distinct = np.unique(labels).tolist()
+    budget = max(min(budget, num_classes), len(distinct))
+    lists = [neighbours[offsets[label] : offsets[label + 1]].tolist() for label in distinct]
+    longest = max(map(len, lists), default=0)
+    by_rank = [ids[rank] for rank in range(longest) for ids in lists if rank < len(ids)]
+    sampled = sample_permutation(num_classes, num_classes, seed, step).tolist()
+    chosen = dict.fromkeys(distinct)
+    for class_id in (*by_rank, *sampled):
+        if len(chosen) >= budget:
+            break
+        chosen[class_id] = None
+    return np.array(sorted(chosen), np.int64)
