@@ -27,6 +27,7 @@ GeartrainError
 ├── StateError                       the scheduler's own state
 │   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
 │   └── StateFailed                  a change could not be written
+├── Cancelled                        long work was ended because its caller asked for it
 ├── ProtocolError                    bytes that are not a valid message
 │   └── MessageTooLarge
 └── InternalError                    a bug of ours, reported by a shard with its traceback
@@ -148,6 +149,10 @@ class StateDamaged(StateError):
 
 class StateFailed(StateError):
     """A change of the state could not be written. After a restart it may be there or not; nothing was acknowledged."""
+
+
+class Cancelled(GeartrainError):
+    """Long work was ended because its caller asked for it. What it had saved can be taken up again."""
 
 
 class ProtocolError(GeartrainError):

@@ -77,6 +77,72 @@ class ClassPass:
         factor: float,
     ) -> float: ...
 
+class RunningBest:
+    def __init__(
+        self,
+        *,
+        scores: npt.NDArray[np.float32],
+        ids: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        floors: npt.NDArray[np.float32],
+        locks: npt.NDArray[np.uint8],
+        keep: int,
+    ) -> None: ...
+
+def recall_pairs(
+    a: npt.NDArray[np.float32],
+    first_a: int,
+    best_a: RunningBest | None,
+    b: npt.NDArray[np.float32],
+    first_b: int,
+    best_b: RunningBest | None,
+    *,
+    same: bool,
+    threads: int,
+) -> None: ...
+def recall_strays(
+    a: npt.NDArray[np.float32],
+    ids_a: npt.NDArray[np.int32],
+    best_a: RunningBest,
+    b: npt.NDArray[np.float32],
+    first_b: int,
+    *,
+    threads: int,
+) -> None: ...
+def trim_best(best: RunningBest, *, threads: int) -> None: ...
+def make_unit_rows(rows: npt.NDArray[np.float32], *, threads: int) -> int: ...
+def exact_scores(
+    a: npt.NDArray[np.float32],
+    ids: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    b: npt.NDArray[np.float32],
+    first_b: int,
+    scores: npt.NDArray[np.float64],
+    *,
+    threads: int,
+) -> None: ...
+def exact_best(
+    a: npt.NDArray[np.float32],
+    ids_a: npt.NDArray[np.int32],
+    b: npt.NDArray[np.float32],
+    first_b: int,
+    scores: npt.NDArray[np.float64],
+    ids: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    *,
+    threads: int,
+) -> None: ...
+def rank_candidates(
+    scores: npt.NDArray[np.float64],
+    ids: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    floors: npt.NDArray[np.float32],
+    error_bound: float,
+    out: npt.NDArray[np.int32],
+    accepted: npt.NDArray[np.uint8],
+    *,
+    threads: int,
+) -> None: ...
 def merge_ids(ids: npt.NDArray[np.int64], distinct: npt.NDArray[np.int64], inverse: npt.NDArray[np.int64]) -> int: ...
 def sum_rows(
     rows: npt.NDArray[Any], dtype_code: int, inverse: npt.NDArray[np.int64], sums: npt.NDArray[np.float32]
@@ -89,5 +155,14 @@ def route(
     counts: npt.NDArray[np.int64],
 ) -> None: ...
 def first_non_finite(values: npt.NDArray[Any], dtype_code: int) -> int: ...
+def select_neighbours(
+    offsets: npt.NDArray[np.int64],
+    ids: npt.NDArray[np.int64 | np.int32],
+    labels: npt.NDArray[np.int64],
+    budget: int,
+    seed: int,
+    step: int,
+    out: npt.NDArray[np.int64],
+) -> tuple[int, int]: ...
 def sample_permutation(num_ids: int, first: int, seed: int, step: int, out: npt.NDArray[np.int64]) -> None: ...
 def bytes_with_room(head: bytes, room: int) -> tuple[bytes, npt.NDArray[np.uint8]]: ...

@@ -30,12 +30,14 @@ __all__ = [
     "merge_duplicates",
     "route",
     "sample_permutation",
+    "select_neighbours",
     "splitmix64",
 ]
 
 NUM_BUCKETS = 4096
 DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 """How the compiled module names a storage type: float32 0, float16 1, bfloat16 2."""
+_LABEL_FAULT = 1
 _UINT16 = np.dtype(np.uint16)
 _INT64 = np.dtype(np.int64)
 
@@ -165,6 +167,42 @@ def sample_permutation(num_ids: int, count: int, seed: int, step: int, first: in
     out = np.empty(count, np.int64)
     _core.sample_permutation(num_ids, first, seed % 2**64, step % 2**64, out)
     return out
+
+
+def select_neighbours(
+    offsets: npt.NDArray[np.int64],
+    neighbours: npt.NDArray[np.int64 | np.int32],
+    labels: Ids,
+    budget: int,
+    *,
+    seed: int,
+    step: int,
+) -> Ids:
+    """Choose the active classes for ``labels`` [B] from lists of neighbours.
+
+    See :func:`geartrain.ams.core.reference.select_neighbours` for the definition and
+    :meth:`geartrain.ams.graph.neighbours.NeighbourTable.select` for the arguments. O(budget + B) time and memory, but
+    for sorting the labels (and the answer, where the table has more than 64 classes for each chosen one).
+
+    Raises:
+        InvalidArgument: ``budget`` is below 1, or the table names a class that it does not have.
+        InvalidIds: a label is no int64 or outside the table.
+    """
+    num_classes = len(offsets) - 1
+    if budget < 1:
+        raise InvalidArgument(f"budget is {budget}; it must be at least 1")
+    labels = checked_ids(labels, "labels")
+    out = np.empty(min(max(budget, len(labels)), num_classes), np.int64)
+    budget = min(budget, num_classes)
+    count, fault = _core.select_neighbours(offsets, neighbours, labels, budget, seed % 2**64, step % 2**64, out)
+    if fault == _LABEL_FAULT:
+        raise InvalidIds(
+            f"label {labels[count]} at index {count} is outside the table of neighbours; labels lie in"
+            f" [0, {num_classes})"
+        )
+    if fault:
+        raise InvalidArgument(f"the table of neighbours names a class outside [0, {num_classes}); build it again")
+    return out[:count]
 
 
 def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

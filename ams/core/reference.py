@@ -230,3 +230,61 @@ def sample_permutation(num_ids: int, count: int, seed: int, step: int) -> Ids:
     while (outside := np.flatnonzero(values >= num_ids)).size:
         values[outside] = _permute(values[outside], bits, keys)
     return values
+
+
+def select_neighbours(
+    offsets: Ids, neighbours: npt.NDArray[Any], labels: Ids, budget: int, seed: int, step: int
+) -> Ids:
+    """Return the active classes for ``labels``, rising. Exact.
+
+    The distinct labels are always chosen. Then rank 0 of every distinct label, labels rising, rank 1 of every one, …,
+    what is chosen already left out, until ``budget`` are chosen; then the first ids of the keyed permutation under
+    (seed, step) that are not chosen yet.
+    """
+    num_classes = len(offsets) - 1
+    distinct = np.unique(labels).tolist()
+    budget = max(min(budget, num_classes), len(distinct))
+    lists = [neighbours[offsets[label] : offsets[label + 1]].tolist() for label in distinct]
+    longest = max(map(len, lists), default=0)
+    by_rank = [ids[rank] for rank in range(longest) for ids in lists if rank < len(ids)]
+    sampled = sample_permutation(num_classes, num_classes, seed, step).tolist()
+    chosen = dict.fromkeys(distinct)
+    for class_id in (*by_rank, *sampled):
+        if len(chosen) >= budget:
+            break
+        chosen[class_id] = None
+    return np.array(sorted(chosen), np.int64)
+
+
+_PARTIAL_SUMS = 16
+
+
+def _dots(a: Doubles, b: Doubles) -> Doubles:
+    """Sum a * b [..., D] over D as the exact scores are: column d into sum d mod 16, the sums in pairs. Exact."""
+    products = a * b
+    whole = -(-products.shape[-1] // _PARTIAL_SUMS) * _PARTIAL_SUMS
+    padded = np.zeros((*products.shape[:-1], whole))
+    padded[..., : products.shape[-1]] = products
+    sums = np.zeros((*products.shape[:-1], _PARTIAL_SUMS))
+    for start in range(0, whole, _PARTIAL_SUMS):
+        sums += padded[..., start : start + _PARTIAL_SUMS]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    total: Doubles = sums[..., 0]
+    return total
+
+
+def nearest_neighbours(rows: Floats, k: int) -> Ids:
+    """Return the min(k, C - 1) nearest others [C, .] of each row [C, D] by cosine, ties by rising id. Exact.
+
+    Rows are divided by their length in double and rounded to float32 (a row of zeros stays); products of these are
+    exact in double.
+    """
+    wide = rows.astype(np.float64)
+    lengths = np.sqrt(_dots(wide, wide))
+    unit = (wide / np.where(lengths == 0, 1, lengths)[:, None]).astype(np.float32).astype(np.float64)
+    scores = np.stack([_dots(row, unit) for row in unit])
+    np.fill_diagonal(scores, -np.inf)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    return order[:, : min(k, len(rows) - 1)]

@@ -94,6 +94,8 @@ NB_MODULE(_core, m) {
   bind_refusal(m);
   bind_row_store(m);
   bind_class_pass(m);
+  bind_neighbours(m);
+  bind_neighbour_recall(m);
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
         nb::arg("inverse").noconvert());
   m.def("sum_rows", &sum_rows_checked, nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::arg("inverse").noconvert(),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.core import ops
+from geartrain.ams.graph.builder import ArrayRows, build_neighbours
 from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
 from geartrain.ams.tables.row_table import RowTable
 
@@ -38,6 +39,8 @@ def digest() -> str:
                 seen.update(out.tobytes())
                 seen.update(ops.merge_duplicates(ids % 50, gradients)[2].tobytes())
     seen.update(ops.sample_permutation(10**7 + 3, 5000, 1, 2).tobytes())
+    rows = generator.integers(-2, 3, (700, 21)).astype(np.float32)  # many ties
+    seen.update(build_neighbours(ArrayRows(rows), 9).neighbours.tobytes())
     return seen.hexdigest()
 
 

@@ -1,0 +1,119 @@
+"""From candidates to exact neighbours: exact scores, the acceptance test, and rows that are redone.
+
+A row is accepted if its k-th exact score is above the floor of its recall plus the error bound: whatever the recall
+left out has a lower exact score. Otherwise its recall is redone in float32, whose bound is small; and if that does not
+decide (near ties, copies of one row), its exact scores with every row are made.
+
+Legend: M rows of a part, C classes, D width, W candidates a row may have, k neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.core import neighbour_ops as ops
+from geartrain.ams.graph.recall import Candidates, CoreProducts
+from geartrain.ams.graph.rows import Floats, UnitBlocks
+
+__all__ = ["Refiner"]
+
+_STRIP_ROWS = 8192
+_EXACT_ROWS = 256
+_SLACK = 1e-9
+"""Beyond the bound of the recall, for the rounding of the exact scores: at most D · 2^-53 each."""
+
+Lists = npt.NDArray[np.int32]
+Places = npt.NDArray[np.int64]
+
+
+class Refiner:
+    """Makes the lists of a part of the rows."""
+
+    def __init__(self, blocks: UnitBlocks, k: int, *, num_threads: int, check: Callable[[], None]) -> None:
+        """``check`` is called now and then and may raise to end the work. 1 <= k < C."""
+        self._blocks, self._k, self._threads, self._check = blocks, k, num_threads, check
+
+    def finish(self, rows: Floats, first: int, found: Candidates, error_bound: float, lists: Lists) -> None:
+        """Write the neighbours of unit rows [M, D] of classes ``first`` … to ``lists`` [M, k]."""
+        rejected = self._rank(rows, found, error_bound, lists)
+        zero = ~rows[rejected].any(axis=1)
+        for place in rejected[zero].tolist():
+            lists[place] = _first_others(first + place, self._k)
+        rejected = rejected[~zero]
+        core = CoreProducts(self._threads)
+        if error_bound > core.error_bound(self._blocks.dim):
+            rejected = self._redo_in_float32(rows, first, rejected, core, lists)
+        if len(rejected):
+            self._redo_exactly(rows, first, rejected, lists)
+
+    def _rank(self, rows: Floats, found: Candidates, error_bound: float, lists: Lists) -> Places:
+        """Write the best of the candidates; return the places [.] of rows that are not certain."""
+        certain = np.empty(len(rows), np.bool_)
+        # Rows that are read again are read once for all; rows in memory are cheap to visit by strips.
+        strip = _STRIP_ROWS if self._blocks.held else len(rows)
+        for start in range(0, len(rows), max(strip, 1)):
+            at = slice(start, start + strip)
+            self._check()
+            scores = np.zeros(found.ids[at].shape, np.float64)
+            for first, others in self._others():
+                ops.exact_scores(
+                    rows[at], found.ids[at], found.counts[at], others, first, scores, threads=self._threads
+                )
+            lists[at], certain[at] = ops.rank_candidates(
+                scores,
+                found.ids[at],
+                found.counts[at],
+                found.floors[at],
+                error_bound + _SLACK,
+                self._k,
+                threads=self._threads,
+            )
+        return np.flatnonzero(~certain)
+
+    def _others(self) -> Iterator[tuple[int, Floats]]:
+        """(first class, unit rows) of blocks that cover all classes."""
+        if self._blocks.held:
+            yield 0, self._blocks.read(0, self._blocks.num_rows)
+            return
+        for start, stop in self._blocks.ranges():
+            self._check()
+            yield start, self._blocks.read(start, stop)
+
+    def _redo_in_float32(self, rows: Floats, first: int, places: Places, core: CoreProducts, lists: Lists) -> Places:
+        """Recall rows again with the engine of the small bound; return the places still not certain."""
+        keep = min(core.keep(self._k), self._blocks.num_rows)
+        uncertain = [np.empty(0, np.int64)]
+        for start in range(0, len(places), _STRIP_ROWS):
+            some = places[start : start + _STRIP_ROWS]
+            strays, ids = rows[some], (first + some).astype(np.int32)
+            best = ops.RunningBestArrays.empty(len(some), keep)
+            for first_other, others in self._others():
+                ops.recall_strays(strays, ids, best, others, first_other, threads=self._threads)
+            ops.trim_best(best, threads=self._threads)
+            redone = np.empty((len(some), self._k), np.int32)
+            found = Candidates(best.ids, best.counts, best.floors)
+            uncertain.append(some[self._rank(strays, found, core.error_bound(self._blocks.dim), redone)])
+            lists[some] = redone
+        return np.concatenate(uncertain)
+
+    def _redo_exactly(self, rows: Floats, first: int, places: Places, lists: Lists) -> None:
+        for start in range(0, len(places), _EXACT_ROWS):
+            self._check()
+            some = places[start : start + _EXACT_ROWS]
+            strays, ids = rows[some], (first + some).astype(np.int32)
+            best_ids, counts = np.zeros((len(some), self._k), np.int32), np.zeros(len(some), np.int32)
+            scores = np.zeros((len(some), self._k), np.float64)
+            for first_other, others in self._others():
+                ops.exact_best(strays, ids, others, first_other, scores, best_ids, counts, threads=self._threads)
+            floors = np.full(len(some), -np.inf, np.float32)
+            lists[some] = ops.rank_candidates(scores, best_ids, counts, floors, 0.0, self._k, threads=self._threads)[0]
+
+
+def _first_others(class_id: int, k: int) -> npt.NDArray[np.int32]:
+    """The k lowest ids but this one: the neighbours of a row of zeros, whose cosine with every class is 0."""
+    ids: npt.NDArray[np.int32] = np.arange(k + 1, dtype=np.int32)
+    others: npt.NDArray[np.int32] = ids[ids != class_id][:k]
+    return others
