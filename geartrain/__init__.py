@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from geartrain.ams.cluster import Cluster, connect, local
     from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.heads.class_head import ClassHead
+    from geartrain.bridge.heads.knn_selection import KNNSoftmax
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.optimizer import RowOptimizer
@@ -32,6 +33,7 @@ __all__ = [
     "Constant",
     "CosFace",
     "FullSoftmax",
+    "KNNSoftmax",
     "Momentum",
     "Normal",
     "PartialFC",
@@ -55,6 +57,7 @@ _HOMES = {
     "geartrain.ams.cluster": ("Cluster", "connect", "local"),
     "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
+    "geartrain.bridge.heads.knn_selection": ("KNNSoftmax",),
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
