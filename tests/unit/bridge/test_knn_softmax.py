@@ -204,6 +204,20 @@ def test_in_the_background_the_old_graph_is_used_until_the_new_one_is_there(monk
     assert graph is not None and (graph.version, graph.step) == (2, 1)  # it was begun after one update
 
 
+def test_an_epoch_that_ends_while_a_graph_is_built_begins_the_next_one() -> None:
+    head = make_head(KNNSoftmax(rebuild="background"))
+    train(head)
+    head.next_epoch()
+    train(head)
+    first = selection(head)._pending
+    assert first is not None
+    head.next_epoch()
+    first.result.result(30)
+    train(head)
+    second = selection(head)._pending
+    assert version(head) == 2 and second is not None and second.step == 2
+
+
 def test_a_build_that_fails_in_the_background_is_told_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(KNNSoftmax(rebuild="background"))
     train(head)
@@ -242,11 +256,14 @@ def test_a_head_without_the_graph_of_its_state_says_so_and_builds_one(caplog: py
     head = make_head(KNNSoftmax())
     train(head, 2)
     again = make_head(KNNSoftmax())
+    train(again, 3)
+    again.rebuild_graph()
+    assert version(again) == 2
     with caplog.at_level(logging.WARNING):
         again.set_extra_state(head.get_extra_state())
     assert "graph version 1 of step 0 is not in this process" in caplog.text
     train(again)
-    assert selection(again).graph_age == 1
+    assert (version(again), selection(again).graph_age) == (1, 1)
 
 
 def test_an_epoch_that_ended_before_the_save_is_not_forgotten() -> None:
