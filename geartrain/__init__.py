@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
+    from geartrain.bridge.heads.knn_selection import KNNSoftmax
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.heads.memory import memory_report
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -34,6 +35,7 @@ __all__ = [
     "Constant",
     "CosFace",
     "FullSoftmax",
+    "KNNSoftmax",
     "Momentum",
     "Normal",
     "PartialFC",
@@ -61,6 +63,7 @@ _HOMES = {
     "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
+    "geartrain.bridge.heads.knn_selection": ("KNNSoftmax",),
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.heads.memory": ("memory_report",),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),

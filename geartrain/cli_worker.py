@@ -48,9 +48,29 @@ def _batch_size(default: int) -> Any:
 
 def _sample_rate(default: float) -> Any:
     text = "Part of the classes active in a step; 1 is the full softmax."
-    return typer.Option("--sample-rate", help=text, show_default=f"{default}")
+    return typer.Option("--sample-rate", "--active", help=text, show_default=f"{default}")
 
 
+Select = Annotated[
+    str | None,
+    typer.Option(
+        "--select",
+        help="Active classes: knn (the labels and their neighbours), partial (the labels and random ones) or full.",
+        show_default="partial",
+    ),
+]
+Neighbours = Annotated[
+    int | None, typer.Option("--k", min=1, help="With --select knn: neighbours kept of each class.", show_default="32")
+]
+Rebuild = Annotated[
+    str | None,
+    typer.Option(
+        "--rebuild",
+        help="With --select knn: when to look for the neighbours anew: epoch, background (the same, beside the "
+        "training) or a number of steps.",
+        show_default="epoch",
+    ),
+]
 Resume = Annotated[
     Path | None,
     typer.Option(
@@ -106,6 +126,9 @@ def glyphs(
     seed: Seed = None,
     lr: Lr = None,
     sample_rate: Annotated[float | None, _sample_rate(0.1)] = None,
+    select: Select = None,
+    neighbours: Neighbours = None,
+    rebuild: Rebuild = None,
     classes: Annotated[
         int | None,
         typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
@@ -132,6 +155,9 @@ def glyphs(
         "seed": seed,
         "lr": lr,
         "sample_rate": sample_rate,
+        "select": select,
+        "neighbours": neighbours,
+        "rebuild": rebuild,
         "row_momentum": row_momentum,
         "snapshot_steps": snapshot_steps,
     }
@@ -163,6 +189,9 @@ def classify(
     seed: Seed = None,
     lr: Lr = None,
     sample_rate: Annotated[float | None, _sample_rate(1.0)] = None,
+    select: Select = None,
+    neighbours: Neighbours = None,
+    rebuild: Rebuild = None,
     held_out: Annotated[float, typer.Option("--held-out", help="Part of each class kept for the test.")] = 0.2,
     look: Annotated[
         str, typer.Option("--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.")
@@ -187,6 +216,9 @@ def classify(
         "seed": seed,
         "lr": lr,
         "sample_rate": sample_rate,
+        "select": select,
+        "neighbours": neighbours,
+        "rebuild": rebuild,
         "row_momentum": row_momentum,
         "snapshot_steps": snapshot_steps,
     }
@@ -210,7 +242,8 @@ def classify(
 
 def _refuse_with_resume(resume: Path | None, **given: object) -> None:
     """A resumed run goes on with its own settings."""
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    flags = {"neighbours": "--k"}
+    names = [flags.get(name, f"--{name.replace('_', '-')}") for name, value in given.items() if value is not None]
     if resume is not None and names:
         raise ConfigError(
             f"{', '.join(names)} cannot change for the run that --resume {resume} goes on with; leave out"

@@ -29,6 +29,8 @@ _BACKBONE, _OPTIMIZER, _RANDOM, _CLASSES = (
     "random.safetensors",
     "classes.json",
 )
+_GRAPH = "graph.safetensors"
+"""There only if the job selects by a graph, and has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class JobState:
     """Extra state of the head: its table, size, step and selection."""
     random: list[dict[str, Tensor]]
     """State of torch's generators on each rank."""
+    graph: bytes | None = None
+    """The graph that the head selects by, so that a resumed job goes on with the same one."""
 
     def values(self) -> dict[str, Any]:
         """Return the part that is JSON."""
@@ -89,7 +93,8 @@ class JobState:
 
     def files(self) -> dict[str, bytes]:
         """Return the rest, as the content of files by name."""
-        return {
+        graph = {} if self.graph is None else {_GRAPH: self.graph}
+        return graph | {
             _BACKBONE: state_to_bytes(self.backbone),
             _OPTIMIZER: state_to_bytes(self.optimizer),
             _RANDOM: state_to_bytes(self.random),
@@ -116,6 +121,7 @@ class JobState:
                 optimizer=state_from_bytes(files[_OPTIMIZER]),
                 head=values["head"],
                 random=state_from_bytes(files[_RANDOM]),
+                graph=files.get(_GRAPH),
             )
         except (KeyError, TypeError, ValueError, InvalidArgument) as exc:
             raise ConfigError(f"{snapshot.path} does not hold a whole job: {exc!r}") from exc

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.errors import ConfigError
 from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.knn_selection import KNNSelection
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import set_random_state
 from geartrain.workers.backbones import Projected, StrokeNet
@@ -114,6 +115,8 @@ class Trainer:
         """
         self._order.require(state.cursor, self.progress.step)
         self._optimizer.load_state_dict(state.optimizer)
+        if isinstance(self.head.select, KNNSelection) and state.graph is not None:
+            self.head.select.graph_from_bytes(state.graph)
         self.head.set_extra_state(state.head)
         self._replicate()
         if self._ranks.rank < len(state.random):
@@ -157,7 +160,11 @@ class Trainer:
             nonlocal finished
             finished = self._steps(stop, due, save, line, events)
 
-        self.phases.measured("steps", steps)
+        try:
+            self.phases.measured("steps", steps)
+        finally:
+            if isinstance(self.head.select, KNNSelection):
+                self.head.select.cancel()
         elapsed = self.phases.seconds["steps"] - seconds
         self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
         return finished
@@ -195,6 +202,8 @@ class Trainer:
         factor = self.recipe.rate_factor(step - stage.stage_start, stage.stage_steps)
         self._optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
         self._rows.param_groups[0]["lr"] = self.recipe.row_lr * factor
+        if step and self._order.epoch(step) != self._order.epoch(step - 1):
+            self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph when it would have
         images, labels_B = self._batch(step)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
             features_BD = self._replica(images)

@@ -10,6 +10,8 @@ from typing import Any
 from geartrain.ams.errors import ConfigError
 from geartrain.workers.data.augment import Augmentation
 
+SELECTIONS = ("knn", "partial", "full")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -31,8 +33,14 @@ class Recipe:
     """Of the backbone's optimizer."""
     weight_decay: float = 1e-4
     """Of the backbone's parameters."""
+    select: str = "partial"
+    """Active classes: ``knn`` (the labels and their neighbours), ``partial`` (the labels and random ones), ``full``."""
     sample_rate: float = 0.1
     """Part of the classes that is active in a step; 1.0 is the full softmax."""
+    neighbours: int = 32
+    """Kept of each class by ``knn``."""
+    rebuild: str = "epoch"
+    """When ``knn`` builds its graph anew: ``epoch``, ``background`` or a number of steps."""
     scale: float = 24.0
     """Scale of the cosine margin loss (CosFace)."""
     margin: float = 0.15
@@ -49,7 +57,7 @@ class Recipe:
     """Distortions of the training images."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "dim", "save_every"):
+        for name in ("steps", "batch_size", "dim", "save_every", "neighbours"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
         for name in ("lr", "row_lr", "weight_decay", "margin", "warmup_steps"):
@@ -61,6 +69,12 @@ class Recipe:
             raise ConfigError(f"width is {self.width!r}; it must be a positive multiple of 8")
         if not 0 < self.sample_rate <= 1:
             raise ConfigError(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
+        if self.select not in SELECTIONS:
+            raise ConfigError(f"select is {self.select!r}; it must be one of {', '.join(SELECTIONS)}")
+        if self.select == "knn" and self.sample_rate == 1:
+            raise ConfigError("select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (0.1)")
+        if self.rebuild not in ("epoch", "background") and not (self.rebuild.isdecimal() and int(self.rebuild) >= 1):
+            raise ConfigError(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number of steps")
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
 

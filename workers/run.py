@@ -19,8 +19,8 @@ from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.storage.snapshot_store import place
 from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.knn_selection import KNNSelection
 from geartrain.bridge.heads.margins import CosFace
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.state import random_state, state_from_bytes, state_to_bytes
 from geartrain.workers.backbones import StrokeNet, build_backbone
 from geartrain.workers.data.bitmaps import Preprocessing
@@ -36,6 +36,7 @@ from geartrain.workers.recipe import Recipe
 from geartrain.workers.report import Evaluation, write_report
 from geartrain.workers.row_timing import TimedCluster
 from geartrain.workers.run_folder import Run, put_aside, read_run, require_new_snapshots, write_run
+from geartrain.workers.selections import GraphLines, selection_of
 
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""
@@ -168,13 +169,15 @@ class TrainingRun:
             progress.table,
             num_classes=len(data.class_names),
             dim=recipe.dim,
-            select=FullSoftmax() if recipe.sample_rate == 1 else PartialFC(sample_rate=recipe.sample_rate),
+            select=selection_of(recipe),
             margin=CosFace(scale=recipe.scale, margin=recipe.margin),
             optimizer=_row_optimizer(recipe),
             seed=recipe.seed,
             reuse=self._saved is not None,
             sync=ranks.world_size > 1,
         )
+        if isinstance(self._head.select, KNNSelection):
+            self._head.select.on_progress = GraphLines(len(data.class_names), self._say)
         self._trainer = Trainer(
             backbone=backbone,
             head=self._head,
@@ -348,6 +351,7 @@ class TrainingRun:
             backbone=trainer.backbone.state_dict(),
             optimizer=trainer.optimizer_state(),
             head=self._head.get_extra_state(),
+            graph=self._head.select.graph_to_bytes() if isinstance(self._head.select, KNNSelection) else None,
             random=[state_from_bytes(of_rank) for of_rank in random],
         )
 

@@ -21,6 +21,7 @@ from geartrain.bridge.heads.head_loss import HeadCall, head_loss
 from geartrain.bridge.heads.held_rows import HeldRows
 from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.inference import top_classes
+from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.margins import ArcFace, Margin
 from geartrain.bridge.heads.rank_place import open_rank_table
 from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
@@ -58,7 +59,7 @@ class ClassHead(nn.Module):
         *,
         num_classes: int,
         dim: int,
-        select: FullSoftmax | PartialFC = _DEFAULT_SELECT,
+        select: FullSoftmax | PartialFC | KNNSoftmax = _DEFAULT_SELECT,
         margin: Margin | None = _DEFAULT_MARGIN,
         optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
         rows: str = "pull",
@@ -87,19 +88,24 @@ class ClassHead(nn.Module):
         super().__init__()
         if rows not in ("pull", "ranks"):
             raise InvalidArgument(f"rows is {rows!r}; the places are 'pull' (in the cluster) and 'ranks' (here)")
-        if not isinstance(select, FullSoftmax | PartialFC):
-            raise InvalidArgument(f"select is {select!r}; it must be FullSoftmax() or PartialFC(sample_rate=...)")
+        if not isinstance(select, FullSoftmax | PartialFC | KNNSoftmax):
+            raise InvalidArgument(
+                f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...)"
+            )
         self.num_classes = num_classes
         self.dim = dim
-        self.select = select
         self.margin = margin
         self._margin = check_margin(margin)
         self.table: ReadableTable
         self.row_update: PendingUpdate[Any]
+        self.select: FullSoftmax | PartialFC | KNNSelection
         self._holds_rows = False
         self._logits_cache_bytes = logits_cache_bytes
         self._pool = BufferPool()
         if rows == "ranks":
+            if isinstance(select, KNNSoftmax):
+                raise InvalidArgument(f"select is {select!r}; with rows='ranks' it must be FullSoftmax() or PartialFC()")
+            self.select = select
             self.table = rank_table = open_rank_table(
                 name,
                 num_classes=num_classes,
@@ -137,6 +143,9 @@ class ClassHead(nn.Module):
         table = create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
         self.table = table
         self.row_update = RowUpdate(table, ranks)
+        self.select = (
+            KNNSelection(select, table, ranks, lambda: self.step) if isinstance(select, KNNSoftmax) else select
+        )
         self._holds_rows = select.budget(num_classes) * table.spec.row_bytes <= rows_cache_bytes
 
     @property
@@ -178,6 +187,8 @@ class ClassHead(nn.Module):
         if len(labels_B) == 0 and ranks is None:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)
+        if self.training and isinstance(self.select, KNNSelection):
+            self.select.prepare()
         active = self.select.select(all_labels, self.num_classes, self.step)
         required = None if ranks is None else ranks.sync_group(len(labels_B))
         arithmetic = Arithmetic.of(features)
@@ -188,6 +199,18 @@ class ClassHead(nn.Module):
             else StreamedRows(table, active, self._pool, batch, labels_B, required)
         )
         return HeadCall(rows, self.row_update, len(labels_B), self._logits_cache_bytes, want_rows=training)
+
+    def next_epoch(self) -> None:
+        """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""
+        if isinstance(self.select, KNNSelection):
+            self.select.next_epoch()
+
+    def rebuild_graph(self) -> None:
+        """Build the graph of KNN softmax now, from the rows as they are; every rank calls it. InvalidArgument without
+        one."""
+        if not isinstance(self.select, KNNSelection):
+            raise InvalidArgument(f"select is {self.select!r}, which has no graph; give the head KNNSoftmax(...)")
+        self.select.rebuild()
 
     def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
         """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
@@ -247,6 +270,7 @@ class ClassHead(nn.Module):
             "step": self.step,
             "select": repr(self.select),
             "margin": repr(self.margin),
+            **({"graph": self.select.state()} if isinstance(self.select, KNNSelection) else {}),
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -264,6 +288,8 @@ class ClassHead(nn.Module):
             )
         self.row_update.discard()
         self.row_update.step = int(state["step"])
+        if isinstance(self.select, KNNSelection) and "graph" in state:
+            self.select.resume(state["graph"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
         """Rows on ranks go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""

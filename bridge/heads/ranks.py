@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,6 +57,19 @@ class Ranks:
         if not self._from_first(0):
             raise SyncError(f"rank 0 of {self.job} failed; its error tells why")
         return others()
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's ``value``, on every rank."""
+        return bool(self._from_first(int(value)))
+
+    def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Rank 0's vector of int64 or int32, on every rank; the others give one of any length."""
+        length, is_wide = self._from_first(len(array)), self._from_first(int(array.itemsize == 8))
+        shared = torch.empty(length, dtype=torch.int64 if is_wide else torch.int32, device=self._device)
+        if self.rank == 0:
+            shared.copy_(torch.from_numpy(array))
+        dist.broadcast(shared, group=self._group, group_src=0)
+        return np.asarray(shared.cpu().numpy())
 
     def gather_labels(self, labels: Ids) -> Ids:
         """Labels of all ranks in rank order; batches may differ in size."""

@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "RowOptimizer",
     "FullSoftmax",
     "PartialFC",
+    "KNNSoftmax",
     "ArcFace",
     "CosFace",
     "SphereFace",

@@ -124,6 +124,10 @@ class JointOrder:
             position += stop - start
         return torch.cat(parts)
 
+    def epoch(self, step: int) -> int:
+        """The epoch of the first sample of ``step``."""
+        return step * self._batch_size // self._streams.num_samples
+
     def cursor(self, step: int) -> Cursor:
         """What is consumed when ``step`` steps are done."""
         streams = self._streams

@@ -34,4 +34,14 @@ def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
     recipe = asdict(RECIPES[command])
     shown = {name: option.show_default for name, option in options(command).items() if name in recipe}
     assert shown == {name: str(recipe[name]) for name in shown}
-    assert set(shown) == {"steps", "batch_size", "seed", "lr", "sample_rate", "row_momentum"}
+    assert set(shown) == {
+        "steps",
+        "batch_size",
+        "seed",
+        "lr",
+        "sample_rate",
+        "select",
+        "neighbours",
+        "rebuild",
+        "row_momentum",
+    }

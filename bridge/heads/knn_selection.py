@@ -1,0 +1,321 @@
+"""KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
+
+The graph of nearest class centers is built on rank 0 from the rows as they are then, sent to all ranks, and used until
+it is built anew. So it is older than the rows it stands for; ``graph_age`` says by how many updates.
+
+Legend: B labels, C classes, D width, k neighbours of a class.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.graph.neighbours import NeighbourTable
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.tables import HeadTable
+from geartrain.bridge.state import state_from_bytes, state_to_bytes
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) while a graph is built; from a thread of its own in the background."""
+
+
+@dataclass(frozen=True)
+class KNNSoftmax:
+    """The labels and their nearest classes, cut or filled up to round(active · C); given to a head as ``select``.
+
+    After the distinct labels come the nearest neighbour of each, then the second ones, and so on; if all ``k`` of each
+    are less than the budget, random other classes fill it. Labels are always kept: if they alone are more than the
+    budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the same.
+
+    Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
+    step costs O(active). The first graph is built by the first training forward.
+    """
+
+    active: float = 0.1
+    """Part of the classes that is active, in (0, 1]; 1 is the full softmax, which needs no graph."""
+    k: int = 32
+    """Neighbours kept of each class; a class has at most C − 1. Enough is active · C / (distinct labels)."""
+    rebuild: str | int = "epoch"
+    """When the graph is built anew: ``"epoch"`` by the first step after ``head.next_epoch()``; a number, by the first
+    step so many updates after the last time; ``"background"`` beside the training, begun by ``head.next_epoch()`` and
+    taken into use by the first step after it is there."""
+    seed: int = 0
+    """Key of the filling, with the step; an unsigned 64-bit integer."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.active <= 1.0:
+            raise InvalidArgument(f"active is {self.active!r}; it must lie in (0, 1]")
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise InvalidArgument(f"k is {self.k!r}; it must be an integer >= 1, the neighbours kept of each class")
+        is_steps = isinstance(self.rebuild, int) and not isinstance(self.rebuild, bool) and self.rebuild >= 1
+        if not is_steps and self.rebuild not in ("epoch", "background"):
+            raise InvalidArgument(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number >= 1")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidArgument(f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+
+    def budget(self, num_classes: int) -> int:
+        """round(active · num_classes), at least 1."""
+        return max(1, round(self.active * num_classes))
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Neighbours and where they come from."""
+
+    table: NeighbourTable
+    version: int
+    """Counts the graphs of a head from 1."""
+    step: int
+    """Updates that the rows had when the building began."""
+
+
+class KNNSelection:
+    """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
+
+    def __init__(self, settings: KNNSoftmax, table: HeadTable, ranks: Ranks | None, step: Callable[[], int]) -> None:
+        """``step`` tells the updates applied so far. Every rank makes the same calls in the same order."""
+        self.settings = settings
+        self.graph: Graph | None = None
+        """The one in use; None before the first training step."""
+        self.on_progress: Progress | None = None
+        """Called while a graph is built, on the rank that builds it."""
+        self.enlarged = 0
+        """Batches whose labels alone were more than the budget."""
+        self._table = table
+        self._ranks = ranks
+        self._step = step
+        self._is_due = False
+        self._prepared: int | None = None
+        self._pending: _Building | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.settings)
+
+    @property
+    def graph_age(self) -> int | None:
+        """Updates of the rows since the graph in use was begun; None: there is none yet."""
+        return None if self.graph is None else self._step() - self.graph.step
+
+    def budget(self, num_classes: int) -> int:
+        """See :class:`KNNSoftmax`."""
+        return self.settings.budget(num_classes)
+
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
+        """Active classes for the labels [B] (of all ranks). Builds the graph if there is none; with ranks, which would
+        have to do so together, that is InvalidArgument."""
+        budget = self.budget(num_classes)
+        if budget >= num_classes:
+            return ActiveClasses(num_classes)
+        if self.graph is None:
+            if self._ranks is not None:
+                raise InvalidArgument(
+                    f"table {self._table.spec.name!r} has no graph yet, and ranks build it together: train a step, or "
+                    "call head.rebuild_graph() on every rank, before this evaluation"
+                )
+            self.rebuild()
+        assert self.graph is not None
+        ids = self.graph.table.select(labels, budget, seed=self.settings.seed, step=step)
+        self.enlarged += len(ids) > budget
+        return ActiveClasses(len(ids), ids)
+
+    def prepare(self) -> None:
+        """Before a training step selects: build or exchange the graph if that is due.
+
+        Once a step, so that its micro-batches share their classes. While a background build runs, ranks exchange one
+        number here.
+        """
+        step = self._step()
+        if self.budget(self._num_classes) >= self._num_classes or step == self._prepared:
+            return
+        if self.graph is None or self._is_old(step):
+            self.rebuild()
+        elif self.settings.rebuild == "background":
+            self._take_finished()
+            if self._is_due and self._pending is None:
+                self._begin()
+        self._prepared = step
+
+    def next_epoch(self) -> None:
+        """A pass over the data ends: the graph is due, unless it is rebuilt by steps. Every rank says so."""
+        self._is_due = self.settings.rebuild in ("epoch", "background")
+
+    def rebuild(self) -> None:
+        """Build the graph now, from the rows as they are. Every rank calls it; the first one builds."""
+        self.cancel()
+        building = _Building(self._step())
+
+        def build() -> NeighbourTable:
+            building.run(self._table, self.settings.k, self.on_progress)
+            return building.result.result()
+
+        self._install(_from_first(self._ranks, build), building.step)
+
+    def cancel(self) -> None:
+        """End a build in the background; the graph in use stays. Every rank calls it."""
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+
+    def state(self) -> dict[str, Any]:
+        """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
+        graph = self.graph
+        is_due = self._is_due or self._pending is not None
+        return {"version": graph.version if graph else 0, "step": graph.step if graph else 0, "is_due": is_due}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
+        self.cancel()
+        self._prepared = None
+        self._is_due = bool(state["is_due"])
+        found = (self.graph.version, self.graph.step) if self.graph else (0, 0)
+        saved = (int(state["version"]), int(state["step"]))
+        if found == saved:
+            return
+        self.graph = None
+        if saved[0]:
+            logger.warning(
+                "table %r: graph version %d of step %d is not in this process; the next step builds one from the rows "
+                "of step %d",
+                self._table.spec.name,
+                *saved,
+                self._step(),
+            )
+
+    def graph_to_bytes(self) -> bytes | None:
+        """The graph in use as the bytes of a safetensors file; None if there is none."""
+        if self.graph is None:
+            return None
+        table = self.graph.table
+        return state_to_bytes(
+            {
+                "offsets": torch.from_numpy(table.offsets),
+                "neighbours": torch.from_numpy(table.neighbours),
+                "k": table.k,
+                "version": self.graph.version,
+                "step": self.graph.step,
+            }
+        )
+
+    def graph_from_bytes(self, data: bytes) -> None:
+        """Use the graph that :meth:`graph_to_bytes` returned. Raises InvalidArgument, and SpecMismatch for another C.
+
+        Every rank calls it.
+        """
+        state = state_from_bytes(data)
+        try:
+            arrays = state["offsets"].numpy(), state["neighbours"].numpy()
+            graph = Graph(NeighbourTable(*arrays, int(state["k"])), int(state["version"]), int(state["step"]))
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise InvalidArgument(f"{len(data)} bytes are not a graph that graph_to_bytes wrote: {exc!r}") from exc
+        if graph.table.num_classes != self._num_classes:
+            raise SpecMismatch(
+                f"the saved graph is of {graph.table.num_classes} classes, table {self._table.spec.name!r} has "
+                f"{self._num_classes}; give the one that was saved with it"
+            )
+        self.graph = graph
+
+    @property
+    def _num_classes(self) -> int:
+        return self._table.spec.num_rows or 0
+
+    def _is_old(self, step: int) -> bool:
+        assert self.graph is not None
+        if isinstance(self.settings.rebuild, int):
+            return step - self.graph.step >= self.settings.rebuild
+        return self._is_due and self.settings.rebuild == "epoch"
+
+    def _begin(self) -> None:
+        """Begin to build beside the training."""
+        self._is_due = False
+        self._pending = building = _Building(self._step())
+        if self._ranks is None or self._ranks.rank == 0:
+            arguments = (self._table, self.settings.k, self.on_progress)
+            threading.Thread(target=building.run, args=arguments, name="geartrain-graph", daemon=True).start()
+
+    def _take_finished(self) -> None:
+        """Use what was built beside the training, if rank 0 has it."""
+        if (building := self._pending) is None:
+            return
+        done = building.result.done()
+        if self._ranks is not None:
+            done = self._ranks.agree(done)
+        if done:
+            self._pending = None
+            is_due = self._is_due
+            self._install(_from_first(self._ranks, building.result.result), building.step)
+            self._is_due = is_due  # of an epoch that ended meanwhile
+
+    def _install(self, table: NeighbourTable, step: int) -> None:
+        self.graph = Graph(table, 1 if self.graph is None else self.graph.version + 1, step)
+        self._is_due = False
+
+
+class _Building:
+    """One build of a graph."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.result: Future[NeighbourTable] = Future()
+        self._cancelled = threading.Event()
+
+    def run(self, table: HeadTable, k: int, progress: Progress | None) -> None:
+        """Build; the result, or why there is none, is in ``result``."""
+        try:
+            built = _build(TableRows(table), k, progress, self._cancelled.is_set)
+        except Exception as exc:
+            self.result.set_exception(exc)
+        else:
+            self.result.set_result(built)
+
+    def cancel(self) -> None:
+        """End it soon."""
+        self._cancelled.set()
+
+
+class TableRows:
+    """The rows of a head's table as the builder reads them, block by block."""
+
+    def __init__(self, table: HeadTable) -> None:
+        self._table = table
+        self.num_rows = table.spec.num_rows or 0
+        self.dim = table.spec.dim
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Rows ``start`` … ``stop`` − 1, float32 [N, D]: one pull."""
+        rows = np.empty((stop - start, self.dim), self._table.spec.numpy_dtype)
+        self._table.pull_into_async(np.arange(start, stop, dtype=np.int64), rows).result()
+        return rows.astype(np.float32, copy=False)
+
+
+# Only a head that selects by a graph loads the builder.
+def _build(rows: TableRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+    from geartrain.ams.graph.builder import build_neighbours
+
+    return build_neighbours(rows, k, progress=progress, cancelled=cancelled)
+
+
+def _from_first(ranks: Ranks | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
+    """What rank 0 builds, on every rank."""
+    if ranks is None:
+        return build()
+    built: list[NeighbourTable] = []
+    ranks.first_then_others(lambda: built.append(build()), lambda: None)
+    nothing = np.empty(0, np.int64)
+    offsets = ranks.array_from_first(built[0].offsets if built else nothing)
+    neighbours = ranks.array_from_first(built[0].neighbours if built else nothing)
+    k = ranks.array_from_first(np.array([built[0].k if built else 0], np.int64))
+    return built[0] if built else NeighbourTable(offsets, neighbours, int(k[0]))

@@ -1,0 +1,165 @@
+"""A worker's job that selects by a graph: it trains, tells of the graph, and goes on with it after a stop."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file
+
+from geartrain.ams.errors import ConfigError
+from geartrain.ams.storage.snapshot_folder import list_snapshots
+from geartrain.bridge.heads.knn_selection import KNNSoftmax
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.state import state_from_bytes
+from geartrain.cli_worker import app
+from geartrain.workers import job, jobs
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.job_state import JobState
+from geartrain.workers.recipe import Recipe
+from geartrain.workers.run import JobOptions
+from geartrain.workers.selections import GraphLines, selection_of
+from tests.unit.bridge.plain_graph import use_plain_graphs
+
+CLASSES = 10
+RECIPE = Recipe(
+    steps=12,
+    batch_size=8,
+    width=8,
+    dim=8,
+    select="knn",
+    sample_rate=0.5,
+    neighbours=2,
+    rebuild="4",
+    save_every=100,
+    warmup_steps=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    use_plain_graphs(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    for number in range(CLASSES):
+        folder = tmp_path / "images" / f"class-{number}"
+        folder.mkdir(parents=True)
+        pattern = random.integers(0, 200, (32, 32), np.uint8)
+        for copy in range(4):
+            noise = random.integers(0, 50, (32, 32), np.uint8)
+            Image.fromarray(pattern + noise).save(folder / f"{copy}.png")
+    return tmp_path / "images"
+
+
+def train(out: Path, images: Path, said: io.StringIO, **changes: object) -> JobOptions:
+    look = Preprocessing(kind="photo", size=32, channels=1)
+    options = replace(JobOptions(out=out, recipe=RECIPE, preprocessing=look, device="cpu"), **changes)  # type: ignore[arg-type]
+    jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=said, width=200))
+    return options
+
+
+def stop_after(steps: int) -> Callable[[], object]:
+    """In the place of ``interruption``: told to stop when so many steps are done."""
+
+    @contextmanager
+    def interruption() -> Iterator[Callable[[], bool]]:
+        asked = count()
+        yield lambda: next(asked) >= steps
+
+    return interruption
+
+
+def rows_of(run: Path) -> torch.Tensor:
+    return load_file(run / "model" / "centers.safetensors")["centers"]
+
+
+def test_a_stopped_job_goes_on_with_the_graph_it_had(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = io.StringIO()
+    train(tmp_path / "whole", images, said)
+    assert said.getvalue().count(f"Graph of {CLASSES} classes built in") == 3
+
+    in_two = tmp_path / "in-two"
+    with monkeypatch.context() as told:
+        told.setattr(job, "interruption", stop_after(6))
+        train(in_two, images, io.StringIO())
+    newest = list_snapshots(in_two / "snapshots")[0].snapshot
+    assert newest is not None
+    state = JobState.read(newest)
+    assert state.head["graph"] == {"version": 2, "step": 4, "is_due": False}
+    assert state.graph is not None and state_from_bytes(state.graph)["step"] == 4
+
+    resumed = io.StringIO()
+    train(in_two, images, resumed, resume=True)
+    assert resumed.getvalue().count("classes built in") == 1  # that of step 8 alone
+    torch.testing.assert_close(rows_of(in_two), rows_of(tmp_path / "whole"), rtol=0, atol=0)
+
+
+def test_a_new_pass_over_the_data_renews_the_graph(tmp_path: Path, images: Path) -> None:
+    said = io.StringIO()
+    train(tmp_path / "run", images, said, recipe=replace(RECIPE, rebuild="epoch"))
+    # 30 images, 8 a step: steps 4, 8 and 12 are the first to begin in another epoch, and 12 is not trained.
+    assert said.getvalue().count("classes built in") == 3
+
+
+def test_the_recipe_says_which_classes_are_active() -> None:
+    assert selection_of(RECIPE) == KNNSoftmax(active=0.5, k=2, rebuild=4)
+    assert selection_of(replace(RECIPE, rebuild="background")) == KNNSoftmax(active=0.5, k=2, rebuild="background")
+    assert selection_of(Recipe()) == PartialFC(0.1)
+    assert selection_of(Recipe(sample_rate=1.0)) == FullSoftmax() == selection_of(Recipe(select="full"))
+    assert Recipe.from_json(RECIPE.to_json()) == RECIPE
+    older = {
+        name: value for name, value in Recipe().to_json().items() if name not in ("select", "neighbours", "rebuild")
+    }
+    assert Recipe.from_json(older) == Recipe()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"select": "nearest"}, {"neighbours": 0}, {"rebuild": "0"}, {"rebuild": "often"}, {"sample_rate": 1.0}]
+)
+def test_an_impossible_choice_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        replace(RECIPE, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_command_line_chooses(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    given: list[Recipe] = []
+
+    def take(options: JobOptions, **_: object) -> object:
+        given.append(options.recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "train_folder", take)
+    flags = ["--select", "knn", "--active", "0.2", "--k", "7", "--rebuild", "background"]
+    CliRunner().invoke(app, ["classify", "--data", str(images), "--out", str(tmp_path / "run"), *flags])
+    assert [(one.select, one.sample_rate, one.neighbours, one.rebuild) for one in given] == [
+        ("knn", 0.2, 7, "background")
+    ]
+
+
+def test_a_long_build_tells_how_long_it_still_takes() -> None:
+    said: list[str] = []
+    times = iter([100.0, 101.0, 106.0, 110.0])
+    lines = GraphLines(40_992, said.append, clock=lambda: next(times))
+    for done in (0, 10, 60, 100):
+        lines(done, 100)
+    assert said == ["Graph of 40,992 classes: 60 %, 4 s left", "Graph of 40,992 classes built in 10.0 s"]
