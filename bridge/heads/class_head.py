@@ -19,6 +19,7 @@ from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_class_ids, check_features, check_finite, check_labels, check_margin
 from geartrain.bridge.heads.head_loss import HeadCall, head_loss
 from geartrain.bridge.heads.held_rows import HeldRows
+from geartrain.bridge.heads.hosted_rows import Chosen, HostedRows
 from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.margins import ArcFace, Margin
@@ -28,6 +29,7 @@ from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.heads.streamed_rows import StreamedRows
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, HeadTable, as_numpy
+from geartrain.bridge.hosted.class_head import NAME as HOSTED_NAME
 
 _DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_MARGIN = ArcFace()
@@ -71,13 +73,14 @@ class ClassHead(nn.Module):
 
         ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied by the
         shards, ``dtype`` is the storage type of the rows, ``initializer`` and ``seed`` give their first values (normal,
-        std 0.01). Active rows of up to ``rows_cache_bytes`` are pulled once and held until the step, more are streamed
-        twice; ``logits_cache_bytes`` of their logits are kept instead of computed again. Raises TableExists,
-        SpecMismatch, InvalidArgument.
+        std 0.01). ``rows`` is where the work on them is done: "pull" (here: they travel) or "hosted" (beside them:
+        features travel to the shards, see ``hosted_rows.py``; the two caches serve "pull" only). Active rows of up to
+        ``rows_cache_bytes`` are pulled once and held until the step, more are streamed twice; ``logits_cache_bytes`` of
+        their logits are kept instead of computed again. Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
-        if rows != "pull":
-            raise InvalidArgument(f"rows is {rows!r}; the only place is 'pull'")
+        if rows not in ("pull", "hosted"):
+            raise InvalidArgument(f"rows is {rows!r}; it must be 'pull' or 'hosted'")
         if not isinstance(select, FullSoftmax | PartialFC):
             raise InvalidArgument(f"select is {select!r}; it must be FullSoftmax() or PartialFC(sample_rate=...)")
         self.num_classes = num_classes
@@ -104,6 +107,7 @@ class ClassHead(nn.Module):
             create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
         )
         self.row_update = RowUpdate(self.table, ranks)
+        self._hosted = self.table.hosted(HOSTED_NAME) if rows == "hosted" else None
         self._holds_rows = select.budget(num_classes) * self.table.spec.row_bytes <= rows_cache_bytes
         self._logits_cache_bytes = logits_cache_bytes
         self._pool = BufferPool()
@@ -142,8 +146,12 @@ class ClassHead(nn.Module):
         if len(labels_B) == 0 and ranks is None:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)
-        active = self.select.select(all_labels, self.num_classes, self.step)
         required = None if ranks is None else ranks.sync_group(len(labels_B))
+        if self._hosted is not None:
+            chosen = Chosen(self.select, self.num_classes, self.step, all_labels)
+            hosted = HostedRows(self._hosted, features, labels_B, self._margin, chosen, required)
+            return HeadCall(hosted, self.row_update, len(labels_B), 0, want_rows=training)
+        active = self.select.select(all_labels, self.num_classes, self.step)
         arithmetic = Arithmetic.of(features)
         batch = Batch.of(features, active.positions(labels_B), self._margin, active.num, arithmetic)
         rows = (

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from geartrain.ams.errors import InvalidArgument
-from geartrain.bridge.heads.held_rows import HeldRows
+from geartrain.bridge.heads.gradients import RowGradient
 from geartrain.bridge.heads.row_update import RowUpdate
-from geartrain.bridge.heads.streamed_rows import StreamedRows
+
+
+class HeadRows(Protocol):
+    """The rows of one forward pass, wherever they are."""
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
+        """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` may be kept for the gradients."""
+        ...
+
+    def gradient(self, upstream: Tensor) -> tuple[RowGradient, Tensor]:
+        """``upstream`` · row gradients; also a sum that is finite only if all of it is."""
+        ...
+
+    def discard(self) -> None:
+        """Give the memory back when no row gradient is wanted."""
+        ...
 
 
 @dataclass
 class HeadCall:
     """One forward pass of a head."""
 
-    rows: HeldRows | StreamedRows
+    rows: HeadRows
     update: RowUpdate
     samples: int
     keep_bytes: int

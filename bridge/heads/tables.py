@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.hosted_calls import HostedCalls
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import DTYPES, Ids, Initializer, RowOptimizerSpec, TableSpec
 
@@ -60,6 +61,10 @@ class HeadTable(Protocol):
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """Overwrite rows."""
+        ...
+
+    def hosted(self, model: str) -> HostedCalls:
+        """The way to a hosted model beside the rows."""
         ...
 
 
