@@ -227,11 +227,12 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
     shift_B = np.max(shifts, axis=0) if shifts else np.zeros(len(parts[0].sum_B), np.float32)
     sum_B = np.zeros_like(parts[0].sum_B)
     weighted_BD = None if parts[0].weighted_BD is None else np.zeros_like(parts[0].weighted_BD)
-    for part in parts:
-        shrink_B = np.float32(1) if part.shift_B is None else np.exp2(part.shift_B - shift_B)
-        sum_B += part.sum_B * shrink_B
-        if weighted_BD is not None and part.weighted_BD is not None:
-            weighted_BD += part.weighted_BD * np.reshape(shrink_B, (-1, 1))
+    with np.errstate(invalid="ignore", over="ignore"):  # logits that are not finite make a loss that is refused
+        for part in parts:
+            shrink_B = np.float32(1) if part.shift_B is None else np.exp2(part.shift_B - shift_B)
+            sum_B += part.sum_B * shrink_B
+            if weighted_BD is not None and part.weighted_BD is not None:
+                weighted_BD += part.weighted_BD * np.reshape(shrink_B, (-1, 1))
     joint = {"shift": shift_B, "sum": sum_B}
     return joint if weighted_BD is None else {**joint, "weighted": weighted_BD}
 
