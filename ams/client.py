@@ -31,6 +31,7 @@ from geartrain.ams.errors import (
     StaleCluster,
     Unavailable,
 )
+from geartrain.ams.hosted_calls import HostedCalls
 from geartrain.ams.messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
 from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids, TableSpec
@@ -382,6 +383,10 @@ class Table:
         ]
         numbers = self._stream.numbers(self.spec.name, sequence)
         return _send_once(Write(numbers, requests, self._calls.deliver))
+
+    def hosted(self, model: str) -> HostedCalls:
+        """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.hosted`."""
+        return HostedCalls(self.spec, model, self._calls, partial(self._stream.numbers, self.spec.name, None))
 
     def _pulled(self, ids: Ids) -> npt.NDArray[Any]:
         out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
 from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
+from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
@@ -324,10 +325,12 @@ def local(
     config: ClientConfig | None = None,
     stream: str | None = None,
     incarnation: int | None = None,
+    models: HostedModels = MappingProxyType({}),
 ) -> Cluster:
     """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
 
-    ``stream`` and ``incarnation`` are those of :func:`connect`. Raises ConfigError if ``num_shards`` is not 1 … 4096.
+    ``stream`` and ``incarnation`` are those of :func:`connect`; ``models`` are what the shards host.
+    Raises ConfigError if ``num_shards`` is not 1 … 4096.
     """
     # Only a process that embeds shards loads the server's code.
     from geartrain.ams.embedded import EmbeddedCluster
@@ -335,7 +338,7 @@ def local(
     failpoints.arm_from_environment()
     config = config or ClientConfig()
     writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
-    embedded = EmbeddedCluster(num_shards)
+    embedded = EmbeddedCluster(num_shards, models)
     return Cluster(
         embedded.scheduler,
         embedded.scheduler.describe(None),

@@ -194,6 +194,8 @@ class ClientConfig(Section):
     """Bounds one call to one shard; a call that fails is tried again."""
     recovery_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     """How long to wait for a shard that does not answer; 0: do not wait."""
+    hosted_timeout_seconds: Seconds = 300.0
+    """Bounds one call to a hosted model of a shard, which computes over all of the shard's rows."""
     snapshot_timeout_seconds: Seconds = 3600.0
     """Bounds the writing, and the reading back, of one shard's part of a snapshot."""
     part_bytes: int = Field(default=16 * MIB, ge=64 << 10)

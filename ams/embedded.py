@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.scheduler.scheduler import Scheduler
@@ -114,13 +116,14 @@ class LocalSchedulerCarrier:
 class EmbeddedCluster:
     """A scheduler and ``num_shards`` shards on threads of this process."""
 
-    def __init__(self, num_shards: int) -> None:
+    def __init__(self, num_shards: int, models: HostedModels = MappingProxyType({})) -> None:
         scheduler = Scheduler(num_shards, self.open_carrier, lease_seconds=_NEVER_LOST)
         placement = even_placement(num_shards)
         self._shards: dict[str, Shard] = {}
         threads = threads_per_shard(num_shards)
         for number in range(num_shards):
-            shard = Shard(number, buckets_of_shard(placement, number), incarnation=time.time_ns(), threads=threads)
+            owned = buckets_of_shard(placement, number)
+            shard = Shard(number, owned, incarnation=time.time_ns(), threads=threads, models=models)
             address = f"local:{number}"
             self._shards[address] = shard
             scheduler.register(address, number, shard.incarnation)

@@ -5,7 +5,7 @@ Shapes: N ids of one request, D = ``TableSpec.dim``. ids are int64 [N]; rows and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,7 +169,67 @@ class Fence:
     """Also forget which of their writes were applied: the job goes back, and will write them anew."""
 
 
-Request = CreateTable | DropTable | Pull | Push | Assign | Describe | Freeze | WriteFrozen | Thaw | Restore | Fence
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""Arrays by name: vectors or matrices of float32, float64 or int64, C-contiguous."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedInputs:
+    """What a hosted model computes from, beside the rows. The model says which names it takes."""
+
+    arrays: Arrays
+    settings: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+    """Of whatever the model draws, with the step; an unsigned 64-bit integer."""
+    step: int = 0
+    """An unsigned 64-bit integer."""
+    weight: float = 1.0
+    """Multiplies the gradients of an update made of these inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeHosted:
+    """Let a hosted model compute from the rows that the shard owns; changes nothing."""
+
+    table: str
+    model: str
+    operation: str
+    """One that the model offers."""
+    inputs: tuple[HostedInputs, ...]
+    required_sync: SyncGroup | None = None
+    """As that of :class:`Pull`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateHosted:
+    """Apply the gradients that a hosted model makes from its inputs with the table's optimizer: one write."""
+
+    table: str
+    model: str
+    inputs: tuple[HostedInputs, ...]
+    """Of one or several batches, whose gradients are summed."""
+    lr: float | None = None
+    """Learning rate of this write; None: that of the table."""
+    scale: float = 1.0
+    """Multiplies the gradients: clip factor times inverse loss scale."""
+    group: SyncGroup | None = None
+
+
+Request = (
+    CreateTable
+    | DropTable
+    | Pull
+    | Push
+    | Assign
+    | ComputeHosted
+    | UpdateHosted
+    | Describe
+    | Freeze
+    | WriteFrozen
+    | Thaw
+    | Restore
+    | Fence
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,4 +279,11 @@ class Written:
     """Tables of which only the rows written since the parent were held; all rows of the others."""
 
 
-Reply = Done | ShardState | Written
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Reply to :class:`ComputeHosted`."""
+
+    arrays: Arrays
+
+
+Reply = Done | ShardState | Written | Computed

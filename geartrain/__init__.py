@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from geartrain.ams import errors
     from geartrain.ams.client import Table
-    from geartrain.ams.cluster import Cluster, connect, local
+    from geartrain.ams.cluster import Cluster, connect
     from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.optimizer import RowOptimizer
     from geartrain.bridge.state import state_from_bytes, state_to_bytes
+    from geartrain.hosting import local
     from geartrain.workers.data.streams import StreamReader
 
 __version__ = "0.1.0"
@@ -59,7 +60,7 @@ __all__ = [
 
 _HOMES = {
     "geartrain.ams.client": ("Table",),
-    "geartrain.ams.cluster": ("Cluster", "connect", "local"),
+    "geartrain.ams.cluster": ("Cluster", "connect"),
     "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
@@ -69,6 +70,7 @@ _HOMES = {
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
     "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),
+    "geartrain.hosting": ("local",),
     "geartrain.workers.data.streams": ("StreamReader",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -80,7 +80,8 @@ class NeighbourPart:
 def owned_classes(num_classes: int, bucket_shards: BucketShards, shard: int) -> Ids:
     """The classes [P] in the buckets that ``shard`` owns, rising."""
     classes = np.arange(num_classes, dtype=np.int64)
-    return classes[bucket_shards[bucket_of(classes, dense=True)] == shard]
+    owned: Ids = classes[bucket_shards[bucket_of(classes, dense=True)] == shard]
+    return owned
 
 
 def cut_lists(table: NeighbourTable, bucket_shards: BucketShards, shard: int) -> NeighbourPart:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from geartrain.ams.errors import (
     SchedulerUnavailable,
     ShardUnavailable,
 )
+from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import (
     Assign,
     CreateTable,
@@ -48,6 +50,7 @@ from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import DTYPES, TableSpec
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
 from geartrain.ams.transport.grpc_server import BytesMethod, GrpcServer, await_reply
@@ -59,6 +62,8 @@ REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _REPLY_OVERHEAD_BYTES = 1024
+_WriteHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | shard_pb2.UpdateHostedRequest
+_TableHeader = _WriteHeader | shard_pb2.PullRequest | shard_pb2.ComputeHostedRequest
 
 
 class ShardService:
@@ -82,6 +87,8 @@ class ShardService:
             "Pull": self.pull,
             "Push": self.push,
             "Assign": self.assign,
+            "ComputeHosted": self.compute_hosted,
+            "UpdateHosted": self.update_hosted,
             "Describe": self.describe,
             "Freeze": self.freeze,
             "WriteFrozen": self.write_frozen,
@@ -169,6 +176,33 @@ class ShardService:
         )
         return _encoded(await_reply(future, servicer_context))
 
+    def compute_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Let a hosted model compute."""
+        header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedRequest)
+        self._spec(header)
+        future = self.shard.run(codec.context_from_pb(header.context), hosted.compute_from(header, raw.get(15)))
+        reply = hosted.compute_reply(await_reply(future, servicer_context))
+        if len(reply) > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"the answer takes {len(reply)} bytes, the limit is {self._max_message_bytes}; send a smaller batch "
+                "(lower the client's part_bytes), or raise max_message_bytes on both ends"
+            )
+        return reply
+
+    def update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Let a hosted model update its rows."""
+        header, raw = framing.decode_framed(data, shard_pb2.UpdateHostedRequest)
+        self._spec(header)
+        given = raw.get(15)
+        if header.HasField("part"):
+            piece = np.frombuffer(given if given is not None else b"", np.uint8)
+            whole = self._whole(header, (np.empty(0, np.int64), piece))
+            if whole is None:
+                return shard_pb2.WriteReply(incomplete=True).SerializeToString()
+            given = whole[1].data
+        future = self.shard.run(codec.context_from_pb(header.context), hosted.update_from(header, given))
+        return _encoded(await_reply(future, servicer_context))
+
     def describe(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """State of the shard."""
         request = framing.parse(data, shard_pb2.DescribeRequest)
@@ -219,12 +253,12 @@ class ShardService:
     def _submit(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
         return self.shard.submit(codec.context_from_pb(context), request)
 
-    def _spec(self, header: shard_pb2.PullRequest | shard_pb2.PushRequest | shard_pb2.AssignRequest) -> TableSpec:
+    def _spec(self, header: _TableHeader) -> TableSpec:
         # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.
         self.shard.check_fence(codec.context_from_pb(header.context))
         return self.shard.spec(header.table)
 
-    def _whole(self, header: shard_pb2.PushRequest | shard_pb2.AssignRequest, payload: Payload) -> Payload | None:
+    def _whole(self, header: _WriteHeader, payload: Payload) -> Payload | None:
         if not header.HasField("part"):
             return payload
         failpoints.reach("shard.parts.before")
@@ -248,8 +282,9 @@ def _encoded(done: Done) -> bytes:
 class _HeldShard:
     """One shard of this process: its port, its service and its place in the cluster."""
 
-    def __init__(self, config: ServerConfig, listen: str, wanted: int | None) -> None:
+    def __init__(self, config: ServerConfig, listen: str, wanted: int | None, models: HostedModels) -> None:
         self.config = config
+        self.models = models
         self.wanted = wanted
         self.service = ShardService(config.max_message_bytes)
         self.server = GrpcServer(listen, config.max_message_bytes)
@@ -291,6 +326,7 @@ class _HeldShard:
             sync_timeout_seconds=self.config.sync_timeout_seconds,
             threads=threads_per_shard(self.config.shards),
             lease=self.lease,
+            models=self.models,
         )
         self.service.serve(self.shard)
         self.server.ready()
@@ -327,8 +363,10 @@ def _reachable(bound: str) -> str:
 class ShardServer:
     """A process's shards: start, serve until stopped. Not thread-safe; use from one thread."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, models: HostedModels = MappingProxyType({})) -> None:
+        """Hold the shards that ``config`` names; they host ``models``."""
         self._config = config
+        self._models = models
         self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
         self._held: list[_HeldShard] = []
         self._stopping = threading.Event()
@@ -353,7 +391,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted)
+                held = _HeldShard(self._config, listen, wanted, self._models)
                 self._held.append(held)
                 held.server.start()
             self._join_all()

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import (
@@ -29,12 +30,15 @@ from geartrain.ams.errors import (
     SpecMismatch,
     StaleClient,
     StaleCluster,
+    StepMismatch,
     TableExists,
     TableNotFound,
 )
+from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import (
     Assign,
     CallContext,
+    ComputeHosted,
     CreateTable,
     Describe,
     Done,
@@ -49,11 +53,13 @@ from geartrain.ams.messages import (
     ShardState,
     TableState,
     Thaw,
+    UpdateHosted,
     WriteFrozen,
     Written,
 )
 from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
 from geartrain.ams.server.frozen_marks import held_marks, restore_marks
+from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.sync import SyncGroups, joint_push
@@ -100,6 +106,7 @@ class Shard:
         threads: int = 1,
         lease: Lease | None = None,
         clock: Clock = time.monotonic,
+        models: HostedModels = MappingProxyType({}),
     ) -> None:
         self.shard = shard
         self.lease = lease
@@ -120,6 +127,7 @@ class Shard:
         """Snapshots that hold nothing here any more: a late request must not make them hold another moment."""
         self._writing: dict[str, Future[Reply]] = {}
         """The writing of each freeze: a repeated request joins it."""
+        self._hosting = Hosting(models, owned_buckets, threads)
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._closed = False
@@ -151,7 +159,7 @@ class Shard:
         # Python interrupts its main thread anywhere, also between the update of the rows and its mark. And only the
         # shard's own thread watches how long a part of a synchronous push waits for the others.
         is_interruptible = threading.current_thread() is threading.main_thread()
-        if is_interruptible or (isinstance(request, Push) and request.group is not None):
+        if is_interruptible or (isinstance(request, Push | UpdateHosted) and request.group is not None):
             return self.submit(context, request)
         with self._gate:
             alone = not self._closed and self._num_queued == 0 and self._turn.acquire(blocking=False)
@@ -210,6 +218,7 @@ class Shard:
             for snapshot_id in list(self._frozen):
                 self._thaw(snapshot_id, kept=False)
         self._files.shutdown(wait=True, cancel_futures=True)
+        self._hosting.close()
 
     def _shut_down(self) -> ShardUnavailable:
         return ShardUnavailable(f"shard {self.shard} is shut down")
@@ -250,7 +259,7 @@ class Shard:
     def _run(self, call: _Call) -> None:
         try:
             self.check_fence(call.context)
-            if isinstance(call.request, Push | Assign):
+            if isinstance(call.request, Push | Assign | UpdateHosted):
                 self._write(call, call.request)
             elif isinstance(call.request, WriteFrozen | Restore):
                 self._marks.require_current(call.context)
@@ -275,6 +284,10 @@ class Shard:
                 table = self._table(request.table)
                 table.rows.pull(request.ids, request.out, request.positions, request.present)
                 return Done()
+            case ComputeHosted():
+                if request.required_sync is not None:
+                    self._groups.require_step(request.table, request.required_sync)
+                return self._hosting.compute(self._table(request.table).rows, request)
             case CreateTable():
                 return self._create(request.spec)
             case DropTable():
@@ -293,22 +306,18 @@ class Shard:
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
-    def _write(self, call: _Call, request: Push | Assign) -> None:
+    def _write(self, call: _Call, request: Push | Assign | UpdateHosted) -> None:
         if not self._marks.admit(call.context, call.future):
             return
         try:
-            if isinstance(request, Push):
+            if not isinstance(request, Assign):
                 _check_settings(request)
             table = self._table(request.table)
             failpoints.reach("shard.apply.before")
-            if isinstance(request, Push) and request.group is not None:
+            if not isinstance(request, Assign) and request.group is not None:
                 self._write_jointly(call.context, request, table)
                 return
-            self.check_lease()
-            if isinstance(request, Push):
-                created = table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
-            else:
-                created = table.rows.assign(request.ids, request.rows)
+            created = self._apply(table, request)
             failpoints.reach("shard.apply.after")
             table.writes += 1
         except BaseException as error:
@@ -316,27 +325,33 @@ class Shard:
             return
         self._marks.applied(call.context, Done(created=created), request.table)
 
-    def _write_jointly(self, context: CallContext, push: Push, table: _Table) -> None:
-        if self._groups.is_applied(push):
-            self._marks.applied(context, Done(duplicate=True), push.table)
+    def _apply(self, table: _Table, request: Push | Assign | UpdateHosted) -> int:
+        if isinstance(request, UpdateHosted):
+            return self._hosting.update(table.rows, request, self.check_lease)
+        self.check_lease()
+        if isinstance(request, Push):
+            return table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
+        return table.rows.assign(request.ids, request.rows)
+
+    def _write_jointly(self, context: CallContext, write: Push | UpdateHosted, table: _Table) -> None:
+        if self._groups.is_applied(write):
+            self._marks.applied(context, Done(duplicate=True), write.table)
             return
-        parts = self._groups.join(context, push)
+        parts = self._groups.join(context, write)
         if parts is None:
             return
         try:
-            joint = joint_push([part for _, part in parts])
-            self.check_lease()
-            created = table.rows.push(joint.ids, joint.gradients, lr=joint.lr, scale=1.0)
+            created = self._apply(table, _joint([part for _, part in parts]))
             failpoints.reach("shard.apply.after")
         except BaseException as error:
-            self._groups.abandon(push)
+            self._groups.abandon(write)
             for part_context, _ in parts:
                 self._marks.failed(part_context, _as_ours(error, self.shard))
             return
         table.writes += 1
-        self._groups.complete(push)
+        self._groups.complete(write)
         for part_context, _ in parts:
-            self._marks.applied(part_context, Done(created=created), push.table)
+            self._marks.applied(part_context, Done(created=created), write.table)
 
     def _create(self, spec: TableSpec) -> Done:
         existing = self._tables.get(spec.name)
@@ -519,7 +534,19 @@ class _TurnUnlessWritten:
         self._turn.release()
 
 
-def _check_settings(push: Push) -> None:
+def _joint(parts: list[Push | UpdateHosted]) -> Push | UpdateHosted:
+    """One write that equals those of all ranks."""
+    pushes = [part for part in parts if isinstance(part, Push)]
+    updates = [part for part in parts if isinstance(part, UpdateHosted)]
+    if pushes and updates:
+        raise StepMismatch(
+            f"some ranks push gradients to table {parts[0].table!r}, others update it by a hosted model; give all "
+            "ranks of a head the same rows="
+        )
+    return joint_push(pushes) if pushes else joint_update(updates)
+
+
+def _check_settings(push: Push | UpdateHosted) -> None:
     if push.lr is not None and not (math.isfinite(push.lr) and push.lr >= 0):
         raise InvalidArgument(f"lr is {push.lr!r}; it must be finite and >= 0")
     if not math.isfinite(push.scale):

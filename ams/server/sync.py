@@ -16,10 +16,13 @@ import numpy.typing as npt
 
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, RankMissing, StepMismatch
-from geartrain.ams.messages import CallContext, Push, SyncGroup, jobs_of
+from geartrain.ams.messages import CallContext, Push, SyncGroup, UpdateHosted, jobs_of
 from geartrain.ams.specs import Ids
 
 MAX_WORLD_SIZE = 65_536
+
+RankWrite = Push | UpdateHosted
+"""One rank's part of a synchronous write; it has a group."""
 
 
 @dataclass
@@ -31,7 +34,7 @@ class _Group:
     """The stream that joined last."""
     incarnation: int = 0
     """Its incarnation."""
-    waiting: dict[int, tuple[CallContext, Push]] = field(default_factory=dict)
+    waiting: dict[int, tuple[CallContext, RankWrite]] = field(default_factory=dict)
 
 
 class GroupStep(NamedTuple):
@@ -68,7 +71,7 @@ class SyncGroups:
         self._clock = clock
         self._groups: dict[tuple[str, str], _Group] = {}
 
-    def is_applied(self, push: Push) -> bool:
+    def is_applied(self, push: RankWrite) -> bool:
         """Whether the group's write was applied before: this push is a rank's retry of it.
 
         Raises StepMismatch if the rank is not at its group's step, InvalidArgument if it cannot belong to the group.
@@ -80,7 +83,7 @@ class SyncGroups:
         self._require_step(push.table, member, group)
         return False
 
-    def join(self, context: CallContext, push: Push) -> list[tuple[CallContext, Push]] | None:
+    def join(self, context: CallContext, push: RankWrite) -> list[tuple[CallContext, RankWrite]] | None:
         """Add one rank's push; return the pushes of all ranks in rank order once they are complete, else None."""
         member = _member(push)
         group = self._group(push.table, member)
@@ -98,13 +101,13 @@ class SyncGroups:
             return None
         return [group.waiting[rank] for rank in range(group.world_size)]
 
-    def complete(self, push: Push) -> None:
+    def complete(self, push: RankWrite) -> None:
         """The joint write was applied: the group is at its next step."""
         group = self._group(push.table, _member(push))
         group.waiting.clear()
         group.next_sequence += 1
 
-    def abandon(self, push: Push) -> None:
+    def abandon(self, push: RankWrite) -> None:
         """The joint write was refused: forget its parts."""
         self._group(push.table, _member(push)).waiting.clear()
 
@@ -150,7 +153,7 @@ class SyncGroups:
         """When the first incomplete group runs out of time, on the injected clock; None if none waits."""
         return min((group.deadline for group in self._groups.values() if group.waiting), default=None)
 
-    def expire(self) -> list[tuple[list[tuple[CallContext, Push]], RankMissing]]:
+    def expire(self) -> list[tuple[list[tuple[CallContext, RankWrite]], RankMissing]]:
         """Drop the groups whose time is up; return their pushes with the error that each gets."""
         now = self._clock()
         expired = []
@@ -167,9 +170,9 @@ class SyncGroups:
             group.waiting.clear()
         return expired
 
-    def drop_table(self, table: str) -> list[tuple[CallContext, Push]]:
+    def drop_table(self, table: str) -> list[tuple[CallContext, RankWrite]]:
         """Forget the groups of a table; return the pushes that waited."""
-        waiting: list[tuple[CallContext, Push]] = []
+        waiting: list[tuple[CallContext, RankWrite]] = []
         for key in [key for key in self._groups if key[0] == table]:
             waiting.extend(self._groups.pop(key).waiting.values())
         return waiting
@@ -198,6 +201,6 @@ class SyncGroups:
             )
 
 
-def _member(push: Push) -> SyncGroup:
+def _member(push: RankWrite) -> SyncGroup:
     assert push.group is not None
     return push.group

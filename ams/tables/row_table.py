@@ -168,19 +168,54 @@ class RowTable:
             InvalidArgument: ``lr`` or ``scale`` is out of range.
             MemoryError: new rows do not fit.
         """
+        lr = self._checked_factors(lr, scale)
+        ids, bits, code = self._checked_gradients(ids, gradients)
+        try:
+            return self._store.push(ids, bits, code, lr, scale)
+        except ops.Refused as refused:
+            self._refuse(refused, ids, f"gradients (times scale {scale!r})")
+
+    def check_push(self, ids: Ids, gradients: npt.NDArray[Any], *, lr: float | None = None, scale: float = 1.0) -> None:
+        """Raise what :meth:`push` would raise, MemoryError left out; change nothing."""
+        lr = self._checked_factors(lr, scale)
+        ids, bits, code = self._checked_gradients(ids, gradients)
+        try:
+            self._store.check_push(ids, bits, code, lr, scale)
+        except ops.Refused as refused:
+            self._refuse(refused, ids, f"gradients (times scale {scale!r})")
+
+    def surely_takes(self, largest: float, *, lr: float | None = None, scale: float = 1.0) -> bool:
+        """Tell whether no push of gradients of at most ``largest`` in magnitude can raise NonFinite.
+
+        From bounds of all rows and slots: O(1) work, and False does not mean that one would. Raises InvalidArgument as
+        :meth:`push`.
+        """
+        with np.errstate(over="ignore"):
+            bound = float(np.float32(largest))
+        return bool(np.isfinite(bound)) and self._store.surely_takes(bound, self._checked_factors(lr, scale), scale)
+
+    def make_room(self, ids: Ids) -> None:
+        """Reserve the memory that a push to ``ids`` [N] takes. Raises InvalidIds, MemoryError."""
         ids = ops.checked_ids(ids)
-        self._require_rows(gradients, len(ids), "gradients", None)
+        try:
+            self._store.make_room(ids)
+        except ops.Refused as refused:
+            self._refuse(refused, ids)
+
+    def _checked_factors(self, lr: float | None, scale: float) -> float:
+        """Return the learning rate. Raises InvalidArgument."""
         lr = self.spec.optimizer.lr if lr is None else lr
         with np.errstate(over="ignore"):
             if not (lr >= 0 and np.isfinite(np.float32(lr))):
                 raise InvalidArgument(f"lr is {lr!r}; it must be finite (as float32) and >= 0")
             if not np.isfinite(np.float32(scale)):
                 raise InvalidArgument(f"scale is {scale!r}; it must be finite (as float32)")
-        bits, code = ops.as_bits(gradients, "gradients")
-        try:
-            return self._store.push(ids, bits, code, lr, scale)
-        except ops.Refused as refused:
-            self._refuse(refused, ids, f"gradients (times scale {scale!r})")
+        return lr
+
+    def _checked_gradients(self, ids: Ids, gradients: npt.NDArray[Any]) -> tuple[Ids, npt.NDArray[Any], int]:
+        ids = ops.checked_ids(ids)
+        self._require_rows(gradients, len(ids), "gradients", None)
+        return ids, *ops.as_bits(gradients, "gradients")
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:
         """Overwrite the rows of ``ids`` and zero their slots.

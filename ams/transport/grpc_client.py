@@ -17,6 +17,7 @@ from geartrain.ams.errors import GeartrainError, InternalError, ProtocolError
 from geartrain.ams.messages import (
     Assign,
     CallContext,
+    ComputeHosted,
     CreateTable,
     Describe,
     Done,
@@ -29,6 +30,7 @@ from geartrain.ams.messages import (
     Request,
     Restore,
     Thaw,
+    UpdateHosted,
     WriteFrozen,
     Written,
 )
@@ -37,6 +39,7 @@ from geartrain.ams.placement import NUM_BUCKETS
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.carrier import (
     AttemptFailed,
     ClusterView,
@@ -56,6 +59,8 @@ SHARD_METHODS = (
     "Pull",
     "Push",
     "Assign",
+    "ComputeHosted",
+    "UpdateHosted",
     "Describe",
     "Freeze",
     "WriteFrozen",
@@ -121,6 +126,14 @@ class GrpcCarrier:
                 return self._pull(context, request, timeout_seconds, alone=alone)
             case Push() | Assign():
                 return self._write(context, request, timeout_seconds, alone=alone)
+            case ComputeHosted():
+                data = hosted.compute_request(context, request)
+                return self._call("ComputeHosted", data, timeout_seconds, hosted.computed_from, alone=alone)
+            case UpdateHosted():
+                messages = hosted.update_parts(context, request, self._part_bytes)
+                whole = alone and len(messages) == 1
+                parts = [self._call("UpdateHosted", one, timeout_seconds, _done, alone=whole) for one in messages]
+                return parts[0] if len(parts) == 1 else _joined(parts)
             case CreateTable():
                 create = shard_pb2.CreateTableRequest(
                     context=codec.context_to_pb(context), spec=codec.spec_to_pb(request.spec)

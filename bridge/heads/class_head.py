@@ -6,33 +6,27 @@ Legend: B samples, C classes, D width, k answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, InvalidRows, SpecMismatch
+from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
-from geartrain.bridge.heads.batch import Arithmetic, Batch
-from geartrain.bridge.heads.checks import check_class_ids, check_features, check_finite, check_labels, check_margin
-from geartrain.bridge.heads.head_loss import HeadCall, head_loss
-from geartrain.bridge.heads.held_rows import HeldRows
+from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
+from geartrain.bridge.heads.cluster_place import ClusterPlace
+from geartrain.bridge.heads.head_loss import head_loss
 from geartrain.bridge.heads.imprint import imprint_rows
-from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.margins import ArcFace, Margin
-from geartrain.bridge.heads.rank_place import open_rank_table
-from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
+from geartrain.bridge.heads.place import HeadSettings, RowPlace
+from geartrain.bridge.heads.rank_place import RankPlace
 from geartrain.bridge.heads.rank_table import RankTable
-from geartrain.bridge.heads.rank_update import RankStep, RankUpdate
-from geartrain.bridge.heads.ranks import Ranks
-from geartrain.bridge.heads.row_update import PendingUpdate, RowUpdate
-from geartrain.bridge.heads.scratch import BufferPool
+from geartrain.bridge.heads.row_update import PendingUpdate
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.heads.streamed_rows import StreamedRows
-from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, HeadTable, ReadableTable, as_numpy
+from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
 
 _DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_MARGIN = ArcFace()
@@ -75,19 +69,18 @@ class ClassHead(nn.Module):
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
-        ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied by the
-        shards, ``dtype`` is the storage type of the rows, ``initializer`` and ``seed`` give their first values (normal,
-        std 0.01). Active rows of up to ``rows_cache_bytes`` are pulled once and held until the step, more are streamed
-        twice; ``logits_cache_bytes`` of their logits are kept instead of computed again.
+        ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied where
+        the rows are, ``dtype`` is the storage type of the rows, ``slot_dtype`` that of their slots, ``initializer`` and
+        ``seed`` give their first values (normal, std 0.01).
 
-        ``rows="pull"`` keeps the rows in the cluster. ``rows="ranks"`` needs no cluster (None): the ranks of
-        ``process_group`` hold C / ranks classes each on their devices, with their slots (type ``slot_dtype``); labels
-        and features are all-gathered. Such rows are in no snapshot, and :meth:`weights` alone saves them. Raises
-        TableExists, SpecMismatch, InvalidArgument.
+        ``rows`` is where the work on them is done. ``"pull"``: here, rows travel from the cluster; active ones of up to
+        ``rows_cache_bytes`` are pulled once and held until the step, more are streamed twice, ``logits_cache_bytes`` of
+        their logits are kept instead of computed again. ``"hosted"``: beside the rows; features travel to the shards
+        (costs: ``hosted_rows.py``). ``"ranks"`` needs no cluster (None): the ranks of ``process_group`` hold C / ranks
+        classes each on their devices; labels and features are all-gathered. Such rows are in no snapshot, and
+        :meth:`weights` alone saves them. Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
-        if rows not in ("pull", "ranks"):
-            raise InvalidArgument(f"rows is {rows!r}; the places are 'pull' (in the cluster) and 'ranks' (here)")
         if not isinstance(select, FullSoftmax | PartialFC | KNNSoftmax):
             raise InvalidArgument(
                 f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...)"
@@ -95,58 +88,56 @@ class ClassHead(nn.Module):
         self.num_classes = num_classes
         self.dim = dim
         self.margin = margin
-        self._margin = check_margin(margin)
-        self.table: ReadableTable
-        self.row_update: PendingUpdate[Any]
-        self.select: FullSoftmax | PartialFC | KNNSelection
-        self._holds_rows = False
-        self._logits_cache_bytes = logits_cache_bytes
-        self._pool = BufferPool()
-        if rows == "ranks":
-            if isinstance(select, KNNSoftmax):
-                raise InvalidArgument(f"select is {select!r}; with rows='ranks' it must be FullSoftmax() or PartialFC()")
-            self.select = select
-            self.table = rank_table = open_rank_table(
-                name,
-                num_classes=num_classes,
-                dim=dim,
-                optimizer=optimizer,
-                initializer=initializer,
-                seed=seed,
-                dtype=dtype,
-                slot_dtype=slot_dtype,
-                process_group=process_group,
-                settings={"select": repr(select), "margin": repr(margin)},
-            )
-            self.row_update = RankUpdate(rank_table)
-            return
-        if cluster is None:
-            raise InvalidArgument(
-                "cluster is None; rows='pull' needs one (gt.local(), gt.connect(...)), rows='ranks' none"
-            )
-        ranks = Ranks(name, process_group) if process_group is not None or (sync and dist.is_initialized()) else None
-
-        def create(reuse: bool) -> HeadTable:
-            table = cluster.create_table(
-                name,
-                dim=dim,
-                optimizer=optimizer,
-                num_rows=num_classes,
-                initializer=initializer if initializer is not None else Normal(std=0.01),
-                seed=seed,
-                dtype=dtype,
-                slot_dtype=slot_dtype,
-                reuse=reuse,
-            )
-            return cast(HeadTable, table)
-
-        table = create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
-        self.table = table
-        self.row_update = RowUpdate(table, ranks)
-        self.select = (
-            KNNSelection(select, table, ranks, lambda: self.step) if isinstance(select, KNNSoftmax) else select
+        settings = HeadSettings(
+            name=name,
+            num_classes=num_classes,
+            dim=dim,
+            select=select,
+            margin=check_margin(margin),
+            optimizer=optimizer,
+            dtype=dtype,
+            slot_dtype=slot_dtype,
+            initializer=initializer if initializer is not None else Normal(std=0.01),
+            seed=seed,
         )
-        self._holds_rows = select.budget(num_classes) * table.spec.row_bytes <= rows_cache_bytes
+        self._place: RowPlace
+        if rows == "ranks":
+            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=logits_cache_bytes)
+        elif rows not in ("pull", "hosted"):
+            raise InvalidArgument(
+                f"rows is {rows!r}; the places are 'pull' (rows travel here), 'hosted' (features travel to the shards) "
+                "and 'ranks' (rows are here)"
+            )
+        elif cluster is None:
+            raise InvalidArgument(
+                f"cluster is None; rows={rows!r} needs one (gt.local(), gt.connect(...)), rows='ranks' none"
+            )
+        else:
+            self._place = ClusterPlace(
+                cluster,
+                settings,
+                hosted=rows == "hosted",
+                reuse=reuse,
+                sync=sync,
+                process_group=process_group,
+                rows_cache_bytes=rows_cache_bytes,
+                logits_cache_bytes=logits_cache_bytes,
+            )
+
+    @property
+    def table(self) -> ReadableTable:
+        """The rows themselves."""
+        return self._place.table
+
+    @property
+    def select(self) -> FullSoftmax | PartialFC | KNNSelection:
+        """The selection; with :class:`KNNSoftmax` the object that holds its graph."""
+        return self._place.select
+
+    @property
+    def row_update(self) -> PendingUpdate[Any]:
+        """Row gradients that wait for :class:`geartrain.bridge.optimizer.RowOptimizer`."""
+        return self._place.update
 
     @property
     def name(self) -> str:
@@ -168,37 +159,9 @@ class ClassHead(nn.Module):
         training = self.training and torch.is_grad_enabled()
         # What is pulled outlives this call: it must not become an inference tensor.
         with torch.inference_mode(False), torch.no_grad():
-            call = self._begin(features, labels, training=training)
+            call = self._place.begin(features, labels, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(features.device)
         return head_loss(features, carrier if training else carrier.detach(), call)
-
-    def _begin(self, features: Tensor, labels: Tensor, *, training: bool) -> HeadCall:
-        """Check the input, choose the active classes and pull their rows, or go to where they are."""
-        if isinstance(self.row_update, RankUpdate):
-            step = RankStep(update=self.row_update, select=self.select, margin=self._margin, training=training)
-            rank_rows, samples = step.begin(features, labels)
-            return HeadCall(rank_rows, self.row_update, samples, self._logits_cache_bytes, want_rows=training)
-        table = cast(HeadTable, self.table)
-        check_features(features, self.dim)
-        labels_B = check_labels(labels, len(features), self.num_classes)
-        ranks = self.row_update.ranks if self.training else None
-        if ranks is None:
-            check_finite(features)
-        if len(labels_B) == 0 and ranks is None:
-            raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
-        all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)
-        if self.training and isinstance(self.select, KNNSelection):
-            self.select.prepare()
-        active = self.select.select(all_labels, self.num_classes, self.step)
-        required = None if ranks is None else ranks.sync_group(len(labels_B))
-        arithmetic = Arithmetic.of(features)
-        batch = Batch.of(features, active.positions(labels_B), self._margin, active.num, arithmetic)
-        rows = (
-            HeldRows(table, active, self._pool, batch, required)
-            if self._holds_rows
-            else StreamedRows(table, active, self._pool, batch, labels_B, required)
-        )
-        return HeadCall(rows, self.row_update, len(labels_B), self._logits_cache_bytes, want_rows=training)
 
     def next_epoch(self) -> None:
         """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""
@@ -220,12 +183,8 @@ class ClassHead(nn.Module):
         check_features(features, self.dim)
         if not 1 <= k <= self.num_classes:
             raise InvalidArgument(f"k is {k!r}; it must lie in [1, {self.num_classes}], the number of classes")
-        normalised = self._margin is not None
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            arithmetic = Arithmetic.of(features)
-            if isinstance(self.table, RankTable):
-                return top_classes_on_ranks(self.table, features, k, normalised=normalised, arithmetic=arithmetic)
-            return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)
+            return self._place.predict(features, k)
 
     def imprint(
         self,
@@ -243,8 +202,7 @@ class ClassHead(nn.Module):
         is called with the images read so far; without it a bar appears after two seconds. With ranks, every rank gives
         its own images.
         """
-        ranks = self.table.link if isinstance(self.table, RankTable) else self.row_update.ranks
-        return imprint_rows(self.table, ranks, loader, backbone, memory_bytes, progress)
+        return imprint_rows(self.table, self._place.peers, loader, backbone, memory_bytes, progress)
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:

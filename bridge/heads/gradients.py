@@ -6,7 +6,7 @@ Legend: A active rows, B samples, D width, N rows of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds
 from geartrain.bridge.heads.chunk_pass import ChunkPass
@@ -24,7 +25,7 @@ from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.stream import Block, RowStream
-from geartrain.bridge.heads.tables import HeadTable, as_numpy, gradient_view
+from geartrain.bridge.heads.tables import HeadTable, HeadWrite, as_numpy, gradient_view
 
 _ROWS_PER_SUM = 4096
 
@@ -36,12 +37,36 @@ class Writer(Protocol):
         """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N]."""
         ...
 
+    def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
+        """:meth:`prepare` a write made of (lr, scale, group) instead."""
+        ...
+
     def send_behind(self) -> None:
         """Begin to send the prepared push in the background."""
         ...
 
     def settle(self) -> None:
         """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
+        ...
+
+
+class RowGradient(Protocol):
+    """The row gradients of one or several micro-batches."""
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        ...
+
+    def push(self, writer: Writer) -> None:
+        """Send all of it; a second call after an error goes on behind what was prepared."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64."""
+        ...
+
+    def discard(self) -> None:
+        """Give the memory back."""
         ...
 
 
@@ -253,6 +278,3 @@ class _Part:
         if not self._is_whole:
             absent = np.isin(ids, factors.active.ids, invert=True)
             rows_ND[torch.from_numpy(absent).to(rows_ND.device)] = 0
-
-
-RowGradient = HeldGradient | FactoredGradient

@@ -1,48 +1,75 @@
-"""Making the table of a head whose rows are on the ranks."""
+"""Class rows on the devices of torch.distributed ranks.
+
+Legend: S samples of this rank, k answers.
+"""
 
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import Tensor
 
-from geartrain.ams.errors import GeartrainError
-from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
+from geartrain.ams.errors import GeartrainError, InvalidArgument
+from geartrain.ams.specs import TableSpec
+from geartrain.bridge.heads.batch import Arithmetic
+from geartrain.bridge.heads.head_loss import HeadCall
+from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.place import HeadSettings
 from geartrain.bridge.heads.rank_link import RankLink
+from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
 from geartrain.bridge.heads.rank_table import RankTable, require_supported
+from geartrain.bridge.heads.rank_update import RankStep, RankUpdate
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 
 
-def open_rank_table(
-    name: str,
-    *,
-    num_classes: int,
-    dim: int,
-    optimizer: RowOptimizerSpec,
-    initializer: Initializer | None,
-    seed: int,
-    dtype: DTypeName,
-    slot_dtype: DTypeName,
-    process_group: dist.ProcessGroup | None,
-    settings: dict[str, str],
-) -> RankTable:
-    """Make the table on every rank of the group (None: all; without torch.distributed this process alone).
+class RankPlace:
+    """Implements :class:`geartrain.bridge.heads.place.RowPlace`."""
 
-    Raises InvalidArgument, and SpecMismatch on every rank unless all give equal fields and ``settings``. Three
-    all-gathers between the hosts.
-    """
-    link = RankLink(process_group)
+    def __init__(
+        self, settings: HeadSettings, *, process_group: dist.ProcessGroup | None, logits_cache_bytes: int
+    ) -> None:
+        """Make the table on every rank of the group (None: all; without torch.distributed this process alone).
+
+        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Three all-gathers between
+        the hosts.
+        """
+        select = settings.select
+        if isinstance(select, KNNSoftmax):
+            raise InvalidArgument(f"select is {select!r}; with rows='ranks' it must be FullSoftmax() or PartialFC()")
+        self.table = _open_table(settings, RankLink(process_group))
+        self.peers = self.table.link
+        self.select: FullSoftmax | PartialFC | KNNSelection = select
+        self.update = RankUpdate(self.table)
+        self._settings = settings
+        self._logits_cache_bytes = logits_cache_bytes
+
+    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
+        """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises what :meth:`RankStep.begin` does."""
+        step = RankStep(update=self.update, select=self.select, margin=self._settings.margin, training=want_rows)
+        rows, samples = step.begin(features, labels)
+        return HeadCall(rows, self.update, samples, self._logits_cache_bytes, want_rows=want_rows)
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :class:`geartrain.bridge.heads.place.RowPlace`. Every rank calls it, with its own features [S, D]."""
+        normalised = self._settings.margin is not None
+        return top_classes_on_ranks(self.table, features, k, normalised=normalised, arithmetic=Arithmetic.of(features))
+
+
+def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
     try:
         spec = TableSpec(
-            name=name,
-            dim=dim,
-            optimizer=optimizer,
-            num_rows=num_classes,
-            initializer=initializer if initializer is not None else Normal(std=0.01),
-            seed=seed,
-            dtype=dtype,
-            slot_dtype=slot_dtype,
+            name=settings.name,
+            dim=settings.dim,
+            optimizer=settings.optimizer,
+            num_rows=settings.num_classes,
+            initializer=settings.initializer,
+            seed=settings.seed,
+            dtype=settings.dtype,
+            slot_dtype=settings.slot_dtype,
         )
         require_supported(spec)
     except GeartrainError as exc:
-        link.require_equal({"error": str(exc)}, f"table {name!r}")
+        link.require_equal({"error": str(exc)}, f"table {settings.name!r}")
         raise
-    link.require_equal({**spec.to_dict(), **settings}, f"table {name!r}")
+    said = {**spec.to_dict(), "select": repr(settings.select), "margin": repr(settings.margin)}
+    link.require_equal(said, f"table {settings.name!r}")
     return RankTable(spec, link, link.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.errors import NonFinite
-from geartrain.ams.messages import Done
+from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.gradients import RowGradient
 from geartrain.bridge.heads.ranks import Ranks
@@ -160,9 +161,14 @@ class _PushWriter:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
 
     def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
+        self.prepare_write(
+            lambda lr, scale, group: self._table.prepare_push(ids, gradients, lr=lr, scale=scale, group=group)
+        )
+
+    def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
         self.settle()
         group = None if self._ranks is None else self._ranks.sync_group(self._samples)
-        self._write = self._table.prepare_push(ids, gradients, lr=self._lr, scale=self._scale, group=group)
+        self._write = make(self._lr, self._scale, group)
         self.begun = True
 
     def send_behind(self) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.hosted_calls import HostedCalls
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import DTYPES, Ids, Initializer, RowOptimizerSpec, TableSpec
 
@@ -64,6 +65,10 @@ class HeadTable(ReadableTable, Protocol):
         group: SyncGroup | None = None,
     ) -> HeadWrite:
         """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet."""
+        ...
+
+    def hosted(self, model: str) -> HostedCalls:
+        """The way to a hosted model beside the rows."""
         ...
 
 

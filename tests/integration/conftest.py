@@ -7,10 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from geartrain.ams.cluster import Cluster, connect, local
+from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
+from geartrain.hosting import hosted_models, local
 
 QUICK = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)
 
@@ -32,7 +33,8 @@ class ServedCluster:
                 shard=shard,
                 heartbeat_seconds=0.05,
                 **self.server_settings,  # type: ignore[arg-type]
-            )
+            ),
+            hosted_models(),
         )
         server.start()
         return server

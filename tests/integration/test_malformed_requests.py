@@ -16,12 +16,23 @@ from hypothesis import strategies as st
 from geartrain.ams import errors
 from geartrain.ams.cluster import connect
 from geartrain.ams.config import ClientConfig
+from geartrain.ams.messages import CallContext, ComputeHosted, HostedInputs, UpdateHosted
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
 from geartrain.ams.specs import SGD
 from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, channel_options
 
-MALFORMED = 300
+MALFORMED = 420
+
+
+def hosted_inputs(*, update: bool = False) -> HostedInputs:
+    ones = np.ones(2, np.float32)
+    arrays = {"features": np.eye(2, 4, dtype=np.float32), "labels": np.array([3, 60])}
+    settings = {"logit_factor": 8.0, "normalised": 1.0, "sample_rate": 0.5}
+    return HostedInputs(
+        arrays={**arrays, **({"lse2": ones, "target_weight": -ones} if update else {})}, settings=settings
+    )
 
 
 def valid_requests() -> dict[str, bytes]:
@@ -33,6 +44,15 @@ def valid_requests() -> dict[str, bytes]:
         "Pull": framing.encode_framed(shard_pb2.PullRequest(table="t"), [(14, ids)]),
         "Push": framing.encode_framed(shard_pb2.PushRequest(table="t", context=context), [(14, ids), (15, rows)]),
         "Assign": framing.encode_framed(shard_pb2.AssignRequest(table="t", context=context), [(14, ids), (15, rows)]),
+        "ComputeHosted": hosted.compute_request(
+            CallContext(),
+            ComputeHosted(table="t", model="class_head", operation="forward", inputs=(hosted_inputs(),)),
+        ),
+        "UpdateHosted": hosted.update_parts(
+            CallContext(stream="s", sequence=1),
+            UpdateHosted(table="t", model="class_head", inputs=(hosted_inputs(update=True),)),
+            1 << 20,
+        )[0],
         "CreateTable": shard_pb2.CreateTableRequest(spec=spec).SerializeToString(),
         "Describe": shard_pb2.DescribeRequest().SerializeToString(),
     }
@@ -75,6 +95,7 @@ def test_malformed_requests_end_in_typed_errors_and_the_shard_keeps_serving(serv
                     assert name in vars(errors) and name != "InternalError", (method, error.details())
                     np.testing.assert_array_equal(table.pull(np.arange(100)), before)
                     refused += 1
+                assert np.isfinite(table.pull(np.arange(100))).all()
         assert refused > MALFORMED // 3
         table.push(np.array([60]), np.ones((1, 4), np.float32))
         assert ours.status().ready

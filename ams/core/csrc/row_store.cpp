@@ -200,25 +200,58 @@ void RowStore::prefetch_for_write(int64_t position) const {
   if (slots_) prefetch_bytes(slots_->at(position), static_cast<size_t>(slots_->item_bytes()));
 }
 
-int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) {
-  DefaultFloatMode float_mode;
-  std::unique_lock lock(mutex_);
+RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
+                                          StepFactors factors) const {
   require_legal(ids, count);
-  const char* values = static_cast<const char*>(gradients);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
-  const StepFactors factors{lr, scale, spec_.momentum, spec_.weight_decay};
   Resolved found = resolve(ids, count, values, dtype);
 
   // float32 products are monotone: the largest one is finite only if all are.
-  const float largest = std::fabs(std::bit_cast<float>(found.largest) * scale);
+  const float largest = std::fabs(std::bit_cast<float>(found.largest) * factors.scale);
   if (!std::isfinite(largest)) {
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t bits = kernels().max_abs_bits[static_cast<int>(dtype)](row_of(values, i, gradient_bytes),
                                                                             static_cast<size_t>(spec_.dim));
-      if (!std::isfinite(std::bit_cast<float>(bits) * scale)) throw Refusal{Reason::non_finite, i};
+      if (!std::isfinite(std::bit_cast<float>(bits) * factors.scale)) throw Refusal{Reason::non_finite, i};
     }
   }
   if (count > 0 && !cannot_overflow(largest, factors)) rehearse(ids, found, values, dtype, factors);
+  return found;
+}
+
+void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const {
+  DefaultFloatMode float_mode;
+  std::shared_lock lock(mutex_);
+  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale, spec_.momentum, spec_.weight_decay});
+}
+
+bool RowStore::surely_takes(float largest, float lr, float scale) const {
+  DefaultFloatMode float_mode;
+  std::shared_lock lock(mutex_);
+  const float product = std::fabs(largest * scale);
+  return std::isfinite(product) && cannot_overflow(product, {lr, scale, spec_.momentum, spec_.weight_decay});
+}
+
+void RowStore::make_room(const int64_t* ids, int64_t count) {
+  std::unique_lock lock(mutex_);
+  require_legal(ids, count);
+  std::vector<int64_t> missing;
+  std::visit(
+      [&](const auto& directory) {
+        for (int64_t i = 0; i < count; ++i)
+          if (directory.find(ids[i]) < 0) missing.push_back(ids[i]);
+      },
+      directory_);
+  reserve(missing);
+}
+
+int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) {
+  DefaultFloatMode float_mode;
+  std::unique_lock lock(mutex_);
+  const char* values = static_cast<const char*>(gradients);
+  const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
+  const StepFactors factors{lr, scale, spec_.momentum, spec_.weight_decay};
+  Resolved found = resolve_push(ids, count, values, dtype, factors);
   reserve(found.missing);
 
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);

@@ -45,6 +45,12 @@ class RowStore {
   void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
   // Returns the number of rows created.
   int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale);
+  // Refuses what a push of these would refuse; changes nothing.
+  void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const;
+  // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.
+  bool surely_takes(float largest, float lr, float scale) const;
+  // Reserves the memory of those rows that are not there.
+  void make_room(const int64_t* ids, int64_t count);
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows);
 
@@ -79,6 +85,7 @@ class RowStore {
 
   void require_legal(const int64_t* ids, int64_t count) const;
   Resolved resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const;
+  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, StepFactors factors) const;
   void reserve(const std::vector<int64_t>& missing);
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;

@@ -53,6 +53,19 @@ int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int d
   return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale);
 }
 
+void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale) {
+  const DType dtype = checked_dtype(gradients, dtype_code);
+  require_width(store, gradients.shape(1));
+  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+  nb::gil_scoped_release release;
+  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale);
+}
+
+void make_room(RowStore& store, const IdArray& ids) {
+  nb::gil_scoped_release release;
+  store.make_room(ids.data(), static_cast<int64_t>(ids.size()));
+}
+
 int64_t assign(RowStore& store, const IdArray& ids, const Matrix& rows) {
   checked_dtype(rows, static_cast<int>(store.spec().dtype));
   require_width(store, rows.shape(1));
@@ -112,6 +125,10 @@ void bind_row_store(nb::module_& m) {
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),
            nb::arg("scale"))
+      .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
+           nb::arg("lr"), nb::arg("scale"))
+      .def("surely_takes", &RowStore::surely_takes, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
+      .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
       .def("freeze", &freeze, nb::arg("only_touched"))
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none())

@@ -25,13 +25,17 @@ _sym_db = _symbol_database.Default()
 from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgeartrain/ams/pb/v1/shard.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"o\n\x12\x43reateTableRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12)\n\x04spec\x18\x02 \x01(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\"Q\n\x10\x44ropTableRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\"\xb4\x01\n\x0bPullRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12\x32\n\rrequired_sync\x18\x03 \x01(\x0b\x32\x1b.geartrain.ams.v1.SyncGroup\x12\x14\n\x0cwith_present\x18\x04 \x01(\x08\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\";\n\tPullReply\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0f\n\x07present\x18\x0e \x01(\x0c\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"$\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xb6\x02\n\x0bPushRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0f\n\x02lr\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05scale\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12*\n\x05group\x18\x05 \x01(\x0b\x32\x1b.geartrain.ams.v1.SyncGroup\x12/\n\x0egradient_dtype\x18\x06 \x01(\x0e\x32\x17.geartrain.ams.v1.DType\x12$\n\x04part\x18\x07 \x01(\x0b\x32\x16.geartrain.ams.v1.Part\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\x12\x11\n\tgradients\x18\x0f \x01(\x0c\x42\x05\n\x03_lrB\x08\n\x06_scale\"\xa0\x01\n\rAssignRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12$\n\x04part\x18\x07 \x01(\x0b\x32\x16.geartrain.ams.v1.Part\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"D\n\nWriteReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12\x12\n\nincomplete\x18\x03 \x01(\x08\"A\n\x0f\x44\x65scribeRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\"k\n\nTableState\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06pushes\x18\x04 \x01(\x04\"\xa8\x01\n\rDescribeReply\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x17\n\x0f\x63luster_version\x18\x03 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x04 \x01(\x01\x12,\n\x06tables\x18\x05 \x03(\x0b\x32\x1c.geartrain.ams.v1.TableState\x12\x14\n\x0cunix_seconds\x18\x08 \x01(\x01\"w\n\rFreezeRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x0e\n\x06tables\x18\x03 \x03(\t\x12\x11\n\tparent_id\x18\x04 \x01(\t\"i\n\x12WriteFrozenRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\"1\n\x10WriteFrozenReply\x12\r\n\x05\x66iles\x18\x01 \x03(\t\x12\x0e\n\x06\x64\x65ltas\x18\x02 \x03(\t\"`\n\x0bThawRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x0c\n\x04kept\x18\x03 \x01(\x08\"`\n\x0eRestoreRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0e\n\x06tables\x18\x03 \x03(\t\"p\n\x0c\x46\x65nceRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06\x66orget\x18\x04 \x01(\x08\x32\xc4\x06\n\x05Shard\x12Q\n\x0b\x43reateTable\x12$.geartrain.ams.v1.CreateTableRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12M\n\tDropTable\x12\".geartrain.ams.v1.DropTableRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12\x42\n\x04Pull\x12\x1d.geartrain.ams.v1.PullRequest\x1a\x1b.geartrain.ams.v1.PullReply\x12\x43\n\x04Push\x12\x1d.geartrain.ams.v1.PushRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12G\n\x06\x41ssign\x12\x1f.geartrain.ams.v1.AssignRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12N\n\x08\x44\x65scribe\x12!.geartrain.ams.v1.DescribeRequest\x1a\x1f.geartrain.ams.v1.DescribeReply\x12G\n\x06\x46reeze\x12\x1f.geartrain.ams.v1.FreezeRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12W\n\x0bWriteFrozen\x12$.geartrain.ams.v1.WriteFrozenRequest\x1a\".geartrain.ams.v1.WriteFrozenReply\x12\x43\n\x04Thaw\x12\x1d.geartrain.ams.v1.ThawRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12I\n\x07Restore\x12 .geartrain.ams.v1.RestoreRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12\x45\n\x05\x46\x65nce\x12\x1e.geartrain.ams.v1.FenceRequest\x1a\x1c.geartrain.ams.v1.WriteReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgeartrain/ams/pb/v1/shard.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"o\n\x12\x43reateTableRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12)\n\x04spec\x18\x02 \x01(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\"Q\n\x10\x44ropTableRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\"\xb4\x01\n\x0bPullRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12\x32\n\rrequired_sync\x18\x03 \x01(\x0b\x32\x1b.geartrain.ams.v1.SyncGroup\x12\x14\n\x0cwith_present\x18\x04 \x01(\x08\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\";\n\tPullReply\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0f\n\x07present\x18\x0e \x01(\x0c\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"$\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xb6\x02\n\x0bPushRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0f\n\x02lr\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05scale\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12*\n\x05group\x18\x05 \x01(\x0b\x32\x1b.geartrain.ams.v1.SyncGroup\x12/\n\x0egradient_dtype\x18\x06 \x01(\x0e\x32\x17.geartrain.ams.v1.DType\x12$\n\x04part\x18\x07 \x01(\x0b\x32\x16.geartrain.ams.v1.Part\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\x12\x11\n\tgradients\x18\x0f \x01(\x0c\x42\x05\n\x03_lrB\x08\n\x06_scale\"\xa0\x01\n\rAssignRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12$\n\x04part\x18\x07 \x01(\x0b\x32\x16.geartrain.ams.v1.Part\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"v\n\x0bHostedArray\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04type\x18\x02 \x01(\x0e\x32\x1b.geartrain.ams.v1.ArrayType\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x14\n\x07\x63olumns\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_columns\"\xea\x01\n\x0cHostedInputs\x12-\n\x06\x61rrays\x18\x01 \x03(\x0b\x32\x1d.geartrain.ams.v1.HostedArray\x12>\n\x08settings\x18\x02 \x03(\x0b\x32,.geartrain.ams.v1.HostedInputs.SettingsEntry\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x06weight\x18\x05 \x01(\x01H\x00\x88\x01\x01\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_weight\"\xfa\x01\n\x14\x43omputeHostedRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\toperation\x18\x04 \x01(\t\x12.\n\x06inputs\x18\x05 \x03(\x0b\x32\x1e.geartrain.ams.v1.HostedInputs\x12\x32\n\rrequired_sync\x18\x06 \x01(\x0b\x32\x1b.geartrain.ams.v1.SyncGroup\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"b\n\x12\x43omputeHostedReply\x12-\n\x06\x61rrays\x18\x01 \x03(\x0b\x32\x1d.geartrain.ams.v1.HostedArray\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\xba\x02\n\x13UpdateHostedRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\r\n\x05table\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12.\n\x06inputs\x18\x04 \x03(\x0b\x32\x1e.geartrain.ams.v1.HostedInputs\x12\x0f\n\x02lr\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05scale\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12*\n\x05group\x18\x07 \x01(\x0b\x32\x1b.geartrain.ams.v1.SyncGroup\x12$\n\x04part\x18\x08 \x01(\x0b\x32\x16.geartrain.ams.v1.Part\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x05\n\x03_lrB\x08\n\x06_scale\"D\n\nWriteReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12\x12\n\nincomplete\x18\x03 \x01(\x08\"A\n\x0f\x44\x65scribeRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\"k\n\nTableState\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.geartrain.ams.v1.TableSpec\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06pushes\x18\x04 \x01(\x04\"\xa8\x01\n\rDescribeReply\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x17\n\x0f\x63luster_version\x18\x03 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x04 \x01(\x01\x12,\n\x06tables\x18\x05 \x03(\x0b\x32\x1c.geartrain.ams.v1.TableState\x12\x14\n\x0cunix_seconds\x18\x08 \x01(\x01\"w\n\rFreezeRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x0e\n\x06tables\x18\x03 \x03(\t\x12\x11\n\tparent_id\x18\x04 \x01(\t\"i\n\x12WriteFrozenRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\"1\n\x10WriteFrozenReply\x12\r\n\x05\x66iles\x18\x01 \x03(\t\x12\x0e\n\x06\x64\x65ltas\x18\x02 \x03(\t\"`\n\x0bThawRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x0c\n\x04kept\x18\x03 \x01(\x08\"`\n\x0eRestoreRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0e\n\x06tables\x18\x03 \x03(\t\"p\n\x0c\x46\x65nceRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.CallContext\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06\x66orget\x18\x04 \x01(\x08*m\n\tArrayType\x12\x1a\n\x16\x41RRAY_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41RRAY_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x41RRAY_TYPE_FLOAT64\x10\x02\x12\x14\n\x10\x41RRAY_TYPE_INT64\x10\x03\x32\xf8\x07\n\x05Shard\x12Q\n\x0b\x43reateTable\x12$.geartrain.ams.v1.CreateTableRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12M\n\tDropTable\x12\".geartrain.ams.v1.DropTableRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12\x42\n\x04Pull\x12\x1d.geartrain.ams.v1.PullRequest\x1a\x1b.geartrain.ams.v1.PullReply\x12\x43\n\x04Push\x12\x1d.geartrain.ams.v1.PushRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12G\n\x06\x41ssign\x12\x1f.geartrain.ams.v1.AssignRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12]\n\rComputeHosted\x12&.geartrain.ams.v1.ComputeHostedRequest\x1a$.geartrain.ams.v1.ComputeHostedReply\x12S\n\x0cUpdateHosted\x12%.geartrain.ams.v1.UpdateHostedRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12N\n\x08\x44\x65scribe\x12!.geartrain.ams.v1.DescribeRequest\x1a\x1f.geartrain.ams.v1.DescribeReply\x12G\n\x06\x46reeze\x12\x1f.geartrain.ams.v1.FreezeRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12W\n\x0bWriteFrozen\x12$.geartrain.ams.v1.WriteFrozenRequest\x1a\".geartrain.ams.v1.WriteFrozenReply\x12\x43\n\x04Thaw\x12\x1d.geartrain.ams.v1.ThawRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12I\n\x07Restore\x12 .geartrain.ams.v1.RestoreRequest\x1a\x1c.geartrain.ams.v1.WriteReply\x12\x45\n\x05\x46\x65nce\x12\x1e.geartrain.ams.v1.FenceRequest\x1a\x1c.geartrain.ams.v1.WriteReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'geartrain.ams.pb.v1.shard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_HOSTEDINPUTS_SETTINGSENTRY']._loaded_options = None
+  _globals['_HOSTEDINPUTS_SETTINGSENTRY']._serialized_options = b'8\001'
+  _globals['_ARRAYTYPE']._serialized_start=3073
+  _globals['_ARRAYTYPE']._serialized_end=3182
   _globals['_CREATETABLEREQUEST']._serialized_start=86
   _globals['_CREATETABLEREQUEST']._serialized_end=197
   _globals['_DROPTABLEREQUEST']._serialized_start=199
@@ -46,26 +50,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHREQUEST']._serialized_end=875
   _globals['_ASSIGNREQUEST']._serialized_start=878
   _globals['_ASSIGNREQUEST']._serialized_end=1038
-  _globals['_WRITEREPLY']._serialized_start=1040
-  _globals['_WRITEREPLY']._serialized_end=1108
-  _globals['_DESCRIBEREQUEST']._serialized_start=1110
-  _globals['_DESCRIBEREQUEST']._serialized_end=1175
-  _globals['_TABLESTATE']._serialized_start=1177
-  _globals['_TABLESTATE']._serialized_end=1284
-  _globals['_DESCRIBEREPLY']._serialized_start=1287
-  _globals['_DESCRIBEREPLY']._serialized_end=1455
-  _globals['_FREEZEREQUEST']._serialized_start=1457
-  _globals['_FREEZEREQUEST']._serialized_end=1576
-  _globals['_WRITEFROZENREQUEST']._serialized_start=1578
-  _globals['_WRITEFROZENREQUEST']._serialized_end=1683
-  _globals['_WRITEFROZENREPLY']._serialized_start=1685
-  _globals['_WRITEFROZENREPLY']._serialized_end=1734
-  _globals['_THAWREQUEST']._serialized_start=1736
-  _globals['_THAWREQUEST']._serialized_end=1832
-  _globals['_RESTOREREQUEST']._serialized_start=1834
-  _globals['_RESTOREREQUEST']._serialized_end=1930
-  _globals['_FENCEREQUEST']._serialized_start=1932
-  _globals['_FENCEREQUEST']._serialized_end=2044
-  _globals['_SHARD']._serialized_start=2047
-  _globals['_SHARD']._serialized_end=2883
+  _globals['_HOSTEDARRAY']._serialized_start=1040
+  _globals['_HOSTEDARRAY']._serialized_end=1158
+  _globals['_HOSTEDINPUTS']._serialized_start=1161
+  _globals['_HOSTEDINPUTS']._serialized_end=1395
+  _globals['_HOSTEDINPUTS_SETTINGSENTRY']._serialized_start=1337
+  _globals['_HOSTEDINPUTS_SETTINGSENTRY']._serialized_end=1384
+  _globals['_COMPUTEHOSTEDREQUEST']._serialized_start=1398
+  _globals['_COMPUTEHOSTEDREQUEST']._serialized_end=1648
+  _globals['_COMPUTEHOSTEDREPLY']._serialized_start=1650
+  _globals['_COMPUTEHOSTEDREPLY']._serialized_end=1748
+  _globals['_UPDATEHOSTEDREQUEST']._serialized_start=1751
+  _globals['_UPDATEHOSTEDREQUEST']._serialized_end=2065
+  _globals['_WRITEREPLY']._serialized_start=2067
+  _globals['_WRITEREPLY']._serialized_end=2135
+  _globals['_DESCRIBEREQUEST']._serialized_start=2137
+  _globals['_DESCRIBEREQUEST']._serialized_end=2202
+  _globals['_TABLESTATE']._serialized_start=2204
+  _globals['_TABLESTATE']._serialized_end=2311
+  _globals['_DESCRIBEREPLY']._serialized_start=2314
+  _globals['_DESCRIBEREPLY']._serialized_end=2482
+  _globals['_FREEZEREQUEST']._serialized_start=2484
+  _globals['_FREEZEREQUEST']._serialized_end=2603
+  _globals['_WRITEFROZENREQUEST']._serialized_start=2605
+  _globals['_WRITEFROZENREQUEST']._serialized_end=2710
+  _globals['_WRITEFROZENREPLY']._serialized_start=2712
+  _globals['_WRITEFROZENREPLY']._serialized_end=2761
+  _globals['_THAWREQUEST']._serialized_start=2763
+  _globals['_THAWREQUEST']._serialized_end=2859
+  _globals['_RESTOREREQUEST']._serialized_start=2861
+  _globals['_RESTOREREQUEST']._serialized_end=2957
+  _globals['_FENCEREQUEST']._serialized_start=2959
+  _globals['_FENCEREQUEST']._serialized_end=3071
+  _globals['_SHARD']._serialized_start=3185
+  _globals['_SHARD']._serialized_end=4201
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from geartrain.ams.pb.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,6 +23,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ArrayType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ArrayTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArrayType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ARRAY_TYPE_UNSPECIFIED: _ArrayType.ValueType  # 0
+    """Not given: refused."""
+    ARRAY_TYPE_FLOAT32: _ArrayType.ValueType  # 1
+    """IEEE 754 binary32."""
+    ARRAY_TYPE_FLOAT64: _ArrayType.ValueType  # 2
+    """IEEE 754 binary64."""
+    ARRAY_TYPE_INT64: _ArrayType.ValueType  # 3
+    """Two's complement."""
+
+class ArrayType(_ArrayType, metaclass=_ArrayTypeEnumTypeWrapper):
+    """Type of the numbers of an array of a hosted model."""
+
+ARRAY_TYPE_UNSPECIFIED: ArrayType.ValueType  # 0
+"""Not given: refused."""
+ARRAY_TYPE_FLOAT32: ArrayType.ValueType  # 1
+"""IEEE 754 binary32."""
+ARRAY_TYPE_FLOAT64: ArrayType.ValueType  # 2
+"""IEEE 754 binary64."""
+ARRAY_TYPE_INT64: ArrayType.ValueType  # 3
+"""Two's complement."""
+Global___ArrayType: _TypeAlias = ArrayType  # noqa: Y015
 
 @_typing.final
 class CreateTableRequest(_message.Message):
@@ -271,6 +300,247 @@ class AssignRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AssignRequest: _TypeAlias = AssignRequest  # noqa: Y015
+
+@_typing.final
+class HostedArray(_message.Message):
+    """An array whose numbers are in the raw bytes of the message: little endian, row after row, behind those of the arrays
+    before it, from the next multiple of 8 bytes on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 64 printable characters; distinct among the arrays of one batch or reply."""
+    type: Global___ArrayType.ValueType
+    rows: _builtins.int
+    """Length of a vector, or rows of a matrix."""
+    columns: _builtins.int
+    """Columns of a matrix. Absent: a vector."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        type: Global___ArrayType.ValueType = ...,
+        rows: _builtins.int = ...,
+        columns: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_columns", b"_columns", "columns", b"columns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_columns", b"_columns", "columns", b"columns", "name", b"name", "rows", b"rows", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__columns: _TypeAlias = _typing.Literal["columns"]  # noqa: Y015
+    _WhichOneofArgType__columns: _TypeAlias = _typing.Literal["_columns", b"_columns"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__columns) -> _WhichOneofReturnType__columns | None: ...
+
+Global___HostedArray: _TypeAlias = HostedArray  # noqa: Y015
+
+@_typing.final
+class HostedInputs(_message.Message):
+    """What a hosted model computes from: of one batch. The model says which names it takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ARRAYS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """Of whatever the model draws, with the step."""
+    step: _builtins.int
+    weight: _builtins.float
+    """Multiplies the gradients of an update. Absent: 1."""
+    @_builtins.property
+    def arrays(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostedArray]: ...
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        arrays: _abc.Iterable[Global___HostedArray] | None = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        seed: _builtins.int = ...,
+        step: _builtins.int = ...,
+        weight: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "arrays", b"arrays", "seed", b"seed", "settings", b"settings", "step", b"step", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___HostedInputs: _TypeAlias = HostedInputs  # noqa: Y015
+
+@_typing.final
+class ComputeHostedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    model: _builtins.str
+    """Name of the model."""
+    operation: _builtins.str
+    """What it shall compute: one of the operations it offers."""
+    padding: _builtins.bytes
+    """Ignored. Lets the sender put the raw bytes at an aligned address."""
+    data: _builtins.bytes
+    """The numbers of all arrays of all inputs, in order."""
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostedInputs]: ...
+    @_builtins.property
+    def required_sync(self) -> _types_pb2.SyncGroup:
+        """Answer only if exactly the writes before required_sync.sequence are applied."""
+
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        table: _builtins.str = ...,
+        model: _builtins.str = ...,
+        operation: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___HostedInputs] | None = ...,
+        required_sync: _types_pb2.SyncGroup | None = ...,
+        padding: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "inputs", b"inputs", "model", b"model", "operation", b"operation", "padding", b"padding", "required_sync", b"required_sync", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeHostedRequest: _TypeAlias = ComputeHostedRequest  # noqa: Y015
+
+@_typing.final
+class ComputeHostedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRAYS_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    padding: _builtins.bytes
+    """Ignored. Lets the sender put the raw bytes at an aligned address."""
+    data: _builtins.bytes
+    """The numbers of all arrays, in order."""
+    @_builtins.property
+    def arrays(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostedArray]: ...
+    def __init__(
+        self,
+        *,
+        arrays: _abc.Iterable[Global___HostedArray] | None = ...,
+        padding: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "data", b"data", "padding", b"padding"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeHostedReply: _TypeAlias = ComputeHostedReply  # noqa: Y015
+
+@_typing.final
+class UpdateHostedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    LR_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    model: _builtins.str
+    """Name of the model."""
+    lr: _builtins.float
+    """Learning rate of this update. Absent: that of the table."""
+    scale: _builtins.float
+    """Multiplies the gradients: clip factor times inverse loss scale. Absent: 1."""
+    padding: _builtins.bytes
+    """Ignored. Lets the sender put the raw bytes at an aligned address."""
+    data: _builtins.bytes
+    """The numbers of all arrays of all inputs, in order."""
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostedInputs]:
+        """Of one or several batches, whose gradients are summed."""
+
+    @_builtins.property
+    def group(self) -> _types_pb2.SyncGroup:
+        """Absent: applied on arrival."""
+
+    @_builtins.property
+    def part(self) -> Global___Part:
+        """Absent: this message is the whole write. Each part has all of the header and its piece of the data."""
+
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        table: _builtins.str = ...,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___HostedInputs] | None = ...,
+        lr: _builtins.float | None = ...,
+        scale: _builtins.float | None = ...,
+        group: _types_pb2.SyncGroup | None = ...,
+        part: Global___Part | None = ...,
+        padding: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "data", b"data", "group", b"group", "inputs", b"inputs", "lr", b"lr", "model", b"model", "padding", b"padding", "part", b"part", "scale", b"scale", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
+    _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
+    _WhichOneofReturnType__scale: _TypeAlias = _typing.Literal["scale"]  # noqa: Y015
+    _WhichOneofArgType__scale: _TypeAlias = _typing.Literal["_scale", b"_scale"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lr) -> _WhichOneofReturnType__lr | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
+
+Global___UpdateHostedRequest: _TypeAlias = UpdateHostedRequest  # noqa: Y015
 
 @_typing.final
 class WriteReply(_message.Message):

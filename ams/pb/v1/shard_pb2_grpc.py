@@ -59,6 +59,16 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.ComputeHosted = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/ComputeHosted',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedReply.FromString,
+                _registered_method=True)
+        self.UpdateHosted = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/UpdateHosted',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.UpdateHostedRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/Describe',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.DescribeRequest.SerializeToString,
@@ -124,6 +134,20 @@ class ShardServicer:
 
     def Assign(self, request, context):
         """Overwrite rows. Applied once however often it is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComputeHosted(self, request, context):
+        """Let a hosted model compute from the rows that this shard owns. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateHosted(self, request, context):
+        """Apply the row gradients that a hosted model makes. Applied once however often it is sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +221,16 @@ def add_ShardServicer_to_server(servicer, server):
             'Assign': grpc.unary_unary_rpc_method_handler(
                     servicer.Assign,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'ComputeHosted': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeHosted,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedReply.SerializeToString,
+            ),
+            'UpdateHosted': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateHosted,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.UpdateHostedRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
@@ -364,6 +398,60 @@ class Shard:
             target,
             '/geartrain.ams.v1.Shard/Assign',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeHosted(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/ComputeHosted',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateHosted(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/UpdateHosted',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.UpdateHostedRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
             options,
             channel_credentials,

@@ -45,6 +45,10 @@ class ShardStub:
     """Apply gradients. Applied once however often it is sent."""
     Assign: _grpc.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]
     """Overwrite rows. Applied once however often it is sent."""
+    ComputeHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]
+    """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
+    UpdateHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.UpdateHostedRequest, _shard_pb2.WriteReply]
+    """Apply the row gradients that a hosted model makes. Applied once however often it is sent."""
     Describe: _grpc.UnaryUnaryMultiCallable[_shard_pb2.DescribeRequest, _shard_pb2.DescribeReply]
     """State of the shard and of its tables."""
     Freeze: _grpc.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]
@@ -71,6 +75,10 @@ class ShardAsyncStub(ShardStub):
     """Apply gradients. Applied once however often it is sent."""
     Assign: _aio.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Overwrite rows. Applied once however often it is sent."""
+    ComputeHosted: _aio.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]  # type: ignore[assignment]
+    """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
+    UpdateHosted: _aio.UnaryUnaryMultiCallable[_shard_pb2.UpdateHostedRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """Apply the row gradients that a hosted model makes. Applied once however often it is sent."""
     Describe: _aio.UnaryUnaryMultiCallable[_shard_pb2.DescribeRequest, _shard_pb2.DescribeReply]  # type: ignore[assignment]
     """State of the shard and of its tables."""
     Freeze: _aio.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
@@ -124,6 +132,22 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
         """Overwrite rows. Applied once however often it is sent."""
+
+    @_abc_1.abstractmethod
+    def ComputeHosted(
+        self,
+        request: _shard_pb2.ComputeHostedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.ComputeHostedReply, _abc.Awaitable[_shard_pb2.ComputeHostedReply]]:
+        """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
+
+    @_abc_1.abstractmethod
+    def UpdateHosted(
+        self,
+        request: _shard_pb2.UpdateHostedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """Apply the row gradients that a hosted model makes. Applied once however often it is sent."""
 
     @_abc_1.abstractmethod
     def Describe(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.bridge.heads import chunk_pass
+from geartrain.bridge.heads.checks import check_margin
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -57,7 +58,7 @@ def check(
     active = select.select(labels.numpy(), num_classes, 0)
     rows = torch.from_numpy(table.rows[active.ids])
     targets = torch.from_numpy(active.positions(labels.numpy()))
-    loss, feature_gradient, row_gradient = plain_gradients(features, rows, targets, head._margin)
+    loss, feature_gradient, row_gradient = plain_gradients(features, rows, targets, check_margin(margin))
 
     optimizer = RowOptimizer(head)
     mine = head(features, labels)
@@ -142,7 +143,7 @@ def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torc
     cluster.tables["classes"].rows[:] = np.stack([cosines, np.sqrt(1 - cosines**2)], axis=1)
     rows = torch.from_numpy(cluster.tables["classes"].rows)
     features = torch.tensor([[1.0, 0.0]], dtype=dtype, requires_grad=True)
-    expected, gradient, _ = plain_gradients(features, rows, torch.tensor([0]), head._margin)
+    expected, gradient, _ = plain_gradients(features, rows, torch.tensor([0]), check_margin(head.margin))
     loss = head(features, torch.tensor([0]))
     loss.backward()
     assert features.grad is not None

@@ -35,10 +35,11 @@ def pulled(table: RowTable, ids: np.ndarray = IDS) -> np.ndarray:
 
 
 def assert_refused(table: RowTable, error: type[Exception], message: str, ids: Any, rows: Any, **how: Any) -> None:
-    """Push and assign must both raise and change nothing, then go on working."""
+    """Push, its check and assign must all raise and change nothing, then go on working."""
     before, present = pulled(table), table.num_present
-    with pytest.raises(error, match=message):
-        table.push(ids, rows, **how)
+    for call in (table.check_push, table.push):
+        with pytest.raises(error, match=message):
+            call(ids, rows, **how)
     if not how:
         with pytest.raises(error, match=message):
             table.assign(ids, rows)

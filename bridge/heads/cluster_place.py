@@ -1,0 +1,111 @@
+"""Class rows in the shards of a cluster: pulled to this process, or worked on beside where they are ("hosted").
+
+Legend: B samples, D width, k answers.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidRows
+from geartrain.bridge.heads.batch import Arithmetic, Batch
+from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
+from geartrain.bridge.heads.head_loss import HeadCall
+from geartrain.bridge.heads.held_rows import HeldRows
+from geartrain.bridge.heads.hosted_rows import Chosen, HostedRows
+from geartrain.bridge.heads.inference import top_classes
+from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.place import HeadSettings
+from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.row_update import RowUpdate
+from geartrain.bridge.heads.scratch import BufferPool
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.heads.streamed_rows import StreamedRows
+from geartrain.bridge.heads.tables import HeadCluster, HeadTable
+from geartrain.bridge.hosted.class_head import NAME as HOSTED_NAME
+
+
+class ClusterPlace:
+    """Implements :class:`geartrain.bridge.heads.place.RowPlace`."""
+
+    def __init__(
+        self,
+        cluster: HeadCluster,
+        settings: HeadSettings,
+        *,
+        hosted: bool,
+        reuse: bool,
+        sync: bool,
+        process_group: dist.ProcessGroup | None,
+        rows_cache_bytes: int,
+        logits_cache_bytes: int,
+    ) -> None:
+        """Make the table, or open it with ``reuse``. Raises TableExists, SpecMismatch, InvalidArgument."""
+        joined = process_group is not None or (sync and dist.is_initialized())
+        self.peers = ranks = Ranks(settings.name, process_group) if joined else None
+
+        def create(reuse: bool) -> HeadTable:
+            table = cluster.create_table(
+                settings.name,
+                dim=settings.dim,
+                optimizer=settings.optimizer,
+                num_rows=settings.num_classes,
+                initializer=settings.initializer,
+                seed=settings.seed,
+                dtype=settings.dtype,
+                slot_dtype=settings.slot_dtype,
+                reuse=reuse,
+            )
+            return cast(HeadTable, table)
+
+        self.table: HeadTable = (
+            create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
+        )
+        self.update = RowUpdate(self.table, ranks)
+        select = settings.select
+        self.select: FullSoftmax | PartialFC | KNNSelection = (
+            KNNSelection(select, self.table, ranks, lambda: self.update.step)
+            if isinstance(select, KNNSoftmax)
+            else select
+        )
+        self._settings = settings
+        self._hosted = self.table.hosted(HOSTED_NAME) if hosted else None
+        self._holds_rows = select.budget(settings.num_classes) * self.table.spec.row_bytes <= rows_cache_bytes
+        self._logits_cache_bytes = logits_cache_bytes
+        self._pool = BufferPool()
+
+    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
+        """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises InvalidRows, InvalidIds and NonFinite."""
+        num_classes, margin = self._settings.num_classes, self._settings.margin
+        check_features(features, self._settings.dim)
+        labels_B = check_labels(labels, len(features), num_classes)
+        ranks = self.peers if in_training else None
+        if ranks is None:
+            check_finite(features)
+        if len(labels_B) == 0 and ranks is None:
+            raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
+        all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)
+        if in_training and isinstance(self.select, KNNSelection):
+            self.select.prepare()
+        required = None if ranks is None else ranks.sync_group(len(labels_B))
+        if self._hosted is not None:
+            chosen = Chosen(self.select, num_classes, self.update.step, all_labels)
+            hosted = HostedRows(self._hosted, features, labels_B, margin, chosen, required)
+            return HeadCall(hosted, self.update, len(labels_B), 0, want_rows=want_rows)
+        active = self.select.select(all_labels, num_classes, self.update.step)
+        batch = Batch.of(features, active.positions(labels_B), margin, active.num, Arithmetic.of(features))
+        rows = (
+            HeldRows(self.table, active, self._pool, batch, required)
+            if self._holds_rows
+            else StreamedRows(self.table, active, self._pool, batch, labels_B, required)
+        )
+        return HeadCall(rows, self.update, len(labels_B), self._logits_cache_bytes, want_rows=want_rows)
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :class:`geartrain.bridge.heads.place.RowPlace`."""
+        normalised = self._settings.margin is not None
+        arithmetic = Arithmetic.of(features)
+        return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)

@@ -1,0 +1,239 @@
+"""Active rows that stay where they are: features go to the shards, which compute beside their rows.
+
+Per training step and shard two requests, whatever the number of classes: the forward pass takes features and labels
+(4·B·D + 8·B bytes) and answers sums (4·B·D + 12·B) and the rows of the targets there (all shards together 4·B·D); the
+update takes features, labels, log-sum-exp and target weights (4·B·D + 16·B). With ranks or a batch in several calls a
+partial selection also takes the labels of all samples (8 bytes each). The features travel twice, so that a shard keeps
+nothing between the two (``docs/decisions/0015``). The shards compute in float32.
+Legend: B samples, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.hosted_calls import HostedCalls
+from geartrain.ams.messages import HostedInputs, SyncGroup
+from geartrain.ams.placement import split_by_shard
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.batch import Arithmetic, Batch
+from geartrain.bridge.heads.gradients import RowGradient, Writer
+from geartrain.bridge.heads.margins import CombinedMargin
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, Selection
+from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.hosted.class_head import FORWARD, SQUARED_NORM
+
+_BYTES_PER_NUMBER = 8
+"""Of a feature, there and back: float32 to the shard, float32 of the weighted sum."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The selection of one step, as the shards are told of it."""
+
+    select: Selection
+    num_classes: int
+    step: int
+    labels: Ids
+    """Of all samples of all ranks."""
+
+    def inputs(self, calls: HostedCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
+        """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
+        shards = range(calls.view.num_shards)
+        if isinstance(self.select, FullSoftmax):
+            return 0, {}, [{} for _ in shards]
+        if isinstance(self.select, PartialFC):
+            more = {} if len(self.labels) == len(labels_B) else {"batch_labels": self.labels}
+            return self.select.seed, {"sample_rate": self.select.sample_rate}, [more for _ in shards]
+        ids = self.select.select(self.labels, self.num_classes, self.step).ids
+        routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
+        none = np.empty(0, np.int64)
+        mine = [ids if len(shards) == 1 else ids[routes.get(shard, none)] for shard in shards]
+        return 0, {}, [{"active": part} for part in mine]
+
+
+class HostedRows:
+    """The rows of one forward pass. Costs one request per shard (more for a batch that exceeds ``part_bytes``)."""
+
+    def __init__(
+        self,
+        calls: HostedCalls,
+        features: Tensor,
+        labels_B: Ids,
+        margin: CombinedMargin | None,
+        chosen: Chosen,
+        required_sync: SyncGroup | None,
+    ) -> None:
+        compute = Arithmetic.of(features).compute
+        arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
+        self._batch = Batch.of(features, np.zeros(len(labels_B), np.int64), margin, chosen.num_classes, arithmetic)
+        self._batch.shifted = True  # a shard that needs no shift answers with 0
+        self._calls = calls
+        self._labels_B = labels_B
+        self._chosen = chosen
+        self._required_sync = required_sync
+        self._features_BD = np.ascontiguousarray(self._batch.features_BD.float().cpu().numpy())
+        self._gradient_check: Tensor | None = None
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Loss (0-dim) and feature gradient [B, D]."""
+        batch = self._batch
+        softmax = OnlineSoftmax(batch, self._calls.view.num_shards, want_gradient=want_gradient)
+        for part in self._parts({"want_gradient": float(want_gradient)}):
+            inputs = [(one,) for one in part.inputs]
+            answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
+            for sums, arrays in zip(softmax.parts, answers, strict=True):
+                _fill(sums, arrays, part.start, part.stop)
+        loss, gradient_BD = softmax.finish()
+        if gradient_BD is not None:
+            self._gradient_check = (0 * gradient_BD).sum()
+        return loss, gradient_BD
+
+    def gradient(self, upstream: Tensor) -> tuple[HostedGradient, Tensor]:
+        """What the shards make the row gradients of; also a sum that is finite only if all of it is."""
+        batch = self._batch
+        factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        if self._gradient_check is not None:
+            checksum = checksum + self._gradient_check
+        return HostedGradient(self._calls, [_Pending(self, factor)]), checksum
+
+    def discard(self) -> None:
+        """Nothing is held."""
+
+    def update_inputs(self, weight: float) -> list[tuple[HostedInputs, ...]]:
+        """For each shard, the inputs of this batch's part of an update."""
+        lse2_B, target_weight_B = (
+            values.float().cpu().numpy() for values in (self._batch.lse2_B, self._batch.target_weight_B)
+        )
+        more = {"lse2": lse2_B, "target_weight": target_weight_B}
+        parts = list(self._parts({}, more, weight, whole=True))
+        return [tuple(part.inputs[shard] for part in parts) for shard in range(self._calls.view.num_shards)]
+
+    def _parts(
+        self,
+        settings: dict[str, float],
+        more: dict[str, npt.NDArray[Any]] | None = None,
+        weight: float = 1.0,
+        *,
+        whole: bool = False,
+    ) -> Iterator[_Part]:
+        """The batch, in as few calls as its size allows; the sums over samples of different calls are apart anyway."""
+        batch, size = self._batch, len(self._labels_B)
+        width = self._features_BD.shape[1]
+        at_once = size if whole else self._calls.part_bytes // (_BYTES_PER_NUMBER * (width + 8))
+        for start in range(0, size, max(1, at_once)):
+            stop = min(start + max(1, at_once), size)
+            labels = self._labels_B[start:stop]
+            seed, chosen, arrays = self._chosen.inputs(self._calls, labels)
+            common: dict[str, npt.NDArray[Any]] = {"features": self._features_BD[start:stop], "labels": labels}
+            common |= more or {}
+            yield _Part(
+                start,
+                stop,
+                [
+                    HostedInputs(
+                        arrays={**common, **its},
+                        settings={
+                            "logit_factor": batch.logit_factor,
+                            "normalised": float(batch.margin is not None),
+                            **chosen,
+                            **settings,
+                        },
+                        seed=seed,
+                        step=self._chosen.step,
+                        weight=weight,
+                    )
+                    for its in arrays
+                ],
+            )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Samples ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
+
+    start: int
+    stop: int
+    inputs: list[HostedInputs]
+
+
+def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
+    """Take over what one shard answered for samples ``start`` … ``stop`` − 1."""
+    assert sums.shift_B is not None
+    sums.shift_B[start:stop] = torch.tensor(arrays["shift"])
+    sums.sum_B[start:stop] = torch.tensor(arrays["sum"])
+    if sums.weighted_BD is not None:
+        sums.weighted_BD[start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_BD)
+    samples = torch.tensor(arrays["target_samples"]) + start
+    sums.target_rows_BD[samples.to(sums.target_rows_BD.device)] = torch.tensor(arrays["target_rows"]).to(
+        sums.target_rows_BD
+    )
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """One batch, and what its row gradients are multiplied by."""
+
+    rows: HostedRows
+    factor: Tensor
+    """upstream gradient · scale / B, 0-dim."""
+
+
+class HostedGradient:
+    """Gradients that the shards make at the step, of one or several micro-batches. Holds B·D numbers for each.
+
+    With asynchronous workers the rows may have moved since the forward pass; the gradient is then that of the new rows
+    under the old log-sum-exp.
+    """
+
+    def __init__(self, calls: HostedCalls, pending: list[_Pending]) -> None:
+        self._calls = calls
+        self._pending = pending
+        self._prepared = False
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        assert isinstance(other, HostedGradient), "the rows of a head are in one place"
+        if self._prepared:
+            raise InvalidArgument(
+                "the last step() stopped with an error; call step() again, or zero_grad() to give it up, before the "
+                "next backward()"
+            )
+        self._pending += other._pending
+
+    def push(self, writer: Writer) -> None:
+        """Send one update to each shard; nothing more once it is prepared."""
+        if self._prepared:
+            return
+        inputs = self._inputs()
+        writer.prepare_write(
+            lambda lr, scale, group: self._calls.prepare_update(inputs.__getitem__, lr=lr, scale=scale, group=group)
+        )
+        self._prepared = True
+        writer.settle()
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64; the shards make the gradients once more."""
+        inputs = self._inputs()
+        answers = self._calls.compute(SQUARED_NORM, inputs.__getitem__)
+        return float(sum(float(arrays["squared_norm"][0]) for arrays in answers))
+
+    def discard(self) -> None:
+        """Nothing is held but the batches."""
+
+    def _inputs(self) -> list[tuple[HostedInputs, ...]]:
+        """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""
+        batches = [one.rows.update_inputs(float(one.factor)) for one in self._pending]
+        return [
+            tuple(inputs for batch in batches for inputs in batch[shard])
+            for shard in range(self._calls.view.num_shards)
+        ]

@@ -1,0 +1,72 @@
+"""Where the class rows of a head are worked on: one object per place, which a head asks for everything of its rows.
+
+Legend: B samples, D width, k answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from geartrain.ams.specs import DTypeName, Initializer, RowOptimizerSpec
+from geartrain.bridge.heads.head_loss import HeadCall
+from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.margins import CombinedMargin
+from geartrain.bridge.heads.rank_link import RankLink
+from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.row_update import PendingUpdate
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.heads.tables import ReadableTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """What a head was made with, whatever the place of its rows."""
+
+    name: str
+    num_classes: int
+    dim: int
+    select: FullSoftmax | PartialFC | KNNSoftmax
+    margin: CombinedMargin | None
+    optimizer: RowOptimizerSpec
+    dtype: DTypeName
+    slot_dtype: DTypeName
+    initializer: Initializer
+    seed: int
+
+
+class RowPlace(Protocol):
+    """The rows of one head."""
+
+    @property
+    def table(self) -> ReadableTable:
+        """The rows themselves."""
+        ...
+
+    @property
+    def select(self) -> FullSoftmax | PartialFC | KNNSelection:
+        """What chooses the active classes."""
+        ...
+
+    @property
+    def update(self) -> PendingUpdate[Any]:
+        """Row gradients that wait for the step."""
+        ...
+
+    @property
+    def peers(self) -> Ranks | RankLink | None:
+        """The ranks that train the rows together."""
+        ...
+
+    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
+        """Check a batch, choose its active classes, and pull their rows or go to where they are.
+
+        ``in_training`` is the head's mode, ``want_rows`` whether row gradients will follow.
+        """
+        ...
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores [B, k] and ids [B, k] of the best classes."""
+        ...

@@ -1,0 +1,190 @@
+"""What a hosted model is sent: encoded and decoded alike, and refused by name where it does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.errors import GeartrainError, InvalidArgument, InvalidIds, InvalidRows, NonFinite, ProtocolError
+from geartrain.ams.messages import CallContext, Computed, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.pb.v1 import shard_pb2
+from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.transport import grpc_framing as framing
+from geartrain.ams.transport import grpc_hosted as hosted
+from tests.integration.conftest import ServedCluster
+
+NUM_ROWS, DIM = 6000, 4
+NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=10)
+ARRAYS = st.dictionaries(
+    NAMES,
+    st_numpy.arrays(
+        st.sampled_from([np.float32, np.float64, np.int64]),
+        st_numpy.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=5),
+    ),
+    max_size=4,
+)
+INPUTS = st.builds(
+    HostedInputs,
+    arrays=ARRAYS,
+    settings=st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=3),
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 2**64 - 1),
+    weight=st.floats(allow_nan=False),
+)
+
+
+def require_equal(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype
+        np.testing.assert_array_equal(found[name], wanted[name])
+
+
+@settings(max_examples=60, deadline=None)
+@given(inputs=st.lists(INPUTS, max_size=3), part_bytes=st.integers(1, 200))
+def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs], part_bytes: int) -> None:
+    compute = ComputeHosted(table="t", model="m", operation="o", inputs=tuple(inputs))
+    update = UpdateHosted(table="t", model="m", inputs=tuple(inputs), lr=0.5, scale=2.0)
+    header, raw = framing.decode_framed(hosted.compute_request(CallContext(), compute), shard_pb2.ComputeHostedRequest)
+    pieces = [
+        framing.decode_framed(one, shard_pb2.UpdateHostedRequest)
+        for one in hosted.update_parts(CallContext(), update, part_bytes)
+    ]
+    data = b"".join(bytes(raw[15]) for _, raw in pieces)
+    for decoded, sent in (
+        (hosted.compute_from(header, raw.get(15)), compute),
+        (hosted.update_from(pieces[-1][0], memoryview(data)), update),
+    ):
+        assert replace(decoded, inputs=()) == replace(sent, inputs=())  # type: ignore[type-var]
+        for mine, its in zip(decoded.inputs, sent.inputs, strict=True):
+            assert replace(mine, arrays={}) == replace(its, arrays={})
+            require_equal(mine.arrays, its.arrays)
+    for one in inputs:
+        require_equal(hosted.computed_from(hosted.compute_reply(Computed(arrays=one.arrays))).arrays, one.arrays)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.tuples(st.integers(0, 2**64 - 1), st.none() | st.integers(0, 2**64 - 1)),
+    kind=st.integers(0, 4),
+    data=st.binary(max_size=64),
+)
+def test_no_header_makes_the_decoder_take_more_than_came(shape: tuple[int, int | None], kind: int, data: bytes) -> None:
+    header = shard_pb2.HostedArray(name="a", rows=shape[0], columns=shape[1])
+    header.type = kind  # type: ignore[assignment]
+    inputs = [shard_pb2.HostedInputs(arrays=[header])]
+    with contextlib.suppress(ProtocolError, InvalidArgument):
+        (decoded,) = hosted.inputs_from(inputs, memoryview(data))
+        assert decoded.arrays["a"].nbytes <= len(data)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "message"),
+    [
+        ([], ProtocolError, "take 0 bytes, the message has 16"),
+        ([("a", 1, 2), ("a", 1, 2)], InvalidArgument, "'a'"),
+        ([("", 1, 4)], InvalidArgument, "1 … 64"),
+        ([("a", 0, 4)], InvalidArgument, "type code 0"),
+        ([("a", 3, 3)], ProtocolError, "needs 24 bytes, 16 are left"),
+        ([(str(i), 1, 0) for i in range(65)], InvalidArgument, "at most 64"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_bytes_is_refused(
+    arrays: list[tuple[str, int, int]], error: type[Exception], message: str
+) -> None:
+    headers = [shard_pb2.HostedArray(name=name, type=kind, rows=rows) for name, kind, rows in arrays]  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        hosted.inputs_from([shard_pb2.HostedInputs(arrays=headers)], memoryview(bytes(16)))
+
+
+def good() -> dict[str, Any]:
+    return {
+        "features": np.eye(2, DIM, dtype=np.float32),
+        "labels": np.array([3, 4097]),
+        "lse2": np.ones(2, np.float32),
+        "target_weight": -np.ones(2, np.float32),
+    }
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in good().items() if key != name}
+
+
+BAD: list[tuple[dict[str, Any], dict[str, float], type[GeartrainError], str]] = [
+    (without("features"), {}, InvalidRows, "features is missing"),
+    ({**good(), "features": np.eye(2, DIM)}, {}, InvalidRows, "features is float64"),
+    ({**good(), "features": np.eye(2, 5, dtype=np.float32)}, {}, InvalidRows, r"\[2, 5\]"),
+    ({**good(), "features": np.empty((0, DIM), np.float32)}, {}, InvalidRows, "no batch that is empty"),
+    ({**good(), "labels": np.array([3])}, {}, InvalidRows, "labels is int64"),
+    ({**good(), "labels": np.array([3, NUM_ROWS])}, {}, InvalidIds, r"labels\[1\] is 6000"),
+    ({**good(), "labels": np.array([-1, 3])}, {}, InvalidIds, r"labels\[0\] is -1"),
+    ({**good(), "active": np.array([4, 3])}, {}, InvalidIds, "active"),
+    ({**good(), "batch_labels": np.array([NUM_ROWS])}, {"sample_rate": 0.1}, InvalidIds, "batch_labels"),
+    (good(), {"sample_rate": 7.0}, InvalidArgument, "sample_rate is 7.0"),
+    (good(), {"sample_rate": np.nan}, InvalidArgument, "sample_rate is nan"),
+    (good(), {"logit_factor": -1.0}, InvalidArgument, "logit_factor"),
+    (good(), {"logit_factor": np.inf}, InvalidArgument, "logit_factor"),
+]
+BAD_UPDATES: list[tuple[dict[str, Any], dict[str, float], type[GeartrainError], str]] = [
+    (without("lse2"), {}, InvalidRows, "lse2 is missing"),
+    ({**good(), "lse2": np.array([np.nan, 1], np.float32)}, {}, NonFinite, "lse2"),
+    ({**good(), "target_weight": np.array([np.inf, 1], np.float32)}, {}, NonFinite, "target_weight"),
+    ({**good(), "features": np.full((2, DIM), np.nan, np.float32)}, {}, NonFinite, "features"),
+    ({**good(), "lse2": np.full(2, -1e30, np.float32)}, {}, NonFinite, "NaN or infinity"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster_of_two() -> Iterator[Cluster]:
+    """One cluster for all cases: none of them may change it."""
+    served = ServedCluster(2)
+    try:
+        with connect(served.address) as connected:
+            yield connected
+    finally:
+        served.stop()
+
+
+@pytest.mark.parametrize(
+    ("case", "is_update"), [(one, False) for one in BAD] + [(one, True) for one in BAD + BAD_UPDATES]
+)
+def test_inputs_that_do_not_fit_change_nothing(cluster_of_two: Cluster, case: Any, is_update: bool) -> None:
+    arrays, settings_, error, message = case
+    table = cluster_of_two.create_table(
+        "t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(1), reuse=True
+    )
+    before = table.pull(np.arange(NUM_ROWS))
+    calls = table.hosted("class_head")
+    inputs = (HostedInputs(arrays=arrays, settings={"logit_factor": 8.0, "normalised": 1.0, **settings_}),)
+    with pytest.raises(error, match=message):
+        if is_update:
+            write = calls.prepare_update(lambda _: inputs)
+            try:
+                write.send()
+            finally:
+                write.abandon()
+        else:
+            calls.compute("forward", lambda _: inputs)
+    np.testing.assert_array_equal(table.pull(np.arange(NUM_ROWS)), before)
+
+
+def test_operations_and_tables_that_are_not_there_are_named(cluster_of_two: Cluster) -> None:
+    table = cluster_of_two.create_table("hashed", dim=DIM, optimizer=SGD(1.0), reuse=True)
+    inputs = (HostedInputs(arrays=good(), settings={"logit_factor": 8.0}),)
+    with pytest.raises(InvalidArgument, match="no operation 'backward'"):
+        table.hosted("class_head").compute("backward", lambda _: inputs)
+    with pytest.raises(InvalidArgument, match="one batch; it was given 2"):
+        table.hosted("class_head").compute("forward", lambda _: inputs * 2)
+    with pytest.raises(InvalidArgument, match="hashed"):
+        table.hosted("class_head").compute("forward", lambda _: inputs)
+    with pytest.raises(InvalidArgument, match="no model 'mlp'; it hosts 'class_head'"):
+        table.hosted("mlp").compute("forward", lambda _: inputs)
