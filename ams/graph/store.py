@@ -1,8 +1,8 @@
 """A table of neighbours on disk: cut per shard, versioned with the rows it was built from.
 
-Kept in a :class:`~geartrain.ams.storage.kv.KeyValueStore`: arrays in chunks under keys of their own (LMDB seals each with its
-XXH3 and names the one that is damaged), and a head that is written last, in one step with the removal of the older table. So a
-save that is cut short leaves the older table.
+Kept in a :class:`~geartrain.ams.storage.kv.KeyValueStore`: arrays in chunks under keys of their own (LMDB seals each
+with its XXH3 and names the one that is damaged), and a head that is written last, in one step with the removal of the
+older table. So a save that is cut short leaves the older table.
 
 Legend: C classes, P classes of a part, E entries of its lists, k neighbours, S shards.
 """
@@ -103,8 +103,8 @@ def join_parts(parts: Sequence[NeighbourPart], bucket_shards: BucketShards) -> N
     for shard, (part, classes) in enumerate(zip(parts, owned, strict=True)):
         if (part.num_classes, part.k, len(part.offsets) - 1) != (num_classes, k, len(classes)):
             raise InvalidArgument(
-                f"the part of shard {shard} has {len(part.offsets) - 1} lists of {part.num_classes} classes, k {part.k};"
-                f" with this placement it must have {len(classes)} of {num_classes}, k {k}"
+                f"the part of shard {shard} has {len(part.offsets) - 1} lists of {part.num_classes} classes, k "
+                f"{part.k}; with this placement it must have {len(classes)} of {num_classes}, k {k}"
             )
         lengths[classes] = np.diff(part.offsets)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -125,14 +125,14 @@ def test_the_graph_of_the_paper_shrinks_as_it_says() -> None:
 
 
 def test_a_part_is_kept_too_and_is_no_table() -> None:
-    table, placement = table_of(5000, 3), even_placement(2)
+    table, placement = table_of(5001, 3), even_placement(2)
     graphs = [GraphStore(MemoryStore()) for _ in range(2)]
     for shard, graph in enumerate(graphs):
         graph.save(cut_lists(table, placement, shard), VERSION)
     loaded = [graph.load("faces") for graph in graphs]
     joined = join_parts([found[0] for found in loaded if found is not None], placement)
     np.testing.assert_array_equal(joined.neighbours, table.neighbours)
-    with pytest.raises(InvalidArgument, match=r"is a part: 25\d\d of 5000 lists"):
+    with pytest.raises(InvalidArgument, match=r"is a part: 25\d\d of 5001 lists"):
         graphs[0].load_table("faces")
     with pytest.raises(InvalidArgument, match="on other shards too"):
         join_parts([cut_lists(table, placement, 0)], placement)
