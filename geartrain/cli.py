@@ -28,6 +28,7 @@ COMMANDS = {
     "table": ("geartrain.cli_table", "app"),
     "snapshot": ("geartrain.cli_snapshot", "app"),
     "predict": ("geartrain.cli_predict", "predict"),
+    "verify": ("geartrain.cli_verify", "verify"),
     "scheduler": ("geartrain.cli_roles", "scheduler"),
     "server": ("geartrain.cli_roles", "server"),
     "health": ("geartrain.cli_status", "health"),
