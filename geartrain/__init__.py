@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.heads.memory import memory_report
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+    from geartrain.bridge.heads.weights import export_class_weights, import_class_weights
     from geartrain.bridge.optimizer import RowOptimizer
     from geartrain.bridge.state import state_from_bytes, state_to_bytes
     from geartrain.workers.data.streams import StreamReader
@@ -46,6 +47,8 @@ __all__ = [
     "__version__",
     "connect",
     "errors",
+    "export_class_weights",
+    "import_class_weights",
     "local",
     "memory_report",
     "state_from_bytes",
@@ -60,6 +63,7 @@ _HOMES = {
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.heads.memory": ("memory_report",),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
+    "geartrain.bridge.heads.weights": ("export_class_weights", "import_class_weights"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
     "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),
     "geartrain.workers.data.streams": ("StreamReader",),

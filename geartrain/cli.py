@@ -35,6 +35,7 @@ COMMANDS = {
     "config": ("geartrain.cli_config", "app"),
     "doctor": ("geartrain.cli_doctor", "doctor"),
     "failpoints": ("geartrain.cli_failpoints", "failpoints"),
+    "export": ("geartrain.cli_export", "export"),
     "plan": ("geartrain.cli_plan", "plan"),
     "bench": ("geartrain.cli_bench", "bench"),
 }

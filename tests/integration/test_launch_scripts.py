@@ -69,16 +69,6 @@ def test_a_cluster_and_two_ranks_start_from_the_shell_and_end_by_sigterm(tmp_pat
         assert [role.wait(20) for role in (*servers, scheduler)] == [0, 0, 0]
 
 
-def test_a_script_of_ones_own_runs_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, sys\nprint(sys.argv[1:], *map(os.environ.get, ('RANK', 'SCHEDULER', 'OMP_NUM_THREADS')))"
-    )
-    done = run("worker", str(script), "--lr=1", SCHEDULER="[::1]:1", NPROC_PER_NODE="1")
-    threads = len(os.sched_getaffinity(0))
-    assert done.stdout.strip() == f"['--lr=1'] 0 [::1]:1 {threads}", done.stderr
-
-
 @pytest.fixture
 def echo(tmp_path: Path) -> str:
     """A Python that only says what it was asked to run."""
@@ -86,6 +76,17 @@ def echo(tmp_path: Path) -> str:
     path.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     path.chmod(0o755)
     return str(path)
+
+
+def test_a_script_of_ones_own_runs_under_torchrun(tmp_path: Path) -> None:
+    script, python = tmp_path / "train.py", tmp_path / "python"
+    script.touch()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "$SCHEDULER" "$OMP_NUM_THREADS"\n')
+    python.chmod(0o755)
+    done = run("worker", str(script), "--lr=1", SCHEDULER="[::1]:1", NPROC_PER_NODE="1", PYTHON=str(python))
+    torchrun = ["torch.distributed.run", "--nproc-per-node=1", "--max-restarts=0", "--standalone"]
+    threads = len(os.sched_getaffinity(0))
+    assert done.stdout.split() == ["-m", *torchrun, str(script), "--lr=1", "[::1]:1", str(threads)], done.stderr
 
 
 def test_environment_variables_become_flags(echo: str) -> None:

@@ -37,6 +37,8 @@ PUBLIC_NAMES = {
     "CombinedMargin",
     "StreamReader",
     "memory_report",
+    "import_class_weights",
+    "export_class_weights",
     "state_to_bytes",
     "state_from_bytes",
     "errors",
