@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.heads.memory import memory_report
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+    from geartrain.bridge.heads.weights import export_class_weights, import_class_weights
     from geartrain.bridge.optimizer import RowOptimizer
     from geartrain.bridge.state import state_from_bytes, state_to_bytes
     from geartrain.hosting import local
@@ -51,6 +52,8 @@ __all__ = [
     "class_center_sample",
     "connect",
     "errors",
+    "export_class_weights",
+    "import_class_weights",
     "local",
     "margin_cross_entropy",
     "memory_report",
@@ -68,6 +71,7 @@ _HOMES = {
     "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.heads.memory": ("memory_report",),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
+    "geartrain.bridge.heads.weights": ("export_class_weights", "import_class_weights"),
     "geartrain.bridge.optimizer": ("RowOptimizer",),
     "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),
     "geartrain.hosting": ("local",),

@@ -177,7 +177,7 @@ def classify(
         Path | None,
         typer.Option(
             "--data",
-            help="Folder with one sub-folder of images for each class.",
+            help="Folder with one sub-folder of images for each class, WebDataset shards (*.tar), or train.rec.",
             show_default="that of the resumed run",
         ),
     ] = None,
@@ -210,7 +210,9 @@ def classify(
     mode: Mode = None,
     as_json: Json = False,
 ) -> None:
-    """Train on your own images: one sub-folder a class, pictures of any size and colour."""
+    """Train on your own images, pictures of any size and colour: one sub-folder a class, WebDataset shards (a .tar file
+    or a folder of them), or the .rec and .idx files of InsightFace.
+    """
     own: dict[str, Any] = {
         "batch_size": batch_size,
         "seed": seed,

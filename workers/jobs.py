@@ -35,13 +35,15 @@ def train_glyphs(options: JobOptions, *, cache: Path, num_classes: int | None, c
 
 
 def train_folder(options: JobOptions, *, folder: Path | None, held_out: float, console: Console) -> JobResult:
-    """Train on a person's images, one sub-folder a class; the held-out part of each class is the test."""
+    """Train on a person's images (see ``load_folder``); the held-out part of each class is the test."""
     seed = options.recipe.seed
     if options.resume:
         options, source = resumed(options, "classify")
         folder, held_out, seed = folder or Path(source["folder"]), source["held_out"], source["split_seed"]
     if folder is None:
-        raise ConfigError("which images? Give --data FOLDER, with one sub-folder of images for each class")
+        raise ConfigError(
+            "which images? Give --data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
+        )
     images = folder
 
     def load(console: Console) -> JobData:

@@ -268,37 +268,36 @@ class _Plan:
             ("gradients cut by shard", push if self.shards > 1 else 0, "as much as one push, if S > 1"),
             ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
             ("ids", _ID_ARRAYS * 8 * ids, f"{_ID_ARRAYS}·8·A"),
-            *self._batch_parts(self.batch, sums, chunk_rows),
+            *self._batch_parts(self.batch, sums, chunk_rows, row_copies=0 if self.spec.dtype == "float32" else 1),
         )
 
     def hosted(self) -> list[MemoryPart]:
-        """Features travel: each shard works beside its part of the active rows, which are not copied."""
-        joint, chunk_rows = self.batch * self.ranks, self._chunk_rows()
-        active = -(-self.active // self.shards)
-        features = joint * self.spec.dim * _COMPUTE_BYTES
+        """Features travel: each shard works beside its part of the active rows, chunk by chunk, and keeps nothing."""
+        joint, features = self.batch * self.ranks, self.batch * self.spec.dim * _COMPUTE_BYTES
         return (
             self.table("shard")
             + _in_step(
                 "shard",
-                ("kept logits", self._kept_logits(active, joint, chunk_rows), "A·R·B·4/S, at most logits_cache_bytes"),
-                ("ids", 2 * 8 * active, "2·8·A/S"),
-                *self._batch_parts(joint, held_rows.PARTS, chunk_rows),
+                self._sampled_ids(self.active),
+                *self._batch_parts(joint, held_rows.PARTS, CompiledPass.chunk_rows, row_copies=1),
             )
-            + _in_step("rank", ("features and their gradients", 2 * features // self.ranks, "2·B·D·4"))
+            + _in_step("rank", ("features and their gradients", 2 * features, "2·B·D·4"))
         )
 
     def on_ranks(self) -> list[MemoryPart]:
-        """Rows and momentum on the ranks: features of all ranks are gathered, active rows gathered and scattered."""
+        """Rows and momentum on the ranks: features are gathered, gradients made and used chunk by chunk."""
         joint, chunk_rows = self.batch * self.ranks, self._chunk_rows()
         active = -(-self.active // self.ranks)
-        gathered = 0 if self.active == self.num_classes else active * self.spec.row_bytes
         return self.table("rank") + _in_step(
             "rank",
-            ("active rows, then their gradients", gathered, "A·D/R of the rows' type; none if all are active"),
             ("kept logits", self._kept_logits(active, joint, chunk_rows), "A·B·4, at most logits_cache_bytes"),
-            ("ids", _ID_ARRAYS * 8 * active, f"{_ID_ARRAYS}·8·A/R"),
-            *self._batch_parts(joint, held_rows.PARTS, chunk_rows),
+            self._sampled_ids(self.active),
+            *self._batch_parts(joint, held_rows.PARTS, chunk_rows, row_copies=4),
         )
+
+    def _sampled_ids(self, active: int) -> tuple[str, int, str]:
+        ids = 0 if active == self.num_classes else _ID_ARRAYS * 8 * active
+        return "ids", ids, f"{_ID_ARRAYS}·8·A; none if all are active"
 
     def _chunk_rows(self) -> int:
         if self.device.type == "cpu":
@@ -309,18 +308,17 @@ class _Plan:
         fitting = min(active, self.logits_cache_bytes // (batch * _COMPUTE_BYTES))
         return (active if fitting == active else fitting // chunk_rows * chunk_rows) * batch * _COMPUTE_BYTES
 
-    def _batch_parts(self, batch: int, sums: int, chunk_rows: int) -> list[tuple[str, int, str]]:
+    def _batch_parts(self, batch: int, sums: int, chunk_rows: int, *, row_copies: int) -> list[tuple[str, int, str]]:
         """What is kept of a batch, and the scratch of the threads that work on chunks of rows."""
         wide = batch * self.spec.dim * _COMPUTE_BYTES
-        chunk = min(chunk_rows, self.active) * self.spec.dim * _COMPUTE_BYTES
-        if self.device.type == "cpu":
-            copies, logits = (0 if self.spec.dtype == "float32" else 1), 0
-        else:
-            copies, logits = 4, 2 * min(chunk_rows, self.active) * batch * _COMPUTE_BYTES
+        rows = min(chunk_rows, self.active)
+        on_cpu = self.device.type == "cpu"  # elsewhere unit rows, gradients and logits are tensors of their own
+        copies = row_copies if on_cpu else row_copies + 3
+        chunk = (copies * self.spec.dim + (0 if on_cpu else 2 * batch)) * rows * _COMPUTE_BYTES
         return [
             ("partial sums", (sums + 1) * wide, f"({sums} + 1)·B·D·4"),
             ("features, packed, and their gradients", 4 * wide, "4·B·D·4"),
-            ("scratch of the threads", self.threads * (copies * chunk + logits), "chunks of rows, one a thread"),
+            ("scratch of the threads", self.threads * chunk, "chunks of rows and logits, a few a thread"),
         ]
 
 

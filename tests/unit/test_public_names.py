@@ -40,6 +40,8 @@ PUBLIC_NAMES = {
     "class_center_sample",
     "margin_cross_entropy",
     "memory_report",
+    "import_class_weights",
+    "export_class_weights",
     "state_to_bytes",
     "state_from_bytes",
     "errors",

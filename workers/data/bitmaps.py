@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -113,17 +113,22 @@ def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
 
 def open_picture(path: Path) -> Image.Image:
     """The decoded picture in ``path``. Raises InvalidArgument naming the file if it is none."""
+    if not path.exists():
+        raise InvalidArgument(f"{path} does not exist")
+    return decode_picture(path, str(path))
+
+
+def decode_picture(source: Path | BinaryIO, where: str) -> Image.Image:
+    """The decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none."""
     try:
-        with Image.open(path) as picture:
+        with Image.open(source) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise InvalidArgument(
-                    f"{path} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}; scale it down"
+                    f"{where} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}; scale it down"
                 )
             picture.load()
             return picture.copy()
-    except FileNotFoundError as exc:
-        raise InvalidArgument(f"{path} does not exist") from exc
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         if isinstance(exc, InvalidArgument):
             raise
-        raise InvalidArgument(f"{path} is not a readable image ({exc}); replace or remove it") from exc
+        raise InvalidArgument(f"{where} is not a readable image ({exc}); replace or remove it") from exc

@@ -1,0 +1,140 @@
+"""The launch scripts for real: a cluster of two servers and a worker of two ranks on loopback, from the shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SETTINGS = ("SCHEDULER", "LISTEN", "NUM_SHARDS", "NPROC_PER_NODE", "NNODES", "INSECURE", "OMP_NUM_THREADS")
+
+
+def environment(**settings: str) -> dict[str, str]:
+    bare = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    return {**bare, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **settings}
+
+
+def run(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    command = [str(SCRIPTS / f"launch_{name}.sh"), *arguments]
+    return subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=150)
+
+
+@contextmanager
+def started(name: str, **settings: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+    """A role, and what its ready line said."""
+    process = subprocess.Popen(
+        [str(SCRIPTS / f"launch_{name}.sh")], env=environment(**settings), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def images(folder: Path) -> Path:
+    for name, shape in (("box", ImageDraw.ImageDraw.rectangle), ("disc", ImageDraw.ImageDraw.ellipse)):
+        (folder / name).mkdir(parents=True)
+        for place in range(8):
+            picture = Image.new("L", (40, 40), 255)
+            shape(ImageDraw.Draw(picture), (6 + place % 3, 8, 30, 30 + place % 4), fill=0)
+            picture.save(folder / name / f"{place}.png")
+    return folder
+
+
+def test_a_cluster_and_two_ranks_start_from_the_shell_and_end_by_sigterm(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        scheduler, facts = stack.enter_context(started("scheduler", NUM_SHARDS="2", LISTEN="127.0.0.1:0"))
+        address = str(facts["address"])
+        assert facts["pid"] == scheduler.pid  # exec: a signal to the script's process reaches the role
+        servers = [stack.enter_context(started("server", SCHEDULER=address))[0] for _ in range(2)]
+        out = tmp_path / "run"
+        small = ["--steps=6", "--batch-size=8", "--image-size=32", "--grey", "--device=cpu", f"--out={out}"]
+        data = f"--data={images(tmp_path / 'images')}"
+        done = run("worker", "classify", data, *small, SCHEDULER=address, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert (out / "model" / "centers.safetensors").exists()
+        for role in (*servers, scheduler):
+            role.send_signal(signal.SIGTERM)
+        assert [role.wait(20) for role in (*servers, scheduler)] == [0, 0, 0]
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> str:
+    """A Python that only says what it was asked to run."""
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_script_of_ones_own_runs_under_torchrun(tmp_path: Path) -> None:
+    script, python = tmp_path / "train.py", tmp_path / "python"
+    script.touch()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "$SCHEDULER" "$OMP_NUM_THREADS"\n')
+    python.chmod(0o755)
+    done = run("worker", str(script), "--lr=1", SCHEDULER="[::1]:1", NPROC_PER_NODE="1", PYTHON=str(python))
+    torchrun = ["torch.distributed.run", "--nproc-per-node=1", "--max-restarts=0", "--standalone"]
+    threads = len(os.sched_getaffinity(0))
+    assert done.stdout.split() == ["-m", *torchrun, str(script), "--lr=1", "[::1]:1", str(threads)], done.stderr
+
+
+def test_environment_variables_become_flags(echo: str) -> None:
+    server = run("server", "--log-level=debug", PYTHON=echo, SCHEDULER="a:7000", LISTEN="b:0", SHARDS="3", INSECURE="1")
+    expected = ["-m", "geartrain", "server", "--scheduler=a:7000", "--listen=b:0", "--shards=3", "--insecure"]
+    assert server.stdout.split() == [*expected, "--log-level=debug"]
+    graph = run("graph", PYTHON=echo, SCHEDULER="a:7000")
+    assert graph.stdout.split() == ["-m", "geartrain", "graph", "--scheduler=a:7000"]
+
+
+def test_several_hosts_meet_at_the_master(echo: str) -> None:
+    settings = {"SCHEDULER": "a:7000", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "m", "MAX_RESTARTS": "3"}
+    done = run("worker", "glyphs", PYTHON=echo, CUDA_VISIBLE_DEVICES="0,2,5", **settings)
+    told = done.stdout.split()
+    wanted = ["--nproc-per-node=3", "--nnodes=2", "--rdzv-endpoint=m:29500", "--node-rank=1", "--max-restarts=3"]
+    assert set(wanted) <= set(told)
+    assert told[-5:] == ["-m", "geartrain", "worker", "glyphs", "--scheduler=a:7000"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "settings", "message"),
+    [
+        ("scheduler", [], {}, "NUM_SHARDS is not set"),
+        ("scheduler", [], {"NUM_SHARDS": "two"}, "NUM_SHARDS is 'two'"),
+        ("scheduler", [], {"NUM_SHARDS": "2", "LISTEN": "7000"}, "LISTEN is '7000'; it must be HOST:PORT"),
+        ("server", [], {}, "SCHEDULER is not set"),
+        ("server", [], {"SCHEDULER": "host:port"}, "SCHEDULER is 'host:port'"),
+        ("server", [], {"SCHEDULER": "a:1", "INSECURE": "yes"}, "INSECURE is 'yes'"),
+        ("graph", [], {}, "SCHEDULER is not set"),
+        ("worker", [], {}, "what shall be trained"),
+        ("worker", ["glyphs"], {"NPROC_PER_NODE": "2"}, "SCHEDULER is not set"),
+        ("worker", ["glyphs"], {"NPROC_PER_NODE": "some"}, "NPROC_PER_NODE is 'some'"),
+        ("worker", ["glyphs"], {"NNODES": "2", "SCHEDULER": "a:1"}, "MASTER_ADDR is not set"),
+        ("worker", ["glyphs"], {"NNODES": "2:"}, "NNODES is '2:'"),
+        ("worker", ["none.py"], {}, "none.py does not exist"),
+        ("worker", ["glyphs"], {"PYTHON": "/no/python"}, "PYTHON is '/no/python'"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, arguments: list[str], settings: dict[str, str], message: str) -> None:
+    done = run(name, *arguments, **settings)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server", "graph", "worker"])
+def test_help_names_every_variable(name: str) -> None:
+    done = run(name, "--help")
+    assert done.returncode == 0
+    script = (SCRIPTS / f"launch_{name}.sh").read_text()
+    assert {word for word in SETTINGS if f"${{{word}:-" in script} <= set(done.stdout.split())
+    assert "shellcheck" not in done.stdout

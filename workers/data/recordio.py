@@ -1,0 +1,169 @@
+"""InsightFace's face data: a RecordIO file of MXNet (``train.rec``) and its index (``train.idx``).
+
+    record   u32 magic 0xced7230a · u32 part (3 bits) and length (29 bits) · payload · zeros up to 4 bytes
+             a payload that holds the magic at a multiple of 4 is cut there: parts 1 (first), 2, 3 (last)
+    payload  u32 flag · f32 label · u64 id · u64 id2 · flag × f32 labels · the encoded picture
+    index    lines of "key<tab>offset"
+    layout   record 0 has labels [images + 1, …] and no picture; records of identities, which name the range of their
+             pictures, have none either; every other record is a picture, and its (first) label is its class
+
+float32 holds every integer up to 2^24: more pictures than that round the count in record 0, which is not relied on.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import mmap
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from PIL import Image
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.workers.data.bitmaps import decode_picture
+from geartrain.workers.data.pictures import Picture, by_class
+
+MAGIC = 0xCED7230A
+_MAGIC_BYTES = struct.pack("<I", MAGIC)
+_HEAD = struct.Struct("<II")
+_IMAGE_HEADER = struct.Struct("<IfQQ")
+_LENGTH_BITS = 29
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+_EXACT_FLOATS = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One record, unpacked."""
+
+    labels: tuple[float, ...]
+    image: bytes
+
+
+def records_of(data: Path) -> Path | None:
+    """The record file that ``data`` names: itself, or the only ``*.rec`` (or ``train.rec``) of a folder; else None."""
+    if not data.is_dir():
+        return data if data.suffix == ".rec" and data.is_file() else None
+    found = sorted(data.glob("*.rec"))
+    if len(found) > 1 and data / "train.rec" not in found:
+        raise InvalidArgument(f"{data} has several record files ({', '.join(file.name for file in found)}); name one")
+    return (data / "train.rec" if data / "train.rec" in found else found[0]) if found else None
+
+
+def read_records(path: Path) -> dict[str, list[Picture]]:
+    """Class -> its pictures, in the order of their keys (of the file without an index).
+
+    Every header is read now, every picture later. Raises InvalidArgument naming the file and the offset.
+    """
+    return by_class(_labelled(path), str(path))
+
+
+def _labelled(path: Path) -> Iterator[tuple[str, Picture]]:
+    if path.stat().st_size == 0:
+        raise InvalidArgument(f"{path} is empty; copy or pack it anew")
+    with path.open("rb") as file, closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as data:
+        index = path.with_suffix(".idx")
+        offsets = _read_index(index, len(data)) if index.exists() else list(_walk(path, data))
+        images, claimed = 0, 0.0
+        for place, (key, offset) in enumerate(offsets):
+            record = _read_record(path, data, offset)
+            if place == 0 and key == 0 and len(record.labels) > 1 and not record.image:
+                claimed = record.labels[0] - 1
+            if not record.image:
+                continue
+            label = record.labels[0]
+            if not (label >= 0 and label == int(label)):
+                _refuse(path, offset, f"the class is {label!r}; it must be an integer >= 0")
+            images += 1
+            where = f"{path} at offset {offset}"
+            yield str(int(label)), Picture(where, functools.partial(_open, path, offset, where))
+        if images < claimed < _EXACT_FLOATS:
+            raise InvalidArgument(
+                f"{path} has {images:,} pictures, its record 0 says {int(claimed):,}; copy the file and its index anew"
+            )
+
+
+def _open(path: Path, offset: int, where: str) -> Image.Image:
+    with path.open("rb") as file, closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as data:
+        record = _read_record(path, data, offset)
+    return decode_picture(io.BytesIO(record.image), where)
+
+
+def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
+    """(key, offset) of all records, by key."""
+    found = {}
+    for number, line in enumerate(index.read_bytes().splitlines(), 1):
+        fields = line.split()
+        if len(fields) != 2 or not all(field.isdigit() for field in fields):
+            raise InvalidArgument(f"{index}, line {number}, is {line!r:.80}; it must be 'key<tab>offset'")
+        key, offset = map(int, fields)
+        if offset % 4 or offset + _HEAD.size > size:
+            raise InvalidArgument(
+                f"{index}, line {number}: offset {offset} of key {key} is no record of the {size:,} bytes beside it; "
+                "do the two files belong together?"
+            )
+        if key in found:
+            raise InvalidArgument(f"{index}, line {number}: key {key} is there twice")
+        found[key] = offset
+    return sorted(found.items())
+
+
+def _walk(path: Path, data: mmap.mmap) -> Iterator[tuple[int, int]]:
+    """(number, offset) of the records, one after the other."""
+    offset = number = 0
+    while offset < len(data):
+        yield number, offset
+        start, length = _parts(path, data, offset)[-1]
+        number, offset = number + 1, start + _padded(length)
+
+
+def _read_record(path: Path, data: mmap.mmap, offset: int) -> _Record:
+    parts = [data[start : start + length] for start, length in _parts(path, data, offset)]
+    return _unpack(path, offset, _MAGIC_BYTES.join(parts))  # the magic was cut out where the parts meet
+
+
+def _parts(path: Path, data: mmap.mmap, offset: int) -> list[tuple[int, int]]:
+    """(start, length) of each part of the payload of the record at ``offset``."""
+    parts: list[tuple[int, int]] = []
+    at, expected = offset, (_WHOLE, _FIRST)
+    while True:
+        if at + _HEAD.size > len(data):
+            _refuse(path, at, f"the file ends at {len(data)} within a record")
+        magic, word = _HEAD.unpack_from(data, at)
+        part, length = word >> _LENGTH_BITS, word & ((1 << _LENGTH_BITS) - 1)
+        if magic != MAGIC:
+            _refuse(path, at, f"{magic:#010x} is where a record's magic {MAGIC:#010x} should be")
+        if part not in expected:
+            _refuse(path, at, f"part {part} of a record is where one of {expected} should be")
+        start = at + _HEAD.size
+        if start + length > len(data):
+            _refuse(path, at, f"a record of {length:,} bytes is cut: {len(data) - start:,} are there")
+        parts.append((start, length))
+        if part in (_WHOLE, _LAST):
+            return parts
+        at, expected = start + _padded(length), (_MIDDLE, _LAST)
+
+
+def _padded(length: int) -> int:
+    return (length + 3) // 4 * 4
+
+
+def _unpack(path: Path, offset: int, payload: bytes) -> _Record:
+    if len(payload) < _IMAGE_HEADER.size:
+        _refuse(path, offset, f"a record of {len(payload)} bytes has no image header ({_IMAGE_HEADER.size} bytes)")
+    flag, label, _, _ = _IMAGE_HEADER.unpack_from(payload)
+    if flag == 0:
+        return _Record((label,), payload[_IMAGE_HEADER.size :])
+    end = _IMAGE_HEADER.size + 4 * flag
+    if end > len(payload):
+        _refuse(path, offset, f"its header tells {flag:,} labels, which do not fit its {len(payload):,} bytes")
+    return _Record(struct.unpack_from(f"<{flag}f", payload, _IMAGE_HEADER.size), payload[end:])
+
+
+def _refuse(path: Path, offset: int, what: str) -> NoReturn:
+    raise InvalidArgument(f"{path} is damaged at offset {offset}: {what}; copy or pack it anew")

@@ -1,0 +1,103 @@
+"""WebDataset shards: tar files in which the members of one sample share all of their path up to its first dot.
+
+    000017.jpg   the picture: any suffix of ``IMAGE_SUFFIXES``
+    000017.cls   its class: a number or a name
+    000017.json  or the class as ``label``, ``cls`` or ``class`` of a JSON object
+
+Read with the standard library: the package of this name would add nothing to a few local shards, and unpickles members
+and runs commands out of file names besides.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES
+from geartrain.workers.data.pictures import Picture, by_class, picture_within
+
+_CLASS_KEYS = ("label", "cls", "class")
+_LARGEST_LABEL_BYTES = 1 << 20
+
+
+def shards_of(data: Path) -> list[Path]:
+    """The shards that ``data`` names: one tar file, or the tar files of a folder, sorted; empty if it has none."""
+    if data.is_dir():
+        return sorted(data.glob("*.tar"))
+    return [data] if data.suffix == ".tar" and data.is_file() else []
+
+
+def read_shards(shards: list[Path]) -> dict[str, list[Picture]]:
+    """Class -> its pictures, in the order of the shards. Raises InvalidArgument naming the shard and the offset."""
+    labelled = (sample for shard in shards for sample in _samples(shard))
+    return by_class(labelled, ", ".join(map(str, shards[:3])))
+
+
+def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
+    """(class, picture) of each sample: its members follow one another."""
+    key, label, picture = "", None, None
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            for member in archive:
+                name = Path(member.name)
+                stem, _, suffix = name.name.partition(".")
+                if not member.isfile() or not stem:
+                    continue
+                if (found := str(name.parent / stem)) != key:
+                    yield from _whole(shard, key, label, picture)
+                    key, label, picture = found, None, None
+                where = f"{shard}: {member.name} at offset {member.offset}"
+                if f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                    picture = picture_within(shard, member.offset_data, member.size, where)
+                elif suffix in ("cls", "json"):
+                    label = _label(archive, member, where) or label
+            end = archive.offset
+        _require_end(shard, end)
+    except (tarfile.TarError, EOFError) as exc:
+        raise InvalidArgument(f"{shard} is not a whole tar file: {exc}; copy or pack it anew") from exc
+    yield from _whole(shard, key, label, picture)
+
+
+def _require_end(shard: Path, end: int) -> None:
+    """A tar file ends in zeros: what is cut behind a whole member would go unnoticed otherwise."""
+    with shard.open("rb") as file:
+        file.seek(end)
+        block = file.read(tarfile.BLOCKSIZE)
+    if block != tarfile.NUL * tarfile.BLOCKSIZE:
+        raise InvalidArgument(f"{shard} is cut: no end of the archive at offset {end}; copy or pack it anew")
+
+
+def _whole(shard: Path, key: str, label: str | None, picture: Picture | None) -> Iterator[tuple[str, Picture]]:
+    if picture is None:
+        return
+    if label is None:
+        raise InvalidArgument(
+            f"{shard}: sample {key!r} has a picture and no class; add {key}.cls, "
+            f"or {key}.json with one of {', '.join(_CLASS_KEYS)}"
+        )
+    yield label, picture
+
+
+def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str | None:
+    """The class that a member tells; None for a JSON object that tells none."""
+    if member.size > _LARGEST_LABEL_BYTES:
+        raise InvalidArgument(f"{where} has {member.size:,} bytes; a class is told in at most {_LARGEST_LABEL_BYTES:,}")
+    file = archive.extractfile(member)
+    data = b"" if file is None else file.read()
+    if len(data) != member.size:
+        raise InvalidArgument(f"{where} is cut: {len(data)} of {member.size} bytes are there; copy the file anew")
+    try:
+        if member.name.endswith(".json"):
+            values: Any = json.loads(data)
+            found = next((values[key] for key in _CLASS_KEYS if key in values), None)
+            return None if found is None else str(found)
+        text = data.decode().strip()
+    except (ValueError, TypeError) as exc:
+        raise InvalidArgument(f"{where} tells no class: {exc}") from exc
+    if not text:
+        raise InvalidArgument(f"{where} is empty; it must hold the class of its picture")
+    return text
