@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument, InvalidRows, NonFinite
+from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.stream import block_rows_for
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
 
@@ -63,12 +64,13 @@ def import_class_weights(
     NonFinite (naming the file; rows before it are written). Costs one assign per 8 MiB and shard.
     """
     ranks = head.row_update.ranks
-    parts = _open_parts(_files(paths), head.table, key)
+    table = _in_cluster(head)
+    parts = _open_parts(_files(paths), table, key)
 
     def write() -> None:
         start = 0
         for part in parts:
-            _assign(head.table, part, start)
+            _assign(table, part, start)
             start += part.num_rows
 
     if ranks is None:
@@ -84,7 +86,16 @@ def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     Memory O(1): C · D may exceed it. The file appears whole or not at all; rows that are pushed meanwhile are in it
     from before or after. Costs one pull per 8 MiB and shard. With ranks, one of them calls it. Raises OSError.
     """
-    return export_rows(head.table, Path(path))
+    return export_rows(_in_cluster(head), Path(path))
+
+
+def _in_cluster(head: ClassHead) -> HeadTable:
+    if isinstance(head.table, RankTable):
+        raise InvalidArgument(
+            f"the rows of {head.name!r} are on the ranks; files are read and written for rows='pull' and 'hosted' "
+            "(save head.weights() here)"
+        )
+    return cast(HeadTable, head.table)
 
 
 def export_rows(table: HeadTable, path: Path) -> Path:
