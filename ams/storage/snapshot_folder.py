@@ -353,8 +353,8 @@ def prune(
     """Remove all but the newest ``keep`` snapshots, what earlier prunes left, and stale staging folders.
 
     Returns the names of the removed snapshots. Those that a kept one adds to are kept too. If none of those to keep is
-    sound, so is the newest sound one of the others, which costs reading them; one with a damaged manifest is neither
-    counted nor removed. A staging folder is
+    sound, so is the newest sound one of the others, which costs reading them. One with a damaged manifest is neither
+    counted nor removed, nor is any that is older than its files: it may add to them. A staging folder is
     stale when nothing was written to it in the ``stale_seconds`` before ``now`` (Unix time in seconds; None: the
     clock's). Raises InvalidArgument, and SnapshotFailed for the first that cannot be removed.
     """
@@ -362,8 +362,10 @@ def prune(
         raise InvalidArgument(f"keep is {keep}; it must be >= 1")
     root = place(root)
     store = store_of(root)
-    known = [listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None]
+    listing = list_snapshots(root)
+    known = [listed.snapshot for listed in listing if listed.snapshot is not None]
     kept, old = known[:keep], known[keep:]
+    kept += _perhaps_needed(old, [listed for listed in listing if listed.snapshot is None])
     if old and all(snapshot.verify() for snapshot in kept):
         kept += [snapshot for snapshot in old if not snapshot.verify()][:1]
     removed = []
@@ -381,6 +383,22 @@ def prune(
 
 _INSTEAD = "Bring the file back from a copy, or use another snapshot and move this one away"
 _INSTEAD_OF_PARENT = "Bring that one back from a copy, or use another snapshot"
+
+
+def _perhaps_needed(old: Sequence[Snapshot], unreadable: Sequence[Listed]) -> list[Snapshot]:
+    """Those of ``old`` to which one with a damaged manifest may add: all that were there before its first file."""
+    if not old or not unreadable:
+        return []
+    began = max(store_of(listed.path).first_written(listed.path) for listed in unreadable)
+    found = [snapshot for snapshot in old if snapshot.manifest.created <= began]
+    if found:
+        logger.warning(
+            "%s kept beyond the number wanted: snapshot %s may add to them, which its damaged manifest does not tell. "
+            "Bring the manifest back from a copy, or move that snapshot away",
+            counted(len(found), "snapshot"),
+            ", ".join(repr(listed.name) for listed in unreadable),
+        )
+    return found
 
 
 def _without_ancestors(old: Sequence[Snapshot], kept: Sequence[Snapshot]) -> list[Snapshot]:

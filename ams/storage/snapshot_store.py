@@ -126,6 +126,10 @@ class SnapshotStore(ABC):
         """The content of a file. Raises FileNotFoundError."""
 
     @abstractmethod
+    def first_written(self, folder: Place) -> float:
+        """When the oldest file of a snapshot was written, Unix time in seconds; infinity if that is not known."""
+
+    @abstractmethod
     def snapshots(self, root: Place) -> list[str]:
         """Names of the snapshots, or what remains of them. Raises FileNotFoundError if there is no such root."""
 
@@ -191,6 +195,9 @@ class _LocalStore(SnapshotStore):
 
     def read(self, folder: Place, name: str) -> bytes:
         return (Path(folder) / name).read_bytes()
+
+    def first_written(self, folder: Place) -> float:
+        return min((child.lstat().st_mtime for child in Path(folder).iterdir()), default=float("inf"))
 
     def snapshots(self, root: Place) -> list[str]:
         return [name for name in self.names(root) if is_name(name) and self._is_snapshot(Path(root) / name)]
@@ -293,6 +300,9 @@ class _UrlStore(SnapshotStore):
         with _as_os_error():
             return bytes(self._system.cat_file(f"{folder}/{name}"))
 
+    def first_written(self, folder: Place) -> float:
+        return min(self._times(self._files(folder)), default=float("inf"))
+
     def snapshots(self, root: Place) -> list[str]:
         return [name for name in self.names(root) if is_name(name) and self.exists(f"{root}/{name}")]
 
@@ -324,13 +334,22 @@ class _UrlStore(SnapshotStore):
 
     def _last_written(self, folder: str) -> float:
         """Unix time in seconds; infinity if nothing of it looks like an attempt, or the file system does not tell."""
+        attempts = [path for path in self._files(folder) if re.search(r"/[0-9a-f]{32}/[^/]+$", path)]
+        return max(self._times(attempts), default=float("inf"))
+
+    def _files(self, folder: Place) -> list[str]:
         with _as_os_error():
-            attempts = [path for path in self._system.find(folder) if re.search(r"/[0-9a-f]{32}/[^/]+$", path)]
+            self._system.invalidate_cache()
+            return list(self._system.find(str(folder)))
+
+    def _times(self, paths: list[str]) -> list[float]:
+        """Unix times in seconds at which files were written; none if the file system does not tell."""
+        with _as_os_error():
             try:
-                times: list[datetime] = [self._system.modified(path) for path in attempts]
+                times: list[datetime] = [self._system.modified(path) for path in paths]
             except NotImplementedError:
-                times = []
-        return max((time.timestamp() for time in times), default=float("inf"))
+                return []
+        return [time.timestamp() for time in times]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ def take(
     deltas: list[int] | None = None,
     ids: tuple[int, ...] = (0, 1, 2, 3),
     tables: tuple[dict[str, object], ...] = (TABLE,),
+    created: float | None = None,
 ) -> Path:
     """Rows of value ``step`` at ``ids``; with ``parent``, all shards or those of ``deltas`` wrote only these."""
     staging, older = new_staging(root, name), None if parent is None else open_snapshot(root / parent)
@@ -43,7 +45,7 @@ def take(
             )
     return staging.commit(
         step=step,
-        created=float(step),
+        created=float(step) if created is None else created,
         num_shards=num_shards,
         tables=tables,
         files=files,
@@ -115,6 +117,20 @@ def test_pruning_keeps_what_a_kept_one_adds_to(chain: Path) -> None:
     assert names(chain) == ["c", "b", "a"]
     take(chain, "d", 4)
     assert prune(chain, 1) == ["c", "b", "a"], "none was left without its parent on the way"
+
+
+def test_pruning_keeps_what_one_with_a_damaged_manifest_may_add_to(
+    chain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = (chain / "c" / MANIFEST).read_bytes()
+    (chain / "c" / MANIFEST).write_bytes(b"{}")
+    take(chain, "d", 4, created=time.time() + 60)
+    take(chain, "e", 5, created=time.time() + 60)
+    assert prune(chain, 1) == ["d"], "what came later is not among its parents"
+    assert "2 snapshots kept beyond the number wanted: snapshot 'c' may add to them" in caplog.text
+    (chain / "c" / MANIFEST).write_bytes(manifest)
+    assert open_snapshot(chain / "c").verify() == []
+    assert prune(chain, 1) == ["c", "b", "a"]
 
 
 def test_pruning_keeps_the_whole_chain_of_the_only_sound_one(chain: Path) -> None:

@@ -221,9 +221,11 @@ def test_pruning_never_removes_the_only_sound_one(tmp_path: Path, take: Take) ->
 def test_one_with_a_damaged_manifest_is_neither_counted_nor_removed(tmp_path: Path, take: Take) -> None:
     for step in range(4):
         take(tmp_path, f"s{step}", step=step)
-    (tmp_path / "s3" / MANIFEST).write_bytes(b"{}")
-    assert prune(tmp_path, 2) == ["s0"]
-    assert names(tmp_path) == ["s3", "s2", "s1"]
+    (tmp_path / "s0" / MANIFEST).write_bytes(b"{}")
+    for file in (tmp_path / "s0").iterdir():
+        os.utime(file, (0, 0))
+    assert prune(tmp_path, 2) == ["s1"]
+    assert names(tmp_path) == ["s0", "s3", "s2"]
 
 
 def test_pruning_removes_stale_staging_folders_and_all_trash(tmp_path: Path, take: Take) -> None:
