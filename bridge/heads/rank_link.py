@@ -104,6 +104,17 @@ class RankLink:
         if 0 in sound:
             raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
 
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run on every rank an ``action`` without collectives; raise as :meth:`fail_together` if it fails on any."""
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(action())
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        self.fail_together(failure, what)
+        return results[0]
+
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
         if self.world_size == 1:

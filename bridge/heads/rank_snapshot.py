@@ -125,22 +125,19 @@ def restore_rows(table: RankTable, path: str | Path) -> Snapshot:
     Rows that it has not have their initial value. Every rank reads all blocks of the table and keeps its own rows. If
     any rank fails, every rank raises (its own error, or SyncError), and all rows have their initial values.
     """
-    snapshot: Snapshot | None = None
-    failure: Exception | None = None  # of any kind: the others wait for this rank
-    try:
+
+    def read() -> Snapshot:
         snapshot = open_snapshot(path)
         _require_spec(table, snapshot)
         table.write_initial_values()
         _read(table, snapshot)
-    except Exception as exc:
-        failure = exc
+        return snapshot
+
     try:
-        table.link.fail_together(failure, f"{path} was not restored")
+        return table.link.run_together(read, f"{path} was not restored")
     except Exception:
         table.write_initial_values()
         raise
-    assert snapshot is not None
-    return snapshot
 
 
 def _require_spec(table: RankTable, snapshot: Snapshot) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from geartrain.ams.cluster import local
 from geartrain.ams.errors import (
@@ -23,6 +25,7 @@ from geartrain.ams.storage.snapshot_folder import open_snapshot
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace
 from geartrain.bridge.heads.selection import PartialFC
+from geartrain.bridge.heads.weights import export_class_weights, import_class_weights
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 from tests.unit.bridge.rank_processes import run_ranks
@@ -189,3 +192,31 @@ def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
 def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     (tmp_path / "taken" / "name").mkdir(parents=True)
     run_ranks(fail_on_one_rank, 2, tmp_path)
+
+
+def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
+    head = make_head("ranks", dtype="float16")
+    if rank == 0:  # as partial FC saves them, of another number of ranks
+        for part, rows in enumerate(torch.tensor_split(head.weights(torch.arange(CLASSES)) * 2, ranks + 1)):
+            np.save(folder / f"rank:{part}_softmax_weight.npy", rows.numpy())
+    else:
+        head.weights()
+    dist.barrier()
+    expected = head.weights() * 2
+    told = import_class_weights(head, sorted(folder.glob("rank:*.npy")))
+    assert [count for _, count in told] == [34, 34, 33]
+    assert torch.equal(head.weights(), expected)
+    path = export_class_weights(head, folder / "out.safetensors")
+    assert torch.equal(load_file(path)["weight"], expected)
+    blocked = folder / "file" / "below.safetensors"
+    if rank == 0:
+        (folder / "file").write_bytes(b"")
+    with pytest.raises(OSError if rank == 0 else SyncError):
+        export_class_weights(head, blocked)
+    with pytest.raises(InvalidArgument if rank == 1 else SyncError):
+        import_class_weights(head, path if rank == 0 else folder / "nowhere.npy")
+    assert torch.equal(head.weights(), expected)
+
+
+def test_files_of_class_weights_are_read_and_written_by_ranks_together(tmp_path: Path) -> None:
+    run_ranks(weights_of_files, 2, tmp_path)
