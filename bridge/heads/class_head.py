@@ -5,7 +5,8 @@ Legend: B samples, C classes, D width, k answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.storage.snapshot_folder import Snapshot
+from geartrain.ams.storage.snapshot_store import Place
 from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
 from geartrain.bridge.heads.cluster_place import ClusterPlace
 from geartrain.bridge.heads.head_loss import head_loss
@@ -23,7 +26,9 @@ from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.margins import ArcFace, Margin
 from geartrain.bridge.heads.place import HeadSettings, RowPlace
 from geartrain.bridge.heads.rank_place import RankPlace
+from geartrain.bridge.heads.rank_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.heads.rank_table import RankTable
+from geartrain.bridge.heads.rank_update import RankUpdate
 from geartrain.bridge.heads.row_update import PendingUpdate
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
@@ -77,8 +82,8 @@ class ClassHead(nn.Module):
         ``rows_cache_bytes`` are pulled once and held until the step, more are streamed twice, ``logits_cache_bytes`` of
         their logits are kept instead of computed again. ``"hosted"``: beside the rows; features travel to the shards
         (costs: ``hosted_rows.py``). ``"ranks"`` needs no cluster (None): the ranks of ``process_group`` hold C / ranks
-        classes each on their devices; labels and features are all-gathered. Such rows are in no snapshot, and
-        :meth:`weights` alone saves them. Raises TableExists, SpecMismatch, InvalidArgument.
+        classes each on their devices; labels and features are all-gathered. Such rows are in no snapshot of a cluster:
+        :meth:`snapshot` and :meth:`restore` are theirs. Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
         if not isinstance(select, FullSoftmax | PartialFC | KNNSoftmax):
@@ -219,8 +224,52 @@ class ClassHead(nn.Module):
         self.table.pull_into(wanted, as_numpy(rows))
         return rows if inverse is None else rows[torch.from_numpy(inverse)]
 
+    def snapshot(
+        self,
+        root: str | Path,
+        name: str | None = None,
+        *,
+        step: int | None = None,
+        values: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Place:
+        """Write rows that lie on ranks, with their slots, as the snapshot ``root``/``name``; return its folder.
+
+        Every rank calls it between two steps and waits; ``root`` is the same folder for all, a URL included. ``step``
+        is :attr:`step` and ``name`` ``step-000000042`` unless given; ``values`` (JSON) and ``files`` of rank 0 travel
+        with the rows: put ``state_to_bytes(head.state_dict())`` and the backbone there. All rows are written, there are
+        no increments. :meth:`restore` reads it on any number of ranks, and ``Cluster.restore`` into any number of
+        shards. Raises SnapshotFailed on every rank if one of them fails, and InvalidArgument for rows in a cluster:
+        ``Cluster.snapshot`` is theirs.
+        """
+        step = self.step if step is None else step
+        name = f"step-{step:09}" if name is None else name
+        return snapshot_rows(self._on_ranks()[0], root, name, step=step, values=values or {}, files=files or {})
+
+    def restore(self, path: str | Path) -> Snapshot:
+        """Read rows that lie on ranks, with their slots, from a snapshot that any number of ranks or a cluster wrote.
+
+        Every rank calls it; pending gradients are dropped. The head is at the snapshot's step then, until the
+        state_dict saved with the rows is loaded, which may count otherwise. Raises SnapshotNotFound, SnapshotDamaged,
+        TableNotFound, SpecMismatch, SyncError where another rank failed (all rows have their initial values then), and
+        InvalidArgument for rows in a cluster.
+        """
+        table, update = self._on_ranks()
+        update.discard()
+        snapshot = restore_rows(table, path)
+        update.step, update.takes_any_step = snapshot.manifest.step, True
+        return snapshot
+
+    def _on_ranks(self) -> tuple[RankTable, RankUpdate]:
+        if not isinstance(self.row_update, RankUpdate):
+            raise InvalidArgument(
+                f"the rows of {self.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which take all "
+                "of its tables"
+            )
+        return self.row_update.table, self.row_update
+
     def get_extra_state(self) -> dict[str, Any]:
-        """Table name, size, step and settings; the rows themselves are in the AMS and its snapshots."""
+        """Table name, size, step and settings; the rows themselves are in snapshots."""
         return {
             "table": self.name,
             "num_classes": self.num_classes,
@@ -232,17 +281,18 @@ class ClassHead(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on at the saved step; SpecMismatch if the state is that of another table or size."""
+        """Go on at the saved step. SpecMismatch for another table or size, or for rows on ranks of another step."""
         for key, mine in (("table", self.name), ("num_classes", self.num_classes), ("dim", self.dim)):
             if state[key] != mine:
                 raise SpecMismatch(
                     f"the saved head has {key} {state[key]!r}, this one {mine!r}; "
                     "create the head with the saved settings"
                 )
-        if isinstance(self.table, RankTable) and int(state["step"]) != self.step:
+        update = self.row_update
+        if isinstance(update, RankUpdate) and not update.takes_any_step and int(state["step"]) != self.step:
             raise SpecMismatch(
                 f"the state is that of step {state['step']}, these rows that of step {self.step}; rows='ranks' are in "
-                "no state_dict and no snapshot: train on in the process that has them, or use rows='pull'"
+                "no state_dict: restore() the snapshot() of that step first"
             )
         self.row_update.discard()
         self.row_update.step = int(state["step"])

@@ -17,11 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.errors import GeartrainError, InvalidArgument, SpecMismatch, SyncError
 
 T = TypeVar("T")
 
 _HOST = torch.device("cpu")
+
+# PyTorch 2.13 gave them these names, and warns of the older ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RankLink:
@@ -64,17 +68,21 @@ class RankLink:
         dist.all_gather(parts, mine, group=self._host_group)
         return [[int(value) for value in part.tolist()] for part in parts]
 
-    def require_equal(self, values: Mapping[str, Any], what: str) -> None:
-        """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
+    def gather_json(self, value: Any) -> list[Any]:
+        """The JSON value of every rank, in rank order. Two all-gathers between the hosts."""
         if self.world_size == 1:
-            return
-        text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [size for (size,) in self.exchange([len(text)])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
         padded[: len(text)] = text
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self._host_group)
-        said = [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def require_equal(self, values: Mapping[str, Any], what: str) -> None:
+        """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
+        said = self.gather_json(dict(values))
         for rank, theirs in enumerate(said):
             keys = [key for key in sorted({*said[0], *theirs}) if said[0].get(key) != theirs.get(key)]
             if keys:
@@ -82,6 +90,30 @@ class RankLink:
                     f"{key} is {said[0].get(key)!r} on rank 0, {theirs.get(key)!r} on rank {rank}" for key in keys
                 )
                 raise SpecMismatch(f"the ranks disagree on {what}: {differences}. Give the same on every rank")
+
+    def fail_together(
+        self, failure: Exception | None, what: str, error: Callable[[str], GeartrainError] = SyncError
+    ) -> None:
+        """Raise on every rank if any gives a ``failure``: its own there, elsewhere ``error``, which names the rank.
+
+        One exchange. ``what`` did not happen, as the start of a sentence.
+        """
+        sound = [good for (good,) in self.exchange([failure is None])]
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
+
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run on every rank an ``action`` without collectives; raise as :meth:`fail_together` if it fails on any."""
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(action())
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        self.fail_together(failure, what)
+        return results[0]
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
@@ -93,7 +125,7 @@ class RankLink:
         wire[: len(tensor)] = tensor.detach().reshape(len(tensor), width)
         parts = wire.new_empty(self.world_size * most, width)
         if most:
-            dist.all_gather_into_tensor(parts.view(torch.uint8), wire.view(torch.uint8), group=self._group)
+            _all_gather(parts.view(torch.uint8), wire.view(torch.uint8), group=self._group)
         if min(sizes) < most:
             parts = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
         return parts.to(tensor.device).reshape(len(parts), *tensor.shape[1:])
@@ -119,7 +151,7 @@ class RankLink:
             wire = padded.view(-1, wire.shape[1])
         out = wire.new_empty(most, wire.shape[1])
         if most:
-            dist.reduce_scatter_tensor(out, wire, group=self._group)
+            _reduce_scatter(out, wire, group=self._group)
         return out[:own].to(tensor_BD.device)
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:

@@ -49,13 +49,13 @@ class RankTable:
         with torch.inference_mode(False):
             self.rows_LD = torch.empty(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.dtype], device=device)
             self.slots_LD = (
-                torch.zeros(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.slot_dtype], device=device)
+                torch.empty(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.slot_dtype], device=device)
                 if spec.has_slots
                 else None
             )
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
-        self._write_initial_values()
+        self.write_initial_values()
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +72,10 @@ class RankTable:
         self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
         self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
 
-    def _write_initial_values(self) -> None:
+    def write_initial_values(self) -> None:
+        """Overwrite every row by its initial value, and the slots by zero."""
+        if self.slots_LD is not None:
+            self.slots_LD.zero_()
         initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
         block = max(1, BLOCK_BYTES // self.spec.row_bytes)
         for start in range(0, self.num_local, block):

@@ -44,6 +44,8 @@ class RankUpdate(PendingUpdate[RankGradient]):
     def __init__(self, table: RankTable) -> None:
         super().__init__()
         self.table = table
+        self.takes_any_step = False
+        """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
 
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
@@ -57,6 +59,7 @@ class RankUpdate(PendingUpdate[RankGradient]):
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(lr, self.carrier.grad[0])
         self.step += 1
+        self.takes_any_step = False
         self.discard()
 
     def take_refused(self) -> int:

@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument, InvalidRows, NonFinite
+from geartrain.ams.specs import TableSpec
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.stream import block_rows_for
-from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy
+from geartrain.bridge.heads.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:
     from geartrain.bridge.heads.class_head import ClassHead
@@ -37,6 +39,7 @@ SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 Read = Callable[[int, int], Tensor]
+_Told = list[tuple[Path, int]]
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,31 @@ def import_class_weights(
     a state dict (loaded with ``weights_only=True``); ``key`` names its matrix where several would fit and none is
     called "weight". Rows are stored in the table's dtype, and their momentum becomes zero, for files hold none.
 
-    With ranks every rank calls this, and the first one writes. Everything about names, shapes and dtypes is checked
-    before a row is written. Raises InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read),
-    NonFinite (naming the file; rows before it are written). Costs one assign per 8 MiB and shard.
+    With ranks every rank calls this, and the first one writes; rows that lie on ranks each rank reads for itself, from
+    files that all of them see. Everything about names, shapes and dtypes is checked before a row is written. Raises
+    InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
+    before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
+    table = head.table
+    if isinstance(table, RankTable):
+        return _import_on_ranks(table, paths, key)
     ranks = head.row_update.ranks
-    table = _in_cluster(head)
     parts = _open_parts(_files(paths), table, key)
-
-    def write() -> None:
-        start = 0
-        for part in parts:
-            _assign(table, part, start)
-            start += part.num_rows
-
     if ranks is None:
-        write()
+        _assign_all(table, parts)
     else:
-        ranks.first_then_others(write, lambda: None)
+        ranks.first_then_others(lambda: _assign_all(table, parts), lambda: None)
+    return _told(parts)
+
+
+def _import_on_ranks(table: RankTable, paths: str | Path | Sequence[str | Path], key: str | None) -> _Told:
+    what = f"class weights of table {table.spec.name!r} were not imported"
+    parts = table.link.run_together(lambda: _open_parts(_files(paths), table, key), what)
+    table.link.run_together(lambda: _assign_all(table, parts), what)
+    return _told(parts)
+
+
+def _told(parts: list[_Part]) -> _Told:
     return [(part.path, part.num_rows) for part in parts]
 
 
@@ -84,40 +94,58 @@ def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     """Write all class centers to one safetensors file, tensor ``weight`` [C, D] of the table's dtype; return the path.
 
     Memory O(1): C · D may exceed it. The file appears whole or not at all; rows that are pushed meanwhile are in it
-    from before or after. Costs one pull per 8 MiB and shard. With ranks, one of them calls it. Raises OSError.
+    from before or after. Costs one pull per 8 MiB and shard. With ranks, one of them calls it. Rows that lie on ranks
+    every rank hands in, and the first one writes: one all-reduce per 8 MiB. Raises OSError, and SyncError on the other
+    ranks then.
     """
-    return export_rows(_in_cluster(head), Path(path))
+    table = head.table
+    if not isinstance(table, RankTable):
+        return export_rows(table, Path(path))
+    blocks = _blocks(table)
+    failure: Exception | None = None
+    try:
+        if table.link.rank == 0:
+            _write_file(table.spec, Path(path), blocks)
+    except Exception as exc:  # of any kind: the others wait for this rank
+        failure = exc
+    for _ in blocks:  # every rank takes part in every pull, be the file written or not
+        pass
+    table.link.fail_together(failure, f"class weights of table {table.spec.name!r} were not exported")
+    return Path(path)
 
 
-def _in_cluster(head: ClassHead) -> HeadTable:
-    if isinstance(head.table, RankTable):
-        raise InvalidArgument(
-            f"the rows of {head.name!r} are on the ranks; files are read and written for rows='pull' and 'hosted' "
-            "(save head.weights() here)"
-        )
-    return cast(HeadTable, head.table)
-
-
-def export_rows(table: HeadTable, path: Path) -> Path:
+def export_rows(table: ReadableTable, path: Path) -> Path:
     """:func:`export_class_weights` of any dense table."""
     spec = table.spec
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
-    shape, num_bytes = [spec.num_rows, spec.dim], spec.num_rows * spec.row_bytes
-    tensor = {"dtype": _SAFETENSORS_DTYPES[spec.dtype], "shape": shape, "data_offsets": [0, num_bytes]}
+    _write_file(spec, path, _blocks(table))
+    return path
+
+
+def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
+    """All rows in blocks; each is to be used before the next is asked for."""
+    num_rows = table.spec.num_rows or 0
+    step = min(block_rows_for(table.spec.row_bytes), num_rows)
+    rows = np.empty((step, table.spec.dim), table.spec.numpy_dtype)
+    for start in range(0, num_rows, step):
+        ids = np.arange(start, min(start + step, num_rows), dtype=np.int64)
+        table.pull_into(ids, rows[: len(ids)])
+        yield rows[: len(ids)]
+
+
+def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]]) -> None:
+    num_rows = spec.num_rows or 0
+    offsets = [0, num_rows * spec.row_bytes]
+    tensor = {"dtype": _SAFETENSORS_DTYPES[spec.dtype], "shape": [num_rows, spec.dim], "data_offsets": offsets}
     header = json.dumps({"__metadata__": {"table": spec.name}, EXPORTED_NAME: tensor}).encode()
     header += b" " * (-len(header) % 8)
-    step = min(block_rows_for(spec.row_bytes), spec.num_rows)
-    rows = np.empty((step, spec.dim), spec.numpy_dtype)
     with _replacing(path) as temporary, temporary.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for start in range(0, spec.num_rows, step):
-            ids = np.arange(start, min(start + step, spec.num_rows), dtype=np.int64)
-            table.pull_into(ids, rows[: len(ids)])
-            file.write(rows[: len(ids)].view(np.uint8).data)
+        for rows in blocks:
+            file.write(rows.view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
-    return path
 
 
 @contextmanager
@@ -148,7 +176,7 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
-def _open_parts(paths: list[Path], table: HeadTable, key: str | None) -> list[_Part]:
+def _open_parts(paths: list[Path], table: ReadableTable, key: str | None) -> list[_Part]:
     spec = table.spec
     parts = [_open(path, spec.dim, key) for path in paths]
     total = sum(part.num_rows for part in parts)
@@ -237,12 +265,21 @@ def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, di
         raise InvalidRows(f"{path} is of {dtype}; weights must be float16, bfloat16, float32 or float64")
 
 
-def _assign(table: HeadTable, part: _Part, first: int) -> None:
-    """Assign the rows of one file to the classes from ``first`` on."""
+def _assign_all(table: ReadableTable, parts: list[_Part]) -> None:
+    start = 0
+    for part in parts:
+        _assign(table, part, start)
+        start += part.num_rows
+
+
+def _assign(table: ReadableTable, part: _Part, first: int) -> None:
+    """Assign the rows of one file to the classes from ``first`` on; a rank reads those that it holds."""
     spec = table.spec
+    low, high = (table.first, table.stop) if isinstance(table, RankTable) else (0, first + part.num_rows)
+    end = min(part.num_rows, high - first)
     step = block_rows_for(spec.row_bytes)
-    for start in range(0, part.num_rows, step):
-        stop = min(start + step, part.num_rows)
+    for start in range(max(0, low - first), end, step):
+        stop = min(start + step, end)
         rows = part.read(start, stop).to(TORCH_DTYPES[spec.dtype]).contiguous()
         if not math.isfinite(float(rows.float().abs().amax())):
             wrong = start + int((~torch.isfinite(rows).all(dim=1)).nonzero()[0])

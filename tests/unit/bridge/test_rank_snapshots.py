@@ -1,0 +1,222 @@
+"""A class table goes on anywhere: on another number of ranks, or in a cluster, as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from geartrain.ams.cluster import local
+from geartrain.ams.errors import (
+    InvalidArgument,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotFailed,
+    SpecMismatch,
+    SyncError,
+)
+from geartrain.ams.specs import DTypeName, SparseMomentum
+from geartrain.ams.storage.snapshot_folder import open_snapshot
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.margins import ArcFace
+from geartrain.bridge.heads.selection import PartialFC
+from geartrain.bridge.heads.weights import export_class_weights, import_class_weights
+from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.bridge.state import state_from_bytes, state_to_bytes
+from tests.unit.bridge.rank_processes import run_ranks
+
+CLASSES, DIM, BATCH = 101, 8, 12
+LEGS = [(2, range(4)), (3, range(4, 8)), (1, range(8, 12))]
+"""Ranks, and the steps they train."""
+
+
+def make_head(rows: str, cluster: Any = None, *, dtype: DTypeName = "float32", **settings: Any) -> ClassHead:
+    return ClassHead(
+        cluster,
+        "faces",
+        num_classes=CLASSES,
+        dim=DIM,
+        select=PartialFC(0.3),
+        margin=ArcFace(16, 0.3),
+        optimizer=SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3),
+        rows=rows,
+        dtype=dtype,
+        slot_dtype=dtype,
+        **settings,
+    )
+
+
+def train(head: ClassHead, steps: range, rank: int = 0, ranks: int = 1) -> list[float]:
+    """Sums of this rank's losses over the joint batch."""
+    optimizer = RowOptimizer(head)
+    losses = []
+    share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        features = torch.randn(BATCH, DIM, generator=generator)
+        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        loss = head(features[share], labels[share])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()) * len(features[share]) / BATCH)
+    return losses
+
+
+def train_leg(rank: int, ranks: int, folder: Path, leg: int, dtype: DTypeName) -> None:
+    head = make_head("ranks", dtype=dtype)
+    if leg > 0:
+        snapshot = head.restore(folder / f"leg{leg - 1}")
+        head.load_state_dict(state_from_bytes(snapshot.job_files()["head"]))
+    losses = train(head, LEGS[leg][1], rank, ranks)
+    files = {"head": state_to_bytes(head.state_dict())}
+    path = head.snapshot(folder, f"leg{leg}", values={"leg": leg}, files=files)
+    assert open_snapshot(path).verify() == []
+    np.save(folder / f"losses{leg}-{rank}.npy", losses)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_then_three_then_one_train_as_if_uninterrupted(dtype: DTypeName, tmp_path: Path) -> None:
+    for leg, (ranks, _) in enumerate(LEGS):
+        run_ranks(train_leg, ranks, tmp_path, leg, dtype)
+    resumed = [
+        sum(np.load(tmp_path / f"losses{leg}-{rank}.npy") for rank in range(ranks))
+        for leg, (ranks, _) in enumerate(LEGS)
+    ]
+    head = make_head("ranks", dtype=dtype)
+    losses = train(head, range(12))
+    tolerance = 2e-6 if dtype == "float32" else 2e-2  # every step rounds the rows to 8 bits
+    np.testing.assert_allclose(np.concatenate(resumed), losses, rtol=tolerance)
+    last = make_head("ranks", dtype=dtype)
+    last.restore(tmp_path / "leg2")
+    largest = float(head.weights().abs().max())
+    atol = largest * (1e-4 if dtype == "float32" else 3e-2)
+    torch.testing.assert_close(last.weights(), head.weights(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_cluster_goes_on_with_rows_of_ranks_and_ranks_with_those_of_a_cluster(
+    dtype: DTypeName, tmp_path: Path
+) -> None:
+    head = make_head("ranks", dtype=dtype)
+    first = train(head, range(3))
+    run_ranks(train_leg, 3, tmp_path, 0, dtype)
+    with local(num_shards=2) as cluster:
+        cluster.restore(tmp_path / "leg0")
+        moved = make_head("pull", cluster, dtype=dtype, reuse=True)
+        moved.load_state_dict(state_from_bytes(open_snapshot(tmp_path / "leg0").job_files()["head"]))
+        expected = train(make_head("ranks", dtype=dtype), range(8))
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
+        assert train(moved, range(4, 8)) == pytest.approx(expected[4:], rel=tolerance)
+        assert first == pytest.approx(expected[:3], rel=tolerance)
+        # An increment rests on its parent; ranks read both.
+        cluster.snapshot(tmp_path, "whole", tables=["faces"]).result()
+        train(moved, range(8, 9))
+        cluster.snapshot(tmp_path, "more", tables=["faces"], parent="whole").result()
+        back = make_head("ranks", dtype=dtype)
+        back.restore(tmp_path / "more")
+        assert torch.equal(back.weights(), moved.weights())
+        back.load_state_dict(moved.state_dict())
+        assert train(back, range(9, 11)) == pytest.approx(train(moved, range(9, 11)), rel=tolerance)
+
+
+def test_rows_nobody_touched_have_their_initial_value_after_a_restore(tmp_path: Path) -> None:
+    with local() as cluster:
+        theirs = make_head("pull", cluster)
+        train(theirs, range(1))
+        cluster.snapshot(tmp_path, "s").result()
+        head = make_head("ranks")
+        train(head, range(5))
+        head.restore(tmp_path / "s")
+        assert torch.equal(head.weights(), theirs.weights())
+
+
+def test_a_snapshot_of_another_table_or_a_damaged_one_leaves_initial_rows(tmp_path: Path) -> None:
+    head = make_head("ranks")
+    initial = head.weights()
+    train(head, range(2))
+    path = Path(head.snapshot(tmp_path, "s"))
+    with pytest.raises(SnapshotFailed, match="already exists"):
+        head.snapshot(tmp_path, "s")
+    with pytest.raises(SpecMismatch):
+        make_head("ranks", seed=4).restore(path)
+    block = next(path.glob("rows-*"))
+    data = bytearray(block.read_bytes())
+    data[-1] ^= 1
+    block.write_bytes(data)
+    with pytest.raises(SnapshotDamaged, match=block.name):
+        head.restore(path)
+    assert torch.equal(head.weights(), initial)
+
+
+def test_a_state_is_taken_with_the_rows_of_its_step_only(tmp_path: Path) -> None:
+    head = make_head("ranks")
+    train(head, range(3))
+    state = head.state_dict()
+    path = head.snapshot(tmp_path, step=70)  # the user's count, skipped steps included
+    assert Path(path).name == "step-000000070"
+    resumed = make_head("ranks")
+    with pytest.raises(SpecMismatch, match="step 3, these rows that of step 0"):
+        resumed.load_state_dict(state)
+    assert resumed.restore(path).manifest.step == resumed.step == 70
+    resumed.load_state_dict(state)
+    assert resumed.step == 3
+    train(resumed, range(3, 4))
+    with pytest.raises(SpecMismatch, match="step 3, these rows that of step 4"):
+        resumed.load_state_dict(state)
+
+
+def test_rows_in_a_cluster_have_snapshots_of_their_own(tmp_path: Path) -> None:
+    with local() as cluster, pytest.raises(InvalidArgument, match=r"Cluster\.snapshot"):
+        make_head("pull", cluster).snapshot(tmp_path, "s")
+
+
+def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    head = make_head("ranks")
+    with pytest.raises(SnapshotError if rank == 0 else SnapshotFailed):
+        head.snapshot(folder / "taken", "name", files={})
+    root = folder / "sound"
+    path = head.snapshot(root, "s")
+    if rank == 1:
+        path = folder / "elsewhere"
+    with pytest.raises(SyncError if rank == 0 else SnapshotError):
+        head.restore(path)
+    assert [entry.name for entry in root.iterdir() if entry.name != "s"] == []
+
+
+def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+    (tmp_path / "taken" / "name").mkdir(parents=True)
+    run_ranks(fail_on_one_rank, 2, tmp_path)
+
+
+def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
+    head = make_head("ranks", dtype="float16")
+    if rank == 0:  # as partial FC saves them, of another number of ranks
+        for part, rows in enumerate(torch.tensor_split(head.weights(torch.arange(CLASSES)) * 2, ranks + 1)):
+            np.save(folder / f"rank:{part}_softmax_weight.npy", rows.numpy())
+    else:
+        head.weights()
+    dist.barrier()
+    expected = head.weights() * 2
+    told = import_class_weights(head, sorted(folder.glob("rank:*.npy")))
+    assert [count for _, count in told] == [34, 34, 33]
+    assert torch.equal(head.weights(), expected)
+    path = export_class_weights(head, folder / "out.safetensors")
+    assert torch.equal(load_file(path)["weight"], expected)
+    blocked = folder / "file" / "below.safetensors"
+    if rank == 0:
+        (folder / "file").write_bytes(b"")
+    with pytest.raises(OSError if rank == 0 else SyncError):
+        export_class_weights(head, blocked)
+    with pytest.raises(InvalidArgument if rank == 1 else SyncError):
+        import_class_weights(head, path if rank == 0 else folder / "nowhere.npy")
+    assert torch.equal(head.weights(), expected)
+
+
+def test_files_of_class_weights_are_read_and_written_by_ranks_together(tmp_path: Path) -> None:
+    run_ranks(weights_of_files, 2, tmp_path)
