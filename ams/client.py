@@ -330,9 +330,22 @@ class Table:
         scale: float = 1.0,
         group: SyncGroup | None = None,
         sequence: int | None = None,
+        step_goes_on: bool = False,
     ) -> Write:
-        """Check a push and number it, but send nothing: the write can be sent again after an error, applied once."""
-        return self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, sequence=sequence, looks=True)
+        """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
+
+        ``step_goes_on``: more pushes of the same step follow, and rows that none of them has are to move once.
+        """
+        return self._prepared_push(
+            ids,
+            gradients,
+            lr=lr,
+            scale=scale,
+            group=group,
+            sequence=sequence,
+            looks=True,
+            step_goes_on=step_goes_on,
+        )
 
     def _prepared_push(
         self,
@@ -344,6 +357,7 @@ class Table:
         group: SyncGroup | None,
         sequence: int | None,
         looks: bool,
+        step_goes_on: bool = False,
     ) -> Write:
         """:meth:`prepare_push`; without ``looks`` it is left to the shard to find what is not finite."""
         checked = ids_array(ids, self.spec.num_rows)
@@ -357,9 +371,21 @@ class Table:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
         if looks:
             _require_finite_product(rows, scale)
+        every_shard = group is not None or self.spec.counts_steps
         requests = [
-            (shard, Push(table=self.spec.name, ids=part, gradients=part_rows, lr=lr, scale=scale, group=group))
-            for shard, part, part_rows in self._split(merged, rows, every_shard=group is not None)
+            (
+                shard,
+                Push(
+                    table=self.spec.name,
+                    ids=part,
+                    gradients=part_rows,
+                    lr=lr,
+                    scale=scale,
+                    group=group,
+                    step_goes_on=step_goes_on,
+                ),
+            )
+            for shard, part, part_rows in self._split(merged, rows, every_shard=every_shard)
         ]
         return Write(self._stream.numbers(self.spec.name, sequence), requests, self._calls.deliver)
 
@@ -420,7 +446,7 @@ class Table:
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=self.spec.num_rows is not None)
 
     def _split(self, ids: Ids, rows: npt.NDArray[Any], *, every_shard: bool) -> list[tuple[int, Ids, npt.NDArray[Any]]]:
-        """Cut a write by shard. A synchronous one goes to every shard, if need be empty: its group counts ranks."""
+        """Cut a write by shard. With ``every_shard`` it goes to each, if need be empty: they count ranks, or steps."""
         routes = dict(self._routes(ids))
         if len(routes) == 1 and next(iter(routes.values())) is None:
             return [(0, ids, rows)]

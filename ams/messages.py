@@ -103,6 +103,8 @@ class Push:
     scale: float = 1.0
     """Multiplies the gradients: clip factor times inverse loss scale."""
     group: SyncGroup | None = None
+    step_goes_on: bool = False
+    """More pushes of the same step follow. It matters where a step moves untouched rows too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from geartrain.ams.errors import InvalidArgument
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
+Untouched = Literal["freeze", "elapsed"]
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -88,6 +89,13 @@ class SparseMomentum:
     """Momentum on the rows of a push: v ← momentum · v + g + weight_decay · w;  w ← w − lr · v (PLSC, section 4).
 
     ``untouched="freeze"`` is the lazy form: a row outside the push neither moves nor decays.
+
+    ``untouched="elapsed"`` equals dense momentum: at every push each row of the table, even one that was never written,
+    decays and moves on by its momentum. It is caught up when it is read or pushed next, from its last step and the
+    learning rates since then, so that a step costs what its own rows cost. Memory: 8 bytes more per row, for its last
+    step, and 4 per step remembered (at most about 20,000 per table and shard; no gradient buffer, no pass over all
+    rows). Traffic: every push goes to every shard, if need be empty, to count as a step there. A row that would move
+    beyond the range of its type stays at its end.
     """
 
     lr: float
@@ -96,7 +104,7 @@ class SparseMomentum:
     """Decay μ of the velocity, in [0, 1)."""
     weight_decay: float = 0.0
     """L2 coefficient λ added to the gradient as λ·w."""
-    untouched: Literal["freeze"] = "freeze"
+    untouched: Untouched = "freeze"
     """What happens to rows outside a push."""
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -106,7 +114,10 @@ class SparseMomentum:
         _require_rate("weight_decay", self.weight_decay)
         _require_number("momentum", self.momentum)
         _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
-        _require(self.untouched == "freeze", f"untouched is {self.untouched!r}; the only form is 'freeze'")
+        _require(
+            self.untouched in ("freeze", "elapsed"),
+            f"untouched is {self.untouched!r}; it must be 'freeze' or 'elapsed'",
+        )
 
 
 RowOptimizerSpec = SGD | Momentum | SparseMomentum
@@ -210,6 +221,11 @@ class TableSpec:
     def has_slots(self) -> bool:
         """Whether the optimizer keeps a slot for each row."""
         return not isinstance(self.optimizer, SGD)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a push moves the rows outside it too."""
+        return isinstance(self.optimizer, SparseMomentum) and self.optimizer.untouched == "elapsed"
 
     @property
     def row_bytes(self) -> int:

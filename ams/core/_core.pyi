@@ -28,6 +28,7 @@ class RowStore:
         owned_buckets: npt.NDArray[np.int64],
         num_rows: int,
         threads: int,
+        window: int,
     ) -> None: ...
     def pull(
         self,
@@ -37,7 +38,13 @@ class RowStore:
         present: npt.NDArray[np.uint8] | None,
     ) -> None: ...
     def push(
-        self, ids: npt.NDArray[np.int64], gradients: npt.NDArray[Any], dtype_code: int, lr: float, scale: float
+        self,
+        ids: npt.NDArray[np.int64],
+        gradients: npt.NDArray[Any],
+        dtype_code: int,
+        lr: float,
+        scale: float,
+        ends_step: bool,
     ) -> int: ...
     def check_push(
         self, ids: npt.NDArray[np.int64], gradients: npt.NDArray[Any], dtype_code: int, lr: float, scale: float
@@ -47,10 +54,22 @@ class RowStore:
     def assign(self, ids: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> int: ...
     def freeze(self, only_touched: bool) -> int: ...
     def read_frozen(
-        self, ids: npt.NDArray[np.int64], rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None
+        self,
+        ids: npt.NDArray[np.int64],
+        rows: npt.NDArray[Any],
+        slots: npt.NDArray[Any] | None,
+        steps: npt.NDArray[np.int64] | None,
     ) -> int: ...
     def thaw(self, kept: bool) -> None: ...
-    def restore(self, ids: npt.NDArray[np.int64], rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None) -> int: ...
+    def restore(
+        self,
+        ids: npt.NDArray[np.int64],
+        rows: npt.NDArray[Any],
+        slots: npt.NDArray[Any] | None,
+        steps: npt.NDArray[np.int64] | None,
+    ) -> int: ...
+    def step_state(self) -> tuple[int, list[float], float, float]: ...
+    def adopt_steps(self, now: int, lrs: list[float], origin_ww: float, origin_vw: float) -> None: ...
     @property
     def num_present(self) -> int: ...
     @property

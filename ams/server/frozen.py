@@ -20,17 +20,13 @@ from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, writ
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import open_snapshot
 from geartrain.ams.storage.snapshot_manifest import MARKS, ROWS, FileEntry
-from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.row_table import RowTable, StoredRows
 
 _WRITERS = 2
 """Blocks written side by side: while one waits for the disk another is copied and hashed."""
 
 _READ_BYTES = 2 << 20
 """Read at a time: a table's writers wait no longer than this takes to copy."""
-
-
-Part = tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]
-"""Ids [N], rows [N, D] and slots [N, D]."""
 
 
 class FrozenTables:
@@ -116,7 +112,7 @@ class FrozenTables:
                 "written (a shard writes one at a time); take it again"
             )
 
-    def _read(self, table: RowTable, most: int) -> Part:
+    def _read(self, table: RowTable, most: int) -> StoredRows:
         with self._lock:
             self._require_frozen()
             return table.read_frozen(most)
@@ -124,19 +120,19 @@ class FrozenTables:
     def _blocks(self, table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
         spec = table.spec
         slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
-        item_bytes = 8 + spec.row_bytes + slot_bytes
+        item_bytes = 8 + spec.row_bytes + slot_bytes + (8 if spec.counts_steps else 0)
         most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
-        parts: list[Part] = []
+        parts: list[StoredRows] = []
         held = 0
         while True:
             part = self._read(table, min(most, per_block - held))
-            held += len(part[0])
-            if len(part[0]):
+            held += len(part.ids)
+            if len(part.ids):
                 parts.append(part)
-            if parts and (held == per_block or not len(part[0])):
+            if parts and (held == per_block or not len(part.ids)):
                 yield _joined(parts)
                 parts, held = [], 0
-            if not len(part[0]):
+            if not len(part.ids):
                 return
 
 
@@ -151,13 +147,9 @@ def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
     ]
 
 
-def _joined(parts: list[Part]) -> dict[str, npt.NDArray[Any]]:
-    arrays = {
-        "ids": np.concatenate([ids for ids, _, _ in parts]),
-        "rows": np.concatenate([rows for _, rows, _ in parts]),
-    }
-    slots = [slots for _, _, slots in parts if slots is not None]
-    return {**arrays, "slots": np.concatenate(slots)} if slots else arrays
+def _joined(parts: list[StoredRows]) -> dict[str, npt.NDArray[Any]]:
+    columns = {name: [getattr(part, name) for part in parts] for name in StoredRows._fields}
+    return {name: np.concatenate(column) for name, column in columns.items() if column[0] is not None}
 
 
 def restore_tables(
@@ -187,15 +179,14 @@ def restore_tables(
         for layer in reversed(layers_of(chain, name)):  # the oldest first: what comes later holds
             for entry in layer.blocks(owned):
                 arrays = layer.snapshot.read(entry)
-                ids, rows, slots = arrays["ids"], arrays["rows"], arrays.get("slots")
-                buckets = bucket_of(ids, dense=table.spec.num_rows is not None)
+                buckets = bucket_of(arrays["ids"], dense=table.spec.num_rows is not None)
                 num_read += int(np.count_nonzero(owned[buckets]))
                 mine = owned[buckets] & layer.buckets[buckets]
                 if not mine.all():
-                    ids, rows, slots = ids[mine], rows[mine], None if slots is None else slots[mine]
+                    arrays = {kind: array[mine] for kind, array in arrays.items()}
                 failpoints.reach("restore.block.before")
                 with turn:
-                    table.restore(ids, rows, slots)
+                    table.restore(arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps"))
                 failpoints.reach("restore.block.after")
         with turn:
             # A table that was kept before may hold other rows, which count as written only since then.

@@ -15,7 +15,7 @@ the snapshot is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from geartrain.ams.errors import SnapshotDamaged
 from geartrain.ams.server.marks import MarkedStream, MarkedWrite, WriteMarks
 from geartrain.ams.server.sync import GroupStep, SyncGroups
+from geartrain.ams.tables.row_table import TableSteps
 
 
 class ShardMarks(BaseModel):
@@ -32,12 +33,20 @@ class ShardMarks(BaseModel):
 
     streams: dict[str, MarkedStream]
     groups: list[GroupStep]
+    steps: dict[str, TableSteps] = {}
+    """By table, where untouched rows move. Left out if there are none."""
 
 
-def held_marks(marks: WriteMarks, groups: SyncGroups, tables: Collection[str]) -> dict[str, Any]:
-    """Return the marks of writes to ``tables`` as JSON values."""
-    held = ShardMarks(streams=marks.streams(tables), groups=[step for step in groups.steps() if step.table in tables])
-    return held.model_dump(mode="json")
+def held_marks(
+    marks: WriteMarks, groups: SyncGroups, tables: Collection[str], steps: Mapping[str, TableSteps] | None = None
+) -> dict[str, Any]:
+    """Return the marks of writes to ``tables``, and the steps of those that count them, as JSON values."""
+    held = ShardMarks(
+        streams=marks.streams(tables),
+        groups=[step for step in groups.steps() if step.table in tables],
+        steps=dict(steps or {}),
+    )
+    return held.model_dump(mode="json", exclude=None if steps else {"steps"})
 
 
 def restore_marks(

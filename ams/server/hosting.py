@@ -98,10 +98,9 @@ class Hosting:
         if gradients.num_rows * table.spec.dim * 4 <= HELD_BYTES:
             made = self._side_by_side(lambda chunk: (gradients.ids(chunk), gradients.make(chunk)), gradients.chunks)
             before_changes()
-            if not made:
-                return 0
-            ids = np.concatenate([ids for ids, _ in made])
-            return table.push(ids, np.concatenate([one for _, one in made]), lr=request.lr, scale=request.scale)
+            none = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32)  # of no rows, but it is a step
+            ids, values = (np.concatenate(column) for column in zip(none, *made, strict=True))
+            return table.push(ids, values, lr=request.lr, scale=request.scale)
         return self._update_by_chunks(table, rows, gradients, request, before_changes)
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ class Hosting:
             table.check_push(gradients.ids(chunk), gradients.make(chunk), lr=lr, scale=scale)
 
         def apply(chunk: Any) -> int:
-            return table.push(gradients.ids(chunk), gradients.make(chunk), lr=lr, scale=scale)
+            return table.push(gradients.ids(chunk), gradients.make(chunk), lr=lr, scale=scale, ends_step=False)
 
         if not table.surely_takes(gradients.largest, lr=lr, scale=scale):
             self._side_by_side(check, gradients.chunks)
@@ -132,7 +131,9 @@ class Hosting:
                 table.make_room(gradients.ids(chunk))
         before_changes()
         try:
-            return sum(self._side_by_side(apply, gradients.chunks))
+            created = sum(self._side_by_side(apply, gradients.chunks))
+            table.end_step(lr=lr)
+            return created
         except Exception as error:
             raise InternalError(
                 f"an update of table {table.spec.name!r} that had been checked was refused half-way ({error!r}): some "

@@ -153,6 +153,7 @@ class ShardService:
             lr=header.lr if header.HasField("lr") else None,
             scale=header.scale if header.HasField("scale") else 1.0,
             group=codec.group_from_pb(header.group) if header.HasField("group") else None,
+            step_goes_on=header.step_goes_on,
         )
         future = self.shard.run(codec.context_from_pb(header.context), push)
         return _encoded(await_reply(future, servicer_context))

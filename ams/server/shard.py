@@ -59,6 +59,7 @@ from geartrain.ams.messages import (
 )
 from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
 from geartrain.ams.server.frozen_marks import held_marks, restore_marks
+from geartrain.ams.server.frozen_steps import restore_steps, steps_of
 from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.marks import WriteMarks
@@ -330,7 +331,13 @@ class Shard:
             return self._hosting.update(table.rows, request, self.check_lease)
         self.check_lease()
         if isinstance(request, Push):
-            return table.rows.push(request.ids, request.gradients, lr=request.lr, scale=request.scale)
+            return table.rows.push(
+                request.ids,
+                request.gradients,
+                lr=request.lr,
+                scale=request.scale,
+                ends_step=not request.step_goes_on,
+            )
         return table.rows.assign(request.ids, request.rows)
 
     def _write_jointly(self, context: CallContext, write: Push | UpdateHosted, table: _Table) -> None:
@@ -390,7 +397,7 @@ class Shard:
         for other in list(self._frozen.values()):
             if not request.tables or not other.tables.isdisjoint(tables):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
-        marks = held_marks(self._marks, self._groups, tables)
+        marks = held_marks(self._marks, self._groups, tables, steps_of(tables))
         failpoints.reach("freeze.before")
         self._frozen[request.snapshot_id] = FrozenTables(
             request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
@@ -469,6 +476,7 @@ class Shard:
             return Done()
         with turn:
             restore_marks(sources, rows, self._marks, self._groups)
+            restore_steps(sources, rows)
             for table in tables.values():
                 table.is_whole = True
         return Done(created=num_read)

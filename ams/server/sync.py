@@ -60,7 +60,8 @@ def joint_push(pushes: list[Push]) -> Push:
         np.multiply(push.gradients, np.float32(weight * push.scale), out=weighted[start:end], dtype=np.float32)
         start = end
     distinct, _, summed = ops.merge_duplicates(ids, weighted)
-    return Push(table=pushes[0].table, ids=distinct, gradients=summed, lr=pushes[0].lr)
+    first = pushes[0]
+    return Push(table=first.table, ids=distinct, gradients=summed, lr=first.lr, step_goes_on=first.step_goes_on)
 
 
 class SyncGroups:
@@ -92,6 +93,13 @@ class SyncGroups:
             raise StepMismatch(
                 f"rank {member.rank} of job {member.job!r} pushes with lr {push.lr}, another rank with {first[1].lr}; "
                 "all ranks of a step must agree"
+            )
+        if first is not None and _goes_on(first[1]) != _goes_on(push):
+            ends, goes_on = "ends", "goes on with"
+            mine, its = (goes_on, ends) if _goes_on(push) else (ends, goes_on)
+            raise StepMismatch(
+                f"rank {member.rank} of job {member.job!r} {mine} a step of table {push.table!r}, another {its} it; "
+                "all ranks must push their active rows in the same pieces"
             )
         if not group.waiting:
             group.deadline = self._clock() + self._timeout_seconds
@@ -199,6 +207,10 @@ class SyncGroups:
                 f"rank {member.rank} of job {member.job!r} is at step {member.sequence} of table {table!r}, its group "
                 f"at {group.next_sequence}; restart all ranks from the same state"
             )
+
+
+def _goes_on(push: RankWrite) -> bool:
+    return isinstance(push, Push) and push.step_goes_on
 
 
 def _member(push: RankWrite) -> SyncGroup:

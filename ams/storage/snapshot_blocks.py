@@ -204,7 +204,7 @@ def _require_block(arrays: Mapping[str, np.ndarray]) -> int:
         if array.dtype.newbyteorder("=") not in _DTYPES.values():
             legal = ", ".join(str(dtype) for dtype in _DTYPES.values())
             raise InvalidArgument(f"array {name!r} has dtype {array.dtype}; it must be one of {legal}")
-    counting = [(name, arrays[name]) for name in ("ids", "rows", "slots") if name in arrays]
+    counting = [(name, arrays[name]) for name in ("ids", "rows", "slots", "steps") if name in arrays]
     for name, array in counting:
         if array.ndim < 1 or len(array) != len(counting[0][1]):
             raise InvalidArgument(f"array {name!r} has shape {array.shape}; {counting[0][0]} {counting[0][1].shape}")

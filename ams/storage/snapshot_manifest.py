@@ -25,7 +25,10 @@ JOB = "job"
 MARKS = "marks"
 """Kind of the files with what a shard knew of the writes to its rows: JSON values."""
 ROWS = "rows"
-"""Kind of the blocks of rows: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
+"""Kind of the blocks of rows: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D].
+
+Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
+"""
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = "xxh3_128"
 

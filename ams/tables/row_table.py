@@ -7,7 +7,7 @@ section 4); a second thread's push or assign waits for the first rather than cor
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,39 @@ from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.specs import DTYPES, SGD, Constant, Ids, Initializer, Momentum, RowOptimizerSpec, TableSpec, Uniform
 
-__all__ = ["RowTable", "table_hash"]
+__all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableSteps", "table_hash"]
 
 _NEGATIVE_ID, _ID_TOO_LARGE, _FOREIGN_BUCKET, _NON_FINITE, _OVERFLOW, _BAD_POSITION = range(6)
 _SGD, _MOMENTUM, _NESTEROV = range(3)
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
+ELAPSED_WINDOW = 16_384
+"""Steps after which a row that nobody pushed is caught up at the latest, where untouched rows move."""
 _LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
+
+
+class TableSteps(NamedTuple):
+    """The steps of a table whose untouched rows move: what its rows' last steps count in. JSON values."""
+
+    now: int
+    """Steps that have ended."""
+    lrs: list[float]
+    """Learning rates of the last of them, the latest at the end."""
+    origin: tuple[float, float]
+    """What all of them do to a row that was never written: factors of its initial value that give row and slot."""
+
+
+class StoredRows(NamedTuple):
+    """Rows as a table keeps them. Where it counts steps they are not caught up: ``steps`` says since when."""
+
+    ids: Ids
+    """[N]."""
+    rows: npt.NDArray[Any]
+    """[N, D]."""
+    slots: npt.NDArray[Any] | None
+    """[N, D]; None for SGD."""
+    steps: Ids | None
+    """[N]: the last step of each row, -1 for one that nothing moves; None for a table that does not count steps."""
 
 
 def table_hash(name: str) -> int:
@@ -49,7 +75,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
     return _NORMAL, initializer.mean, initializer.std, bound
 
 
-def _store(spec: TableSpec, owned_buckets: Ids, threads: int) -> ops.RowStore:
+def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
     rule, momentum = _rule(spec.optimizer)
     distribution, first, second, bound = _distribution(spec.initializer)
     largest = _LARGEST[spec.dtype]
@@ -72,6 +98,7 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int) -> ops.RowStore:
         owned_buckets=owned_buckets,
         num_rows=-1 if spec.num_rows is None else spec.num_rows,
         threads=threads,
+        window=window if spec.counts_steps else 0,
     )
 
 
@@ -84,19 +111,22 @@ class RowTable:
         spec: What the table is.
         owned_buckets: int64 [K], ascending, within [0, 4096): the buckets whose ids live here.
         threads: Most threads that work on one request; a second one joins at 2 MiB of rows.
+        window: Where untouched rows move: steps after which a row is caught up at the latest, >= 4. A push looks at
+            4 / window of all rows for old ones, and a request costs a product of 2 x 2 matrices per step back to the
+            oldest row that it names.
 
     Raises:
         InvalidArgument: the buckets are not ascending, or an initial value does not fit the storage type.
     """
 
-    def __init__(self, spec: TableSpec, owned_buckets: Ids, *, threads: int = 1) -> None:
+    def __init__(self, spec: TableSpec, owned_buckets: Ids, *, threads: int = 1, window: int = ELAPSED_WINDOW) -> None:
         owned = ops.checked_ids(np.asarray(owned_buckets), "owned_buckets")
         if len(owned) and (owned[0] < 0 or owned[-1] >= ops.NUM_BUCKETS or np.any(np.diff(owned) <= 0)):
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
         self.kept_as = ""
         """Snapshot that holds every row but those written since; empty: none does. Set by who freezes and restores."""
-        self._store = _store(spec, owned, threads)
+        self._store = _store(spec, owned, threads, window)
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 
     @property
@@ -149,7 +179,15 @@ class RowTable:
         except ops.Refused as refused:
             self._refuse(refused, ids if positions is None or refused.args[0] != _BAD_POSITION else positions)
 
-    def push(self, ids: Ids, gradients: npt.NDArray[Any], *, lr: float | None = None, scale: float = 1.0) -> int:
+    def push(
+        self,
+        ids: Ids,
+        gradients: npt.NDArray[Any],
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        ends_step: bool = True,
+    ) -> int:
         """Apply the optimizer to the rows of ``ids``, creating those that are not there from their initial values.
 
         Args:
@@ -157,6 +195,8 @@ class RowTable:
             gradients: [N, D], float32, float16 or bfloat16.
             lr: Learning rate of this push, finite and >= 0; None: that of the table.
             scale: Finite factor of the gradients.
+            ends_step: Where untouched rows move: whether the step, of this push and those before it that did not end
+                one, is over. A row pushed twice within a step has the sum of both gradients.
 
         Returns:
             The number of rows created.
@@ -171,9 +211,17 @@ class RowTable:
         lr = self._checked_factors(lr, scale)
         ids, bits, code = self._checked_gradients(ids, gradients)
         try:
-            return self._store.push(ids, bits, code, lr, scale)
+            return self._store.push(ids, bits, code, lr, scale, ends_step)
         except ops.Refused as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
+
+    def end_step(self, *, lr: float | None = None) -> None:
+        """End a step of pushes that did not (``ends_step=False``): rows that none of them had move now.
+
+        ``lr`` is that of its pushes. Without effect where untouched rows are frozen. Raises InvalidArgument,
+        MemoryError.
+        """
+        self.push(np.empty(0, np.int64), np.empty((0, self.spec.dim), np.float32), lr=lr)
 
     def check_push(self, ids: Ids, gradients: npt.NDArray[Any], *, lr: float | None = None, scale: float = 1.0) -> None:
         """Raise what :meth:`push` would raise, MemoryError left out; change nothing."""
@@ -247,23 +295,30 @@ class RowTable:
         """
         return self._store.freeze(only_touched)
 
-    def read_frozen(self, most: int) -> tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]:
-        """Up to ``most`` frozen rows that were not read yet: ids [N], rows [N, D], slots [N, D] (None for SGD).
+    def read_frozen(self, most: int) -> StoredRows:
+        """Up to ``most`` frozen rows that were not read yet.
 
         N is 0 when that was all. The order is that of creation, or of ids for a dense table.
         """
         ids = np.empty(most, np.int64)
         rows = np.empty((most, self.spec.dim), self.spec.numpy_dtype)
         slots = np.empty((most, self.spec.dim), DTYPES[self.spec.slot_dtype]) if self.spec.has_slots else None
-        num = self._store.read_frozen(ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0])
-        return ids[:num], rows[:num], None if slots is None else slots[:num]
+        steps = np.empty(most, np.int64) if self.spec.counts_steps else None
+        num = self._store.read_frozen(
+            ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0], steps
+        )
+        return StoredRows(
+            ids[:num], rows[:num], None if slots is None else slots[:num], None if steps is None else steps[:num]
+        )
 
     def thaw(self, *, kept: bool) -> None:
         """End the freeze. If its rows were not kept (``kept=False``) they count as written since the one before."""
         self._store.thaw(kept)
 
-    def restore(self, ids: Ids, rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None) -> int:
-        """Write rows [N, D] and slots [N, D] as :meth:`read_frozen` gave them; return the number of rows created.
+    def restore(
+        self, ids: Ids, rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None, steps: Ids | None = None
+    ) -> int:
+        """Write rows [N, D], slots [N, D] and steps [N] as :meth:`read_frozen` gave them; return the rows created.
 
         They do not count as written since the last freeze. Raises as :meth:`assign`.
         """
@@ -273,12 +328,38 @@ class RowTable:
             raise InvalidRows(f"table {self.spec.name!r} has {'' if self.spec.has_slots else 'no '}slots; give them so")
         if slots is not None:
             self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype])
+        if (steps is not None) != self.spec.counts_steps or (steps is not None and len(steps) != len(ids)):
+            raise InvalidRows(
+                f"table {self.spec.name!r} {'counts' if self.spec.counts_steps else 'does not count'} the steps of its "
+                f"rows; {'no' if steps is None else len(steps)} steps were given for {len(ids)} rows"
+            )
         try:
             return self._store.restore(
-                ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots, "slots")[0]
+                ids,
+                ops.as_bits(rows)[0],
+                None if slots is None else ops.as_bits(slots, "slots")[0],
+                None if steps is None else ops.checked_ids(steps, "steps"),
             )
         except ops.Refused as refused:
             self._refuse(refused, ids, "rows")
+
+    @property
+    def steps(self) -> TableSteps | None:
+        """The steps that its rows count in; None where untouched rows are frozen."""
+        if not self.spec.counts_steps:
+            return None
+        now, lrs, row_factor, slot_factor = self._store.step_state()
+        return TableSteps(now, lrs, (row_factor, slot_factor))
+
+    def adopt_steps(self, steps: TableSteps) -> None:
+        """Count on from ``steps``, that :attr:`steps` gave where the rows restored here were frozen.
+
+        Raises InvalidArgument if they are not such.
+        """
+        try:
+            self._store.adopt_steps(steps.now, list(steps.lrs), *steps.origin)
+        except ValueError as exc:
+            raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
     def _require_rows(self, rows: Any, count: int | None, label: str, dtype: np.dtype[Any] | None) -> None:
         """Check [count, D] (any length if None) and the dtype (any float type if None)."""

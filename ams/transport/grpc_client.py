@@ -317,6 +317,7 @@ def _push_header(context: CallContext, push: Push) -> shard_pb2.PushRequest:
         scale=push.scale,
         group=codec.group_to_pb(push.group),
         gradient_dtype=codec.dtype_to_pb(push.gradients.dtype),
+        step_goes_on=push.step_goes_on,
     )
 
 

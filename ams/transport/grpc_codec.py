@@ -22,6 +22,7 @@ from geartrain.ams.specs import (
     SparseMomentum,
     TableSpec,
     Uniform,
+    Untouched,
 )
 from geartrain.ams.transport.carrier import Cursor
 
@@ -32,6 +33,13 @@ _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
 }
 _DTYPE_NAMES: dict[int, DTypeName] = {code: name for name, code in _DTYPE_CODES.items()}
 _DTYPE_NAMES[types_pb2.DTYPE_UNSPECIFIED] = "float32"
+
+_UNTOUCHED_CODES: dict[Untouched, types_pb2.Untouched.ValueType] = {
+    "freeze": types_pb2.UNTOUCHED_FREEZE,
+    "elapsed": types_pb2.UNTOUCHED_ELAPSED,
+}
+_UNTOUCHED_NAMES: dict[int, Untouched] = {code: name for name, code in _UNTOUCHED_CODES.items()}
+_UNTOUCHED_NAMES[types_pb2.UNTOUCHED_UNSPECIFIED] = "freeze"
 
 
 def context_to_pb(context: CallContext) -> types_pb2.CallContext:
@@ -117,7 +125,12 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
             )
         case SparseMomentum() as sparse:
             pb.sparse_momentum.CopyFrom(
-                types_pb2.SparseMomentum(lr=sparse.lr, weight_decay=sparse.weight_decay, momentum=sparse.momentum)
+                types_pb2.SparseMomentum(
+                    lr=sparse.lr,
+                    weight_decay=sparse.weight_decay,
+                    momentum=sparse.momentum,
+                    untouched=_UNTOUCHED_CODES[sparse.untouched],
+                )
             )
     match spec.initializer:
         case Constant() as constant:
@@ -143,6 +156,12 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
     )
 
 
+def _untouched_from_pb(code: int) -> Untouched:
+    if code not in _UNTOUCHED_NAMES:
+        raise InvalidArgument(f"untouched has code {code}; known are {sorted(_UNTOUCHED_NAMES)}")
+    return _UNTOUCHED_NAMES[code]
+
+
 def _optimizer_from_pb(pb: types_pb2.TableSpec) -> RowOptimizerSpec:
     match pb.WhichOneof("optimizer"):
         case "sgd":
@@ -152,7 +171,8 @@ def _optimizer_from_pb(pb: types_pb2.TableSpec) -> RowOptimizerSpec:
             return Momentum(lr=m.lr, weight_decay=m.weight_decay, momentum=m.momentum, nesterov=m.nesterov)
         case "sparse_momentum":
             s = pb.sparse_momentum
-            return SparseMomentum(lr=s.lr, weight_decay=s.weight_decay, momentum=s.momentum)
+            untouched = _untouched_from_pb(s.untouched)
+            return SparseMomentum(lr=s.lr, weight_decay=s.weight_decay, momentum=s.momentum, untouched=untouched)
         case _:
             raise InvalidArgument(f"the spec of table {pb.name!r} names no optimizer (sgd, momentum, sparse_momentum)")
 

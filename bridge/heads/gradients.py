@@ -33,8 +33,11 @@ _ROWS_PER_SUM = 4096
 class Writer(Protocol):
     """Makes pushes one after the other, each applied once."""
 
-    def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
-        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N]."""
+    def prepare(self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False) -> None:
+        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
+
+        ``goes_on``: more pushes of the same step follow.
+        """
         ...
 
     def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
@@ -197,7 +200,7 @@ class FactoredGradient:
         stream = self._stream()
         with closing(self._blocks(stream, self._prepared)) as blocks:
             for stop, ids, gradients_ND in blocks:
-                writer.prepare(ids, as_numpy(gradients_ND))
+                writer.prepare(ids, as_numpy(gradients_ND), goes_on=stop < self._active.num)
                 self._prepared = stop
                 writer.send_behind()
         writer.settle()

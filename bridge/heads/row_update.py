@@ -160,9 +160,11 @@ class _PushWriter:
         """Whether a push was prepared: from then on its settings hold for the whole step."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
 
-    def prepare(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
+    def prepare(self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False) -> None:
         self.prepare_write(
-            lambda lr, scale, group: self._table.prepare_push(ids, gradients, lr=lr, scale=scale, group=group)
+            lambda lr, scale, group: self._table.prepare_push(
+                ids, gradients, lr=lr, scale=scale, group=group, step_goes_on=goes_on
+            )
         )
 
     def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:

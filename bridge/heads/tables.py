@@ -63,8 +63,12 @@ class HeadTable(ReadableTable, Protocol):
         lr: float | None = None,
         scale: float = 1.0,
         group: SyncGroup | None = None,
+        step_goes_on: bool = False,
     ) -> HeadWrite:
-        """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet."""
+        """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet.
+
+        ``step_goes_on``: more pushes of the same step follow.
+        """
         ...
 
     def hosted(self, model: str) -> HostedCalls:

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <span>
 #include <vector>
 
 #include "id_index.hpp"
@@ -21,7 +23,7 @@ inline bool has_bit(const Bits& bits, int64_t at) {
 inline void set_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64)] |= uint64_t{1} << (at % 64); }
 inline void clear_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64)] &= ~(uint64_t{1} << (at % 64)); }
 
-// Items are a row followed by its slot.
+// Items are a row followed by its slot, if it has one, and the number of its last step, if the table counts them.
 class FrozenRows {
  public:
   // `members`: the positions that belong to the moment; `touched_before`: what was touched since the moment before it;
@@ -47,11 +49,14 @@ class FrozenRows {
     for (int64_t place = aside_.size(); place < aside_.size() + count; ++place) copies_.ensure(place);
   }
   // Keeps the item of a position before it is overwritten; `reserve` must have made room.
-  void keep_aside(int64_t position, const char* row, size_t row_bytes, const char* slot, size_t slot_bytes) {
+  void keep_aside(int64_t position, std::initializer_list<std::span<const char>> item) {
     const int64_t place = aside_.size();
     aside_.insert(position, place);
-    std::memcpy(copies_.at(place), row, row_bytes);
-    if (slot_bytes != 0) std::memcpy(copies_.at(place) + row_bytes, slot, slot_bytes);
+    char* copy = copies_.at(place);
+    for (const auto part : item) {
+      if (!part.empty()) std::memcpy(copy, part.data(), part.size());
+      copy += part.size();
+    }
     clear_bit(in_place_, position);
   }
   // The kept item of a position, or null.

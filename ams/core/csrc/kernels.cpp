@@ -94,6 +94,30 @@ GEARTRAIN_INLINE Largest update_body(float* __restrict row, float* __restrict sl
   return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
 }
 
+GEARTRAIN_INLINE Largest add_late_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient,
+                                       size_t count, StepFactors factors) {
+  int32_t largest_row = 0, largest_slot = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const float direction = gradient[i] * factors.scale;
+    const float velocity = slot[i] + direction, weight = row[i] - factors.lr * direction;
+    slot[i] = velocity;
+    row[i] = weight;
+    largest_slot = largest_slot < magnitude_bits(velocity) ? magnitude_bits(velocity) : largest_slot;
+    largest_row = largest_row < magnitude_bits(weight) ? magnitude_bits(weight) : largest_row;
+  }
+  return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
+}
+
+GEARTRAIN_INLINE void combine_body(float* __restrict out, const float* __restrict x, const float* __restrict y, size_t count,
+                                   double a, double b, double limit) {
+  for (size_t i = 0; i < count; ++i) {
+    double value = a * static_cast<double>(x[i]) + b * static_cast<double>(y[i]);
+    value = value < limit ? value : limit;
+    value = value > -limit ? value : -limit;
+    out[i] = static_cast<float>(value);
+  }
+}
+
 void copy_plain(char* out, const char* in, size_t bytes) { std::memcpy(out, in, bytes); }
 
 #if defined(__x86_64__)
@@ -119,6 +143,8 @@ constexpr DType kF32 = DType::float32, kF16 = DType::float16, kBF16 = DType::bfl
 
 constexpr Kernels kernels_for(Isa isa) {
   return Kernels{
+      .combine = Versions<&combine_body>::pick(isa),
+      .add_late = Versions<&add_late_body>::pick(isa),
       .load = {Versions<&load_body<kF32>>::pick(isa), Versions<&load_body<kF16>>::pick(isa),
                Versions<&load_body<kBF16>>::pick(isa)},
       .store = {Versions<&store_body<kF32>>::pick(isa), Versions<&store_body<kF16>>::pick(isa),

@@ -28,6 +28,10 @@ struct Largest {
 };
 
 struct Kernels {
+  // out = a x + b y in float64, kept within +- limit.
+  void (*combine)(float* out, const float* x, const float* y, size_t count, double a, double b, double limit);
+  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d.
+  Largest (*add_late)(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
   // Any storage type <-> float32, round to nearest even. Index: DType.
   void (*load[kNumDTypes])(float* out, const void* in, size_t count);
   void (*store[kNumDTypes])(void* out, const float* in, size_t count);

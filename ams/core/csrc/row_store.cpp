@@ -18,6 +18,9 @@ constexpr int64_t kFoundTogether = 4096;
 // A pull of more bytes than the caches hold writes past them; a smaller one stays in them for its reader.
 constexpr size_t kStreamedBytes = size_t{24} << 20;
 
+// Rows of float32 that an update works in: row, slot, gradient, and two that a row is caught up from.
+constexpr int64_t kMovedBuffers = 5;
+
 BucketRanks ranks_of(const std::vector<int64_t>& owned) {
   BucketRanks ranks;
   ranks.fill(-1);
@@ -86,6 +89,10 @@ RowStore::RowStore(const RowStoreSpec& spec)
       bounds_{rounded(static_cast<float>(spec.initial.bound()), spec.dtype), 0.0f} {
   if (spec.rule != Rule::sgd)
     slots_.emplace(spec.dim * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_positions(directory_));
+  if (spec.window > 0) {
+    last_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_positions(directory_));
+    steps_.emplace(spec.momentum, spec.weight_decay);
+  }
 }
 
 int64_t RowStore::num_present() const {
@@ -94,10 +101,9 @@ int64_t RowStore::num_present() const {
 }
 
 int64_t RowStore::memory_bytes() const {
-  const int64_t slot_bytes = slots_ ? slots_->item_bytes() : 0;
   const int64_t present = num_present();
   std::shared_lock lock(mutex_);
-  return present * (rows_.item_bytes() + slot_bytes) +
+  return present * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
          std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_);
 }
 
@@ -136,18 +142,26 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
   const size_t bytes = row_bytes();
   const auto copy_streaming = kernels().copy_streaming;
   int64_t found[kFoundTogether];
+  std::optional<CatchUp> catch_up = new_catch_up();
+  std::vector<float> moved(catch_up ? static_cast<size_t>(spec_.dim) * kMovedBuffers : 0);
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, last - begin);
     find_positions(directory_, ids + begin, size, found, [](int64_t) {});
+    if (catch_up) reach_back(*catch_up, found, size);
     in_bursts(
         size,
         [&](int64_t i) {
-          if (found[i] >= 0) prefetch_bytes(rows_.at(found[i]), bytes);
+          if (catch_up)
+            prefetch_for_write(found[i]);
+          else if (found[i] >= 0)
+            prefetch_bytes(rows_.at(found[i]), bytes);
         },
         [&](int64_t i) {
           const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
           char* row = out.rows + static_cast<size_t>(target) * bytes;
-          if (found[i] < 0)
+          if (catch_up && catch_up->of(found[i] < 0 ? 0 : last_step(found[i])) != nullptr)
+            pull_moved(row, found[i], ids[begin + i], *catch_up, moved.data());
+          else if (found[i] < 0)
             write_initial(row, ids[begin + i], buffer.data());
           else if (streamed)
             copy_streaming(row, rows_.at(found[i]), bytes);
@@ -186,6 +200,7 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
   for (int64_t position : positions) {
     rows_.ensure(position);
     if (slots_) slots_->ensure(position);
+    if (last_steps_) last_steps_->ensure(position);
     if (position / 64 >= static_cast<int64_t>(touched_.size())) touched_.resize(static_cast<size_t>(position / 64) + 1);
   }
 }
@@ -201,7 +216,7 @@ void RowStore::prefetch_for_write(int64_t position) const {
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
-                                          StepFactors factors) const {
+                                          StepFactors factors, CatchUp* catch_up) const {
   require_legal(ids, count);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   Resolved found = resolve(ids, count, values, dtype);
@@ -215,21 +230,28 @@ RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, con
       if (!std::isfinite(std::bit_cast<float>(bits) * factors.scale)) throw Refusal{Reason::non_finite, i};
     }
   }
-  if (count > 0 && !cannot_overflow(largest, factors)) rehearse(ids, found, values, dtype, factors);
+  if (catch_up != nullptr) reach_back(*catch_up, found.positions.data(), count);
+  const Bounds before = catch_up != nullptr ? caught_up_bounds(*catch_up) : bounds_;
+  if (count > 0 && !cannot_overflow(largest, factors, before)) rehearse(ids, found, values, dtype, factors, catch_up);
   return found;
 }
 
 void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
-  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale, spec_.momentum, spec_.weight_decay});
+  std::optional<CatchUp> catch_up = new_catch_up();
+  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale, spec_.momentum, spec_.weight_decay},
+               catch_up ? &*catch_up : nullptr);
 }
 
 bool RowStore::surely_takes(float largest, float lr, float scale) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   const float product = std::fabs(largest * scale);
-  return std::isfinite(product) && cannot_overflow(product, {lr, scale, spec_.momentum, spec_.weight_decay});
+  std::optional<CatchUp> catch_up = new_catch_up();
+  if (catch_up) catch_up->reach_back(1);
+  return std::isfinite(product) && cannot_overflow(product, {lr, scale, spec_.momentum, spec_.weight_decay},
+                                                   catch_up ? caught_up_bounds(*catch_up) : bounds_);
 }
 
 void RowStore::make_room(const int64_t* ids, int64_t count) {
@@ -245,32 +267,46 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
   reserve(missing);
 }
 
-int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) {
+int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale,
+                       bool ends_step) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   const char* values = static_cast<const char*>(gradients);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   const StepFactors factors{lr, scale, spec_.momentum, spec_.weight_decay};
-  Resolved found = resolve_push(ids, count, values, dtype, factors);
+  std::optional<CatchUp> catch_up = new_catch_up();
+  Resolved found = resolve_push(ids, count, values, dtype, factors, catch_up ? &*catch_up : nullptr);
   reserve(found.missing);
 
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
   before_writes(found.positions);
+  const bool ends = steps_ && ends_step;
+  const Overdue overdue = ends ? next_overdue() : Overdue{};
+  before_writes(overdue.positions);
+  if (ends) steps_->reserve();
+  if (ends) reach_back(*catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
   const int64_t* positions = found.positions.data();
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
-  std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
+  std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * kMovedBuffers);
   fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
     DefaultFloatMode slice_float_mode;
-    float* buffer = buffers.data() + slice * spec_.dim * 3;
+    float* buffer = buffers.data() + slice * spec_.dim * kMovedBuffers;
     in_bursts(
         end - begin, [&](int64_t i) { prefetch_for_write(positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
-          char* slot = slots_ ? slots_->at(position) : nullptr;
-          update_one(rows_.at(position), slot, row_of(values, begin + i, gradient_bytes), dtype, factors, buffer,
-                     bounds[static_cast<size_t>(slice)]);
+          const char* gradient = row_of(values, begin + i, gradient_bytes);
+          Bounds& seen = bounds[static_cast<size_t>(slice)];
+          if (catch_up)
+            update_moved(position, gradient, dtype, factors, *catch_up, buffer, seen);
+          else
+            update_one(rows_.at(position), slots_ ? slots_->at(position) : nullptr, gradient, dtype, factors, buffer, seen);
         });
   });
+  if (ends) {
+    bring_up(overdue, *catch_up, buffers.data());
+    steps_->end_step(lr);
+  }
   for (const Bounds& seen : bounds) bounds_ = {std::max(bounds_.row, seen.row), std::max(bounds_.slot, seen.slot)};
   bounds_ = {rounded(bounds_.row, spec_.dtype), rounded(bounds_.slot, spec_.slot_dtype)};
   return created;
@@ -291,23 +327,23 @@ int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& posit
 }
 
 // The update of one worst row: each float32 step is monotone in the magnitudes, so what is finite here is finite everywhere.
-bool RowStore::cannot_overflow(float largest_gradient, StepFactors factors) const {
-  const float direction = largest_gradient + factors.weight_decay * bounds_.row;
-  const float velocity = factors.momentum * bounds_.slot + direction;
+bool RowStore::cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const {
+  const float direction = largest_gradient + factors.weight_decay * bounds.row;
+  const float velocity = (steps_ ? 1.0f : factors.momentum) * bounds.slot + direction;  // late gradients meet all of the slot
   const float step = spec_.rule == Rule::sgd        ? direction
                      : spec_.rule == Rule::momentum ? velocity
                                                     : direction + factors.momentum * velocity;
-  const float row = bounds_.row + factors.lr * step;
+  const float row = bounds.row + factors.lr * step;
   return std::isfinite(rounded(row, spec_.dtype)) &&
          (spec_.rule == Rule::sgd || std::isfinite(rounded(velocity, spec_.slot_dtype)));
 }
 
 // Near the end of a storage type's range: computes every row aside and refuses the push if one would become infinite.
 void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype,
-                        StepFactors factors) const {
+                        StepFactors factors, const CatchUp* catch_up) const {
   const size_t dim = static_cast<size_t>(spec_.dim);
-  std::vector<float> row(dim), slot(dim), gradient(dim), scratch(dim);
-  std::vector<char> stored(dim * sizeof(float));
+  std::vector<float> row(dim), slot(dim), gradient(dim), scratch(dim), moved(dim * kMovedBuffers);
+  std::vector<char> stored(dim * sizeof(float)), nothing(slot_bytes());
   const Kernels& k = kernels();
   for (size_t i = 0; i < found.positions.size(); ++i) {
     const int64_t position = found.positions[i];
@@ -319,8 +355,15 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
+    if (const Elapsed* elapsed = catch_up ? catch_up->of(position < 0 ? 0 : last_step(position)) : nullptr) {
+      load_moved(position < 0 ? stored.data() : rows_.at(position), position < 0 ? nothing.data() : slots_->at(position),
+                 elapsed, moved.data());
+      std::copy_n(moved.data(), dim, row.data());
+      std::copy_n(moved.data() + dim, dim, slot.data());
+    }
     k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
-    k.update[static_cast<int>(spec_.rule)](row.data(), slot.data(), gradient.data(), dim, factors);
+    const auto update = catch_up && is_late(position) ? k.add_late : k.update[static_cast<int>(spec_.rule)];
+    update(row.data(), slot.data(), gradient.data(), dim, factors);
     for (const auto& [values, type] : {std::pair{row.data(), spec_.dtype}, std::pair{slot.data(), spec_.slot_dtype}}) {
       k.store[static_cast<int>(type)](stored.data(), values, dim);
       if (k.max_abs_bits[static_cast<int>(type)](stored.data(), dim) >= kInfinityBits)
@@ -381,6 +424,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
         set_bit(touched_, positions[i]);
         std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
         if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
+        if (steps_) last_step(positions[i]) = steps_->moves_rows_at_rest() ? steps_->now() : kResting;
       });
   return created;
 }
@@ -401,7 +445,9 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions) {
       [&](int64_t i) {
         const int64_t position = positions[static_cast<size_t>(i)];
         if (position >= 0 && frozen_->is_only_in_place(position))
-          frozen_->keep_aside(position, rows_.at(position), row_bytes(), slots_ ? slots_->at(position) : nullptr, slot_bytes());
+          frozen_->keep_aside(position, {{rows_.at(position), row_bytes()},
+                                         {slots_ ? slots_->at(position) : nullptr, slot_bytes()},
+                                         {last_steps_ ? last_steps_->at(position) : nullptr, step_bytes()}});
       });
 }
 
@@ -413,7 +459,7 @@ int64_t RowStore::freeze(bool only_touched) {
   int64_t count = 0;
   for (uint64_t word : members) count += std::popcount(word);
   Bits untouched(touched_.size());
-  if (!room_) room_.emplace(rows_.item_bytes() + static_cast<int64_t>(slot_bytes()), INT64_MAX);
+  if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()), INT64_MAX);
   frozen_.emplace(std::move(members), touched_, std::move(*room_));
   room_.reset();
   touched_.swap(untouched);
@@ -425,7 +471,7 @@ bool RowStore::is_frozen() const {
   return frozen_.has_value();
 }
 
-int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slots) {
+int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps) {
   std::unique_lock lock(mutex_);
   int64_t count = 0;
   while (frozen_ && count < most) {
@@ -437,6 +483,8 @@ int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slot
     if (slots_)
       std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(position),
                   slot_bytes());
+    if (last_steps_)
+      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : last_steps_->at(position), step_bytes());
     ++count;
   }
   return count;
@@ -451,7 +499,7 @@ void RowStore::thaw(bool kept) {
   frozen_.reset();
 }
 
-int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, const char* slots) {
+int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
@@ -472,6 +520,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     const int64_t position = found.positions[static_cast<size_t>(i)];
     std::memcpy(rows_.at(position), row_of(rows, i, row_bytes()), row_bytes());
     if (slots_) std::memcpy(slots_->at(position), row_of(slots, i, slot_bytes()), slot_bytes());
+    if (last_steps_) last_step(position) = steps[i];
   }
   bounds_ = {std::max(bounds_.row, std::bit_cast<float>(found.largest)), std::max(bounds_.slot, std::bit_cast<float>(largest_slot))};
   return created;

@@ -13,6 +13,7 @@
 #include "initial_values.hpp"
 #include "kernels.hpp"
 #include "slabs.hpp"
+#include "step_history.hpp"
 
 namespace geartrain {
 
@@ -27,6 +28,7 @@ struct RowStoreSpec {
   std::vector<int64_t> owned_buckets;  // ascending
   int64_t num_rows;                    // -1: hashed
   int64_t threads;                     // most threads on one request
+  int64_t window;                      // 0: untouched rows are frozen; else steps after which a row is caught up at the latest
 };
 
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
@@ -43,8 +45,8 @@ class RowStore {
   };
   // Creates nothing; a missing row yields its initial value.
   void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
-  // Returns the number of rows created.
-  int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale);
+  // Returns the number of rows created. `ends_step`: rows that no push of this step had are moved by it too (with a window).
+  int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale, bool ends_step);
   // Refuses what a push of these would refuse; changes nothing.
   void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const;
   // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.
@@ -58,13 +60,16 @@ class RowStore {
   // Returns their number. One freeze at a time.
   int64_t freeze(bool only_touched);
   bool is_frozen() const;
-  // Copies up to `most` frozen rows that were not read yet: ids [most], rows and slots [most, D] (slots of sgd: null).
-  // Returns how many; 0: that was all.
-  int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots);
+  // Copies up to `most` frozen rows that were not read yet: ids [most], rows and slots [most, D] (slots of sgd: null), last
+  // steps [most] (without a window: null). They are as they lie, not caught up. Returns how many; 0: that was all.
+  int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps);
   // Ends the freeze. If what was read is not kept, its rows count as touched again.
   void thaw(bool kept);
   // Writes rows with their slots, as they were frozen; they do not count as touched. Returns the number created.
-  int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots);
+  int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps);
+  // The steps that `restore`'s last steps count in. Adopted once all rows are restored.
+  StepState step_state() const;
+  void adopt_steps(const StepState& state);
 
   int64_t num_present() const;
   int64_t memory_bytes() const;
@@ -85,25 +90,49 @@ class RowStore {
 
   void require_legal(const int64_t* ids, int64_t count) const;
   Resolved resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const;
-  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, StepFactors factors) const;
+  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, StepFactors factors,
+                        CatchUp* catch_up) const;
   void reserve(const std::vector<int64_t>& missing);
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
-  bool cannot_overflow(float largest_gradient, StepFactors factors) const;
-  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors) const;
+  bool cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const;
+  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors,
+                const CatchUp* catch_up) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions);
   void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
                   Bounds& bounds) const;
   void prefetch_for_write(int64_t position) const;
+  // With a window only (row_store_elapsed.cpp):
+  int64_t& last_step(int64_t position) const { return *reinterpret_cast<int64_t*>(last_steps_->at(position)); }
+  std::optional<CatchUp> new_catch_up() const { return steps_ ? std::optional<CatchUp>(*steps_) : std::nullopt; }
+  void reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const;
+  Bounds caught_up_bounds(const CatchUp& catch_up) const;
+  void load_moved(const char* row, const char* slot, const Elapsed* elapsed, float* buffer) const;
+  void pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const;
+  void update_moved(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp& catch_up,
+                    float* buffer, Bounds& bounds);
+  bool is_late(int64_t position) const { return position >= 0 && last_step(position) > steps_->now(); }
+  struct Overdue {
+    std::vector<int64_t> positions;
+    int64_t sweep_at = 0;  // where the sweep goes on
+  };
+  Overdue next_overdue();
+  void bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer);
+  int64_t num_positions() const;
   void before_writes(const std::vector<int64_t>& positions);
   void keep_aside(const std::vector<int64_t>& positions);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
+  size_t step_bytes() const { return last_steps_ ? sizeof(int64_t) : 0; }
 
   RowStoreSpec spec_;
   Directory directory_;
   SlabArray rows_;
   std::optional<SlabArray> slots_;
+  std::optional<SlabArray> last_steps_;  // with a window: int64 by position
+  std::optional<StepHistory> steps_;
+  int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
+  int64_t sweep_began_ = 0;  // the step at which it was at position 0
   Bounds bounds_;
   Bits touched_;  // positions written since the last freeze
   std::optional<FrozenRows> frozen_;

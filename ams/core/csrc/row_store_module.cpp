@@ -1,4 +1,5 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <cmath>
 
@@ -16,10 +17,11 @@ void require_width(const RowStore& store, size_t width) {
 
 void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, float momentum, float weight_decay,
             int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads) {
+            int64_t num_rows, int64_t threads, int64_t window) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
   require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
+  require(window == 0 || (window >= 4 && rule == static_cast<int>(Rule::momentum)), "window must be 0, or >= 4 with momentum");
   require(rule >= 0 && rule < kNumRules, "unknown rule");
   require(distribution >= 0 && distribution <= 2, "unknown distribution");
   require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
@@ -29,7 +31,7 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, fl
             "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
   new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), static_cast<Rule>(rule),
-                                   momentum, weight_decay, initial, owned, num_rows, threads});
+                                   momentum, weight_decay, initial, owned, num_rows, threads, window});
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
@@ -44,13 +46,14 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }
 
-int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale) {
+int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale,
+             bool ends_step) {
   const DType dtype = checked_dtype(gradients, dtype_code);
   require_width(store, gradients.shape(1));
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
   nb::gil_scoped_release release;
-  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale);
+  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale, ends_step);
 }
 
 void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale) {
@@ -101,16 +104,40 @@ int64_t freeze(RowStore& store, bool only_touched) {
   return store.freeze(only_touched);
 }
 
-int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots) {
-  const RowArrays items = checked_items(store, ids.size(), rows, slots);
-  nb::gil_scoped_release release;
-  return store.read_frozen(static_cast<int64_t>(ids.size()), ids.data(), items.rows, items.slots);
+void require_steps(const RowStore& store, size_t count, size_t steps, bool given) {
+  require(given == (store.spec().window > 0), "steps must be given for tables with a window, and only for those");
+  require(!given || steps == count, "steps must be as many as ids");
 }
 
-int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots) {
+int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
+                    const std::optional<IdOutput>& steps) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
+  require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
   nb::gil_scoped_release release;
-  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots);
+  return store.read_frozen(static_cast<int64_t>(ids.size()), ids.data(), items.rows, items.slots,
+                           steps ? steps->data() : nullptr);
+}
+
+int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots,
+                const std::optional<IdArray>& steps) {
+  const RowArrays items = checked_items(store, ids.size(), rows, slots);
+  require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
+  nb::gil_scoped_release release;
+  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr);
+}
+
+nb::tuple step_state(const RowStore& store) {
+  require(store.spec().window > 0, "the table counts no steps");
+  const StepState state = store.step_state();
+  return nb::make_tuple(state.now, state.lrs, state.origin_ww, state.origin_vw);
+}
+
+void adopt_steps(RowStore& store, int64_t now, const std::vector<float>& lrs, double origin_ww, double origin_vw) {
+  require(store.spec().window > 0, "the table counts no steps");
+  require(now >= 0 && static_cast<int64_t>(lrs.size()) <= now, "there must be at most one learning rate per step");
+  for (float lr : lrs) require(std::isfinite(lr) && lr >= 0, "learning rates must be finite and >= 0");
+  require(std::isfinite(origin_ww) && std::isfinite(origin_vw), "factors must be finite");
+  store.adopt_steps({now, lrs, origin_ww, origin_vw});
 }
 
 }  // namespace
@@ -120,20 +147,24 @@ void bind_row_store(nb::module_& m) {
       .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("rule"),
            nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"))
+           nb::arg("threads"), nb::arg("window"))
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),
-           nb::arg("scale"))
+           nb::arg("scale"), nb::arg("ends_step"))
       .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("lr"), nb::arg("scale"))
       .def("surely_takes", &RowStore::surely_takes, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
       .def("freeze", &freeze, nb::arg("only_touched"))
-      .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none())
+      .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
+           nb::arg("steps").noconvert().none())
       .def("thaw", &RowStore::thaw, nb::arg("kept"))
-      .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none())
+      .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
+           nb::arg("steps").noconvert().none())
+      .def("step_state", &step_state)
+      .def("adopt_steps", &adopt_steps, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
       .def_prop_ro("num_present", &RowStore::num_present)
       .def_prop_ro("memory_bytes", &RowStore::memory_bytes);
 }

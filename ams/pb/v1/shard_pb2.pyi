@@ -205,6 +205,7 @@ class PushRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     GRADIENT_DTYPE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    STEP_GOES_ON_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -215,6 +216,8 @@ class PushRequest(_message.Message):
     """Multiplies the gradients: clip factor times inverse loss scale. Absent: 1."""
     gradient_dtype: _types_pb2.DType.ValueType
     """Type of the numbers in `gradients`."""
+    step_goes_on: _builtins.bool
+    """More pushes of the same step follow: rows that none of them has move once, after the last (see UNTOUCHED_ELAPSED)."""
     padding: _builtins.bytes
     """Ignored. Lets the sender put the raw bytes at an aligned address."""
     ids: _builtins.bytes
@@ -241,13 +244,14 @@ class PushRequest(_message.Message):
         group: _types_pb2.SyncGroup | None = ...,
         gradient_dtype: _types_pb2.DType.ValueType = ...,
         part: Global___Part | None = ...,
+        step_goes_on: _builtins.bool = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015

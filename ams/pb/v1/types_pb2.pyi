@@ -49,6 +49,30 @@ DTYPE_BFLOAT16: DType.ValueType  # 3
 """The upper half of a binary32."""
 Global___DType: _TypeAlias = DType  # noqa: Y015
 
+class _Untouched:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UntouchedEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Untouched.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UNTOUCHED_UNSPECIFIED: _Untouched.ValueType  # 0
+    """Not given: UNTOUCHED_FREEZE."""
+    UNTOUCHED_FREEZE: _Untouched.ValueType  # 1
+    """Nothing."""
+    UNTOUCHED_ELAPSED: _Untouched.ValueType  # 2
+    """They move as with a gradient of zero: dense momentum. Every push must go to every shard, if need be without ids."""
+
+class Untouched(_Untouched, metaclass=_UntouchedEnumTypeWrapper):
+    """What happens at a step to the rows that no push of it had."""
+
+UNTOUCHED_UNSPECIFIED: Untouched.ValueType  # 0
+"""Not given: UNTOUCHED_FREEZE."""
+UNTOUCHED_FREEZE: Untouched.ValueType  # 1
+"""Nothing."""
+UNTOUCHED_ELAPSED: Untouched.ValueType  # 2
+"""They move as with a gradient of zero: dense momentum. Every push must go to every shard, if need be without ids."""
+Global___Untouched: _TypeAlias = Untouched  # noqa: Y015
+
 @_typing.final
 class CallContext(_message.Message):
     """Who calls, and which past the caller believes in. Travels with every call to a shard."""
@@ -191,29 +215,33 @@ Global___Momentum: _TypeAlias = Momentum  # noqa: Y015
 
 @_typing.final
 class SparseMomentum(_message.Message):
-    """Momentum that leaves rows outside a push untouched."""
+    """Momentum for tables of which a push has some rows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LR_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     MOMENTUM_FIELD_NUMBER: _builtins.int
+    UNTOUCHED_FIELD_NUMBER: _builtins.int
     lr: _builtins.float
     """Learning rate, unless the push carries one."""
     weight_decay: _builtins.float
     """L2 coefficient added to the gradient."""
     momentum: _builtins.float
     """Decay of the velocity, in [0, 1)."""
+    untouched: Global___Untouched.ValueType
+    """What happens to rows outside a push."""
     def __init__(
         self,
         *,
         lr: _builtins.float = ...,
         weight_decay: _builtins.float = ...,
         momentum: _builtins.float = ...,
+        untouched: Global___Untouched.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "untouched", b"untouched", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,148 @@
+// The part of a row store that moves the rows nobody pushed (RowStoreSpec::window > 0). Reading moves nothing: a pull computes
+// what a row has become, the next push of the row, or the sweep for old rows, writes it.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "row_store.hpp"
+
+namespace geartrain {
+namespace {
+
+// A row is caught up at the latest half a window after its last step, in a sweep that takes about a quarter.
+constexpr int64_t kOverdueShare = 2, kSweepShare = 4;
+
+double largest_of(DType dtype) {
+  return dtype == DType::float32 ? 0x1.fffffep127 : dtype == DType::float16 ? 65504.0 : 0x1.fep127;
+}
+
+float as_bound(double value) { return value < largest_of(DType::float32) ? static_cast<float>(value) : INFINITY; }
+
+}  // namespace
+
+int64_t RowStore::num_positions() const {
+  if (const auto* dense = std::get_if<DenseDirectory>(&directory_)) return dense->num_positions();
+  return std::get<HashedDirectory>(directory_).size();
+}
+
+// Finds how old the rows are; each of their last steps is another line of memory.
+void RowStore::reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const {
+  constexpr int64_t kAhead = 32;
+  int64_t oldest = INT64_MAX;
+  for (int64_t i = 0; i < count + kAhead; ++i) {
+    if (i < count && positions[i] >= 0) prefetch_bytes(last_steps_->at(positions[i]), 1);
+    if (i < kAhead || positions[i - kAhead] < 0) continue;
+    const int64_t last = last_step(positions[i - kAhead]);
+    if (last > 0) oldest = std::min(oldest, last);
+  }
+  if (oldest != INT64_MAX) catch_up.reach_back(oldest);
+}
+
+// Bounds of the rows that `catch_up` can bring up to date, once they are.
+RowStore::Bounds RowStore::caught_up_bounds(const CatchUp& catch_up) const {
+  const Elapsed most = catch_up.largest();
+  const double row = bounds_.row, slot = bounds_.slot;
+  return {as_bound(most.ww * row + most.wv * slot), as_bound(most.vw * row + most.vv * slot)};
+}
+
+// Puts the row, caught up by `elapsed` (null: as it is), at buffer [0, D) and its slot at [D, 2D); uses [3D, 5D).
+void RowStore::load_moved(const char* row, const char* slot, const Elapsed* elapsed, float* buffer) const {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  const Kernels& k = kernels();
+  float* weights = elapsed != nullptr ? buffer + 3 * dim : buffer;
+  float* velocity = elapsed != nullptr ? buffer + 4 * dim : buffer + dim;
+  k.load[static_cast<int>(spec_.dtype)](weights, row, dim);
+  k.load[static_cast<int>(spec_.slot_dtype)](velocity, slot, dim);
+  if (elapsed == nullptr) return;
+  k.combine(buffer, weights, velocity, dim, elapsed->ww, elapsed->wv, largest_of(spec_.dtype));
+  k.combine(buffer + dim, weights, velocity, dim, elapsed->vw, elapsed->vv, largest_of(spec_.slot_dtype));
+}
+
+// The row of `position` (-1: the initial value of `id`), caught up, as the table stores it.
+void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  const Kernels& k = kernels();
+  float *weights = buffer + 3 * dim, *velocity = buffer + 4 * dim;
+  const Elapsed* elapsed = catch_up.of(position < 0 ? 0 : last_step(position));
+  if (position < 0) {
+    write_initial(out, id, weights);
+    std::fill_n(velocity, dim, 0.0f);
+  } else {
+    k.load[static_cast<int>(spec_.slot_dtype)](velocity, slots_->at(position), dim);
+  }
+  k.load[static_cast<int>(spec_.dtype)](weights, position < 0 ? out : rows_.at(position), dim);
+  k.combine(buffer, weights, velocity, dim, elapsed->ww, elapsed->wv, largest_of(spec_.dtype));
+  k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
+}
+
+void RowStore::update_moved(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp& catch_up,
+                            float* buffer, Bounds& bounds) {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  const Kernels& k = kernels();
+  float *weights = buffer, *velocity = buffer + dim, *direction = buffer + 2 * dim;
+  load_moved(rows_.at(position), slots_->at(position), catch_up.of(last_step(position)), buffer);
+  k.load[static_cast<int>(dtype)](direction, gradient, dim);
+  const auto update = is_late(position) ? k.add_late : k.update[static_cast<int>(spec_.rule)];
+  const Largest largest = update(weights, velocity, direction, dim, factors);
+  bounds.row = std::max(bounds.row, std::bit_cast<float>(largest.row));
+  bounds.slot = std::max(bounds.slot, std::bit_cast<float>(largest.slot));
+  k.store[static_cast<int>(spec_.dtype)](rows_.at(position), weights, dim);
+  k.store[static_cast<int>(spec_.slot_dtype)](slots_->at(position), velocity, dim);
+  last_step(position) = catch_up.now() + 1;
+}
+
+// The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
+// it began.
+RowStore::Overdue RowStore::next_overdue() {
+  const int64_t now = steps_->now(), count = num_positions();
+  if (sweep_at_ >= count) {
+    steps_->forget_before(sweep_began_ - spec_.window / kOverdueShare);
+    sweep_at_ = 0;
+    sweep_began_ = now;
+  }
+  Overdue overdue;
+  overdue.sweep_at = std::min(count, sweep_at_ + count * kSweepShare / spec_.window + 1);
+  for (int64_t position = sweep_at_; position < overdue.sweep_at; ++position) {
+    if (!last_steps_->has(position)) continue;
+    const int64_t last = last_step(position);
+    if (last > 0 && last <= now - spec_.window / kOverdueShare) overdue.positions.push_back(position);
+  }
+  return overdue;
+}
+
+// Catches up the rows that the push at hand has not. All that can fail came before.
+void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer) {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  const Kernels& k = kernels();
+  const auto raise = [&](float& bound, DType dtype, const char* values) {
+    const float largest = std::bit_cast<float>(k.max_abs_bits[static_cast<int>(dtype)](values, dim));
+    bound = std::max(bound, largest);
+    return largest != 0;
+  };
+  for (int64_t position : overdue.positions) {
+    if (is_late(position)) continue;
+    char *row = rows_.at(position), *slot = slots_->at(position);
+    load_moved(row, slot, catch_up.of(last_step(position)), buffer);
+    k.store[static_cast<int>(spec_.dtype)](row, buffer, dim);
+    k.store[static_cast<int>(spec_.slot_dtype)](slot, buffer + dim, dim);
+    raise(bounds_.row, spec_.dtype, row);
+    const bool moves = raise(bounds_.slot, spec_.slot_dtype, slot) || steps_->moves_rows_at_rest();
+    last_step(position) = moves ? catch_up.now() : kResting;
+  }
+  sweep_at_ = overdue.sweep_at;
+}
+
+StepState RowStore::step_state() const {
+  std::shared_lock lock(mutex_);
+  return steps_->state();
+}
+
+void RowStore::adopt_steps(const StepState& state) {
+  std::unique_lock lock(mutex_);
+  steps_->adopt(state);
+  sweep_at_ = 0;
+  sweep_began_ = state.now;
+}
+
+}  // namespace geartrain

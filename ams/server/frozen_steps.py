@@ -1,0 +1,38 @@
+"""The steps of tables whose untouched rows move, in a snapshot: they lie with the marks of each shard.
+
+Every shard counts every push, so that at a step boundary all of them say the same and a snapshot may go to any number
+of shards: rows keep their last steps. Taken in the middle of a step, shards differ by the pushes under way; the most
+advanced source counts, and rows of the others are taken to have had those steps without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
+from geartrain.ams.tables.row_table import RowTable, TableSteps
+
+_STEPS = TypeAdapter(TableSteps)
+
+
+def steps_of(tables: Mapping[str, RowTable]) -> dict[str, TableSteps]:
+    """Return the steps of those tables that count them."""
+    return {name: steps for name, table in tables.items() if (steps := table.steps) is not None}
+
+
+def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
+    """Let restored tables count on where the shards that wrote their rows were; ``sources`` are those shards' marks.
+
+    Raises SnapshotDamaged.
+    """
+    for name, table in tables.items():
+        if not table.spec.counts_steps:
+            continue
+        try:
+            known = [_STEPS.validate_python(source["steps"][name]) for source in sources]
+            table.adopt_steps(max(known, key=lambda steps: steps.now))
+        except (KeyError, ValueError, ValidationError, InvalidArgument) as exc:
+            raise SnapshotDamaged(f"the snapshot does not say which steps table {name!r} had made: {exc!r}") from exc
