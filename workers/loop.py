@@ -40,17 +40,18 @@ SHOW_EVERY = 10
 
 @dataclass
 class Phases:
-    """Seconds of each part of a run, in order."""
+    """Seconds of each part of a run, in the order in which they first ended."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     def measured(self, name: str, work: Callable[[], None]) -> None:
-        """Do ``work`` and add its time to ``name``."""
-        started = time.perf_counter()
+        """Do ``work`` and add its time to ``name``, less that of phases measured within it: their sum is the whole."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
         try:
             work()
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            within = sum(self.seconds.values()) - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - within
 
 
 class Trainer:
@@ -96,7 +97,7 @@ class Trainer:
 
     @property
     def train_seconds(self) -> float:
-        """Time of all parts so far: projection, imprinting and steps."""
+        """Time of all parts so far: projection, imprinting, graphs built between the steps, and steps."""
         return sum(self.phases.seconds.values())
 
     def start(self) -> None:
@@ -152,8 +153,7 @@ class Trainer:
 
         ``save`` runs on every rank, every ``recipe.save_every`` steps and after a step before which a rank was ``due``.
         """
-        before = self.progress.step
-        seconds = self.phases.seconds.get("steps", 0.0)
+        before, seconds = self.progress.step, self.train_seconds
         finished = True
 
         def steps() -> None:
@@ -165,7 +165,7 @@ class Trainer:
         finally:
             if isinstance(self.head.select, KNNSelection):
                 self.head.select.cancel()
-        elapsed = self.phases.seconds["steps"] - seconds
+        elapsed = self.train_seconds - seconds
         self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
         return finished
 
@@ -204,6 +204,8 @@ class Trainer:
         self._rows.param_groups[0]["lr"] = self.recipe.row_lr * factor
         if step and self._order.epoch(step) != self._order.epoch(step - 1):
             self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph when it would have
+        if isinstance(self.head.select, KNNSelection):
+            self.phases.measured("graph", self.head.select.prepare)  # the head finds it done
         images, labels_B = self._batch(step)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
             features_BD = self._replica(images)

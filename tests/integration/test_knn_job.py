@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +23,10 @@ from geartrain.bridge.heads.knn_selection import KNNSoftmax
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.state import state_from_bytes
 from geartrain.cli_worker import app
-from geartrain.workers import job, jobs
+from geartrain.workers import job, jobs, loop
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job_state import JobState
+from geartrain.workers.loop import Phases
 from geartrain.workers.recipe import Recipe
 from geartrain.workers.run import JobOptions
 from geartrain.workers.selections import GraphLines, selection_of
@@ -117,6 +119,22 @@ def test_a_new_pass_over_the_data_renews_the_graph(tmp_path: Path, images: Path)
     train(tmp_path / "run", images, said, recipe=replace(RECIPE, rebuild="epoch"))
     # 30 images, 8 a step: steps 4, 8 and 12 are the first to begin in another epoch, and 12 is not trained.
     assert said.getvalue().count("classes built in") == 3
+
+
+def test_the_report_states_the_time_of_the_graphs_apart_from_that_of_the_steps(tmp_path: Path, images: Path) -> None:
+    train(tmp_path / "run", images, io.StringIO())
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert {"projection", "imprint", "graph", "steps"} < set(report["phases"])
+    parts = ("projection", "imprint", "graph", "steps")
+    assert sum(report["phases"][part] for part in parts) == pytest.approx(report["train_seconds"])
+
+
+def test_a_phase_measured_within_another_one_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 1.0, 5.0, 7.0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(moments))
+    phases = Phases()
+    phases.measured("outer", lambda: phases.measured("inner", lambda: None))
+    assert phases.seconds == {"inner": 4.0, "outer": 3.0}
 
 
 def test_the_recipe_says_which_classes_are_active() -> None:

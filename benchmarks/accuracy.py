@@ -1,0 +1,169 @@
+"""Held-out accuracy of KNN softmax beside full softmax and random classes: ``geartrain worker glyphs``, paired by seed.
+
+Every run is a process of its own with the recipe of the quickstart; only the selection and the seed differ. A finished
+run stays in ``.cache/accuracy`` under a name made from its arguments and that recipe, so a bench that was stopped goes
+on where it was, and another number of seeds needs only the runs that are missing. What is compared is the mean, over
+the seeds, of (top-1 of the selection − top-1 of full softmax with the same seed), with its standard error.
+
+``python benchmarks/accuracy.py --help``: the same with fewer steps, classes or seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from geartrain.workers.recipe import Recipe
+
+FOLDER = Path(".cache") / "accuracy"
+SEEDS = 5
+ALLOWED_POINTS = 0.3
+ARMS = {
+    "full softmax": ("--select", "full"),
+    "KNN 10 %": ("--select", "knn", "--active", "0.1", "--k", "32"),
+    "random 10 %": ("--select", "partial", "--sample-rate", "0.1"),
+}
+"""Name -> arguments of the worker; the first one is what the others are compared with."""
+BASE = next(iter(ARMS))
+
+Reports = dict[str, list[dict[str, Any]]]
+"""Name of an arm -> the ``report.json`` of each of its seeds."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of held-out top-1, in points (per cent of the images)."""
+
+    mean: float
+    standard_error: float
+    """Of the mean, over the pairs; NaN of a single pair."""
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench accuracy``; ``full`` takes twice as many seeds."""
+    reports = run_all(SEEDS * (2 if full else 1), steps=Recipe().steps, classes=None)
+    print(table(reports))
+    yield from _results(reports)
+
+
+def run_all(seeds: int, *, steps: int, classes: int | None) -> Reports:
+    """Do the runs that are not there yet, seed by seed, and return what all of them reported."""
+    reports: Reports = {name: [] for name in ARMS}
+    for seed in range(seeds):
+        for name, selection in ARMS.items():
+            arguments = [*selection, f"--steps={steps}", f"--snapshot-steps={steps}", f"--seed={seed}"]
+            if classes is not None:
+                arguments.append(f"--classes={classes}")
+            reports[name].append(_report(arguments))
+            print(f"{name}, seed {seed}: {_line(reports[name][-1])}", file=sys.stderr, flush=True)
+    return reports
+
+
+def difference(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], test: str) -> Difference:
+    """Ours − theirs on a held-out test, run by run."""
+    points = [
+        100 * (own["held_out"][test]["top1"] - other["held_out"][test]["top1"])
+        for own, other in zip(ours, theirs, strict=True)
+    ]
+    error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else math.nan
+    return Difference(statistics.mean(points), error)
+
+
+def table(reports: Reports) -> str:
+    """Accuracy and time of every arm, in Markdown."""
+    tests = list(reports[BASE][0]["held_out"])
+    heads = [f"{test}, top-1 % | against {BASE}, points" for test in tests]
+    lines = [
+        f"| {len(reports[BASE])} seeds | {' | '.join(heads)} | training, s | of that the graph, s |",
+        "|---" * (3 + 2 * len(tests)) + "|",
+    ]
+    for name, own in reports.items():
+        cells = [name]
+        for test in tests:
+            cells.append(f"{statistics.mean(100 * report['held_out'][test]['top1'] for report in own):.2f}")
+            delta = difference(own, reports[BASE], test)
+            cells.append("" if name == BASE else f"{delta.mean:+.2f} ± {delta.standard_error:.2f}")
+        cells.append(f"{statistics.median(report['train_seconds'] for report in own):.0f}")
+        cells.append(f"{statistics.median(_graph_seconds(report) for report in own):.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _results(reports: Reports) -> Iterator[dict[str, Any]]:
+    others = [name for name in reports if name != BASE]
+    for name in others:
+        for test in reports[BASE][0]["held_out"]:
+            delta = difference(reports[name], reports[BASE], test)
+            case = f"{name}, {test}, {len(reports[name])} seeds: distance of top-1 from {BASE}"
+            case += f" ({delta.mean:+.2f} ± {delta.standard_error:.2f})"
+            target = 1.0 if name.startswith("KNN") else None
+            yield _case(case, abs(delta.mean), "allowed", ALLOWED_POINTS, "points", target)
+    theirs = statistics.median(report["train_seconds"] for report in reports[BASE])
+    for name in others:
+        ours = statistics.median(report["train_seconds"] for report in reports[name])
+        graph = statistics.median(_graph_seconds(report) for report in reports[name])
+        case = f"{name}: training, {graph:.1f} s for the graph included"
+        yield _case(case, ours, BASE, theirs, "s", None)
+
+
+def _report(arguments: list[str]) -> dict[str, Any]:
+    """What the run with these arguments reported, at any time before or now."""
+    identity = json.dumps([arguments, Recipe().to_json()], sort_keys=True)
+    folder = FOLDER / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    path = folder / "report.json"
+    if not path.exists():
+        work = FOLDER / f"{folder.name}.running"
+        shutil.rmtree(work, ignore_errors=True)  # of a run that was stopped
+        command = [sys.executable, "-m", "geartrain", "worker", "glyphs", f"--out={work}", *arguments]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        (work / "arguments.json").write_text(identity, encoding="utf-8")
+        for part in ("snapshots", "model", "events"):
+            shutil.rmtree(work / part)
+        work.rename(folder)
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def _line(report: dict[str, Any]) -> str:
+    tests = ", ".join(f"{test} {100 * answers['top1']:.2f} %" for test, answers in report["held_out"].items())
+    return f"{tests}; {report['train_seconds']:.0f} s, graph {_graph_seconds(report):.1f} s"
+
+
+def _graph_seconds(report: dict[str, Any]) -> float:
+    return float(report["phases"].get("graph", 0.0))
+
+
+def _case(case: str, ours: float, rival: str, theirs: float, unit: str, target: float | None) -> dict[str, Any]:
+    return {
+        "case": case,
+        "ours": round(ours, 3),
+        "rival": rival,
+        "theirs": round(theirs, 3),
+        "unit": unit,
+        "ratio": round(theirs / max(ours, 1e-3), 2),
+        "target": target,
+    }
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Updates of a run.")] = Recipe().steps,
+    classes: Annotated[int | None, typer.Option(help="Only so many characters.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each selection.")] = SEEDS,
+) -> None:
+    """Print the table of accuracies and times."""
+    print(table(run_all(seeds, steps=steps, classes=classes)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
