@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from geartrain.ams.core import neighbour_ops as ops
 from geartrain.ams.graph.recall import Candidates, CoreProducts
-from geartrain.ams.graph.rows import Floats, UnitBlocks
+from geartrain.ams.graph.rows import Blocks, Floats
 
 __all__ = ["Refiner"]
 
@@ -32,7 +32,7 @@ Places = npt.NDArray[np.int64]
 class Refiner:
     """Makes the lists of a part of the rows."""
 
-    def __init__(self, blocks: UnitBlocks, k: int, *, num_threads: int, check: Callable[[], None]) -> None:
+    def __init__(self, blocks: Blocks, k: int, *, num_threads: int, check: Callable[[], None]) -> None:
         """``check`` is called now and then and may raise to end the work. 1 <= k < C."""
         self._blocks, self._k, self._threads, self._check = blocks, k, num_threads, check
 

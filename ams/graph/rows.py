@@ -15,7 +15,7 @@ import xxhash
 from geartrain.ams.core import neighbour_ops as ops
 from geartrain.ams.errors import InvalidArgument, InvalidRows, NonFinite
 
-__all__ = ["ArrayRows", "Floats", "RowSource", "UnitBlocks"]
+__all__ = ["ArrayRows", "Blocks", "Floats", "RowSource", "UnitBlocks"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -57,6 +57,26 @@ class ArrayRows:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """See :class:`RowSource`."""
         return self._rows[start:stop]
+
+
+class Blocks(Protocol):
+    """Unit rows of all classes, block by block."""
+
+    num_rows: int
+    """C."""
+    dim: int
+    """D."""
+
+    @property
+    def held(self) -> bool:
+        """Whether all rows are in memory: then any may be read at any time."""
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of blocks that cover all classes, in any order; each is to be read before the next is asked for
+        unless the rows are held."""
+
+    def read(self, start: int, stop: int) -> Floats:
+        """Unit rows ``start`` … ``stop`` - 1 [., D], not to be changed."""
 
 
 class UnitBlocks:

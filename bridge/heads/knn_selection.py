@@ -1,7 +1,8 @@
 """KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
 
-The graph of nearest class centers is built on rank 0 from the rows as they are then, sent to all ranks, and used until
-it is built anew. So it is older than the rows it stands for; ``graph_age`` says by how many updates.
+The graph of nearest class centers is built from the rows as they are then, on rank 0, which sends it to all; of rows
+that lie on ranks, by all of them together. It is used until it is built anew, and so older than the rows it stands for;
+``graph_age`` says by how many updates.
 
 Legend: B labels, C classes, D width, k neighbours of a class.
 """
@@ -22,9 +23,12 @@ import torch
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.rank_graph import FrozenRows, RankGraphs
+from geartrain.bridge.heads.rank_link import RankLink
+from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.selection import ActiveClasses
-from geartrain.bridge.heads.tables import HeadTable
+from geartrain.bridge.heads.tables import ReadableTable
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 
 logger = logging.getLogger(__name__)
@@ -41,8 +45,10 @@ class KNNSoftmax:
     are less than the budget, random other classes fill it. Labels are always kept: if they alone are more than the
     budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the same.
 
-    Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
-    step costs O(active). The first graph is built by the first training forward.
+    Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes.
+    With rows on the ranks it costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole
+    graph, 4·C·k + 8·C bytes of its host, on which it selects. A step costs O(active). The first graph is built by the
+    first training forward.
     """
 
     active: float = 0.1
@@ -86,17 +92,20 @@ class Graph:
 class KNNSelection:
     """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
 
-    def __init__(self, settings: KNNSoftmax, table: HeadTable, ranks: Ranks | None, step: Callable[[], int]) -> None:
+    def __init__(
+        self, settings: KNNSoftmax, table: ReadableTable, ranks: Ranks | RankLink | None, step: Callable[[], int]
+    ) -> None:
         """``step`` tells the updates applied so far. Every rank makes the same calls in the same order."""
         self.settings = settings
         self.graph: Graph | None = None
         """The one in use; None before the first training step."""
         self.on_progress: Progress | None = None
-        """Called while a graph is built, on the rank that builds it."""
+        """Called while a graph is built, on every rank that builds."""
         self.enlarged = 0
         """Batches whose labels alone were more than the budget."""
         self._table = table
-        self._ranks = ranks
+        self._on_ranks = RankGraphs(table) if isinstance(table, RankTable) else None
+        self._ranks = ranks if ranks is not None and ranks.world_size > 1 else None
         self._step = step
         self._is_due = False
         self._prepared: int | None = None
@@ -154,15 +163,18 @@ class KNNSelection:
         self._is_due = self.settings.rebuild in ("epoch", "background")
 
     def rebuild(self) -> None:
-        """Build the graph now, from the rows as they are. Every rank calls it; the first one builds."""
+        """Build the graph now, from the rows as they are. Every rank calls it."""
         self.cancel()
         building = _Building(self._step())
 
         def build() -> NeighbourTable:
-            building.run(self._table, self.settings.k, self.on_progress)
+            building.run(self._rows(), self.settings.k, self.on_progress)
             return building.result.result()
 
         self._install(_from_first(self._ranks, build), building.step)
+
+    def _rows(self) -> TableRows | FrozenRows:
+        return TableRows(self._table) if self._on_ranks is None else self._on_ranks.freeze()
 
     def cancel(self) -> None:
         """End a build in the background; the graph in use stays. Every rank calls it."""
@@ -242,12 +254,12 @@ class KNNSelection:
         """Begin to build beside the training."""
         self._is_due = False
         self._pending = building = _Building(self._step())
-        if self._ranks is None or self._ranks.rank == 0:
-            arguments = (self._table, self.settings.k, self.on_progress)
+        if self._ranks is None or self._ranks.rank == 0 or self._on_ranks is not None:
+            arguments = (self._rows(), self.settings.k, self.on_progress)
             threading.Thread(target=building.run, args=arguments, name="geartrain-graph", daemon=True).start()
 
     def _take_finished(self) -> None:
-        """Use what was built beside the training, if rank 0 has it."""
+        """Use what was built beside the training, if those who build have it."""
         if (building := self._pending) is None:
             return
         done = building.result.done()
@@ -272,10 +284,10 @@ class _Building:
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
-    def run(self, table: HeadTable, k: int, progress: Progress | None) -> None:
+    def run(self, rows: TableRows | FrozenRows, k: int, progress: Progress | None) -> None:
         """Build; the result, or why there is none, is in ``result``."""
         try:
-            built = _build(TableRows(table), k, progress, self._cancelled.is_set)
+            built = _build(rows, k, progress, self._cancelled.is_set)
         except Exception as exc:
             self.result.set_exception(exc)
         else:
@@ -289,7 +301,7 @@ class _Building:
 class TableRows:
     """The rows of a head's table as the builder reads them, block by block."""
 
-    def __init__(self, table: HeadTable) -> None:
+    def __init__(self, table: ReadableTable) -> None:
         self._table = table
         self.num_rows = table.spec.num_rows or 0
         self.dim = table.spec.dim
@@ -302,15 +314,19 @@ class TableRows:
 
 
 # Only a head that selects by a graph loads the builder.
-def _build(rows: TableRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+def _build(
+    rows: TableRows | FrozenRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]
+) -> NeighbourTable:
+    if isinstance(rows, FrozenRows):
+        return rows.build(k, progress, cancelled)
     from geartrain.ams.graph.builder import build_neighbours
 
     return build_neighbours(rows, k, progress=progress, cancelled=cancelled)
 
 
-def _from_first(ranks: Ranks | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
-    """What rank 0 builds, on every rank."""
-    if ranks is None:
+def _from_first(ranks: Ranks | RankLink | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
+    """What rank 0 builds, on every rank; ranks that hold the rows build together."""
+    if ranks is None or isinstance(ranks, RankLink):
         return build()
     built: list[NeighbourTable] = []
     ranks.first_then_others(lambda: built.append(build()), lambda: None)

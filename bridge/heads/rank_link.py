@@ -22,6 +22,7 @@ from geartrain.ams.errors import GeartrainError, InvalidArgument, SpecMismatch, 
 T = TypeVar("T")
 
 _HOST = torch.device("cpu")
+_PIECE_BYTES = 8 << 20
 
 # PyTorch 2.13 gave them these names, and warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +52,13 @@ class RankLink:
         if self.world_size > 1 and "gloo" not in backend:
             members = dist.get_process_group_ranks(process_group)
             self._host_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def apart(self) -> RankLink:
+        """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it."""
+        if self.world_size == 1:
+            return self
+        members = dist.get_process_group_ranks(self._host_group or dist.group.WORLD)
+        return RankLink(dist.new_group(members, backend="gloo", use_local_synchronization=True))
 
     @property
     def device(self) -> torch.device:
@@ -125,10 +133,31 @@ class RankLink:
         wire[: len(tensor)] = tensor.detach().reshape(len(tensor), width)
         parts = wire.new_empty(self.world_size * most, width)
         if most:
-            _all_gather(parts.view(torch.uint8), wire.view(torch.uint8), group=self._group)
+            _all_gather(parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire))
         if min(sizes) < most:
             parts = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
         return parts.to(tensor.device).reshape(len(parts), *tensor.shape[1:])
+
+    def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int) -> None:
+        """Send ``block_LD`` to the next rank; write the ``num_expected`` rows of the previous one's to ``room_LD``.
+
+        Host tensors of one dtype; both may lie in the same memory: they travel in pieces of 8 MiB, with one of room.
+        """
+        after, before = (self._global_rank(self.rank + step) for step in (1, -1))
+        rows = max(1, _PIECE_BYTES // max(1, block_LD.element_size() * block_LD.shape[1]))
+        arriving_ND = room_LD.new_empty(min(rows, num_expected), room_LD.shape[1])
+        for start in range(0, max(len(block_LD), num_expected), rows):
+            leaving, arriving = block_LD[start : start + rows], arriving_ND[: max(0, num_expected - start)]
+            sent = dist.isend(leaving, after, group=self._host_group) if len(leaving) else None
+            if len(arriving):
+                dist.recv(arriving, before, group=self._host_group)
+            if sent is not None:
+                sent.wait()
+            room_LD[start : start + len(arriving)] = arriving
+
+    def agree(self, value: bool) -> bool:
+        """Whether every rank says so."""
+        return all(said for (said,) in self.exchange([value]))
 
     def max(self, tensor: Tensor) -> Tensor:
         """Elementwise maximum over the ranks: one all-reduce."""
@@ -151,7 +180,7 @@ class RankLink:
             wire = padded.view(-1, wire.shape[1])
         out = wire.new_empty(most, wire.shape[1])
         if most:
-            _reduce_scatter(out, wire, group=self._group)
+            _reduce_scatter(out, wire, group=self._carrier(wire))
         return out[:own].to(tensor_BD.device)
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
@@ -163,8 +192,17 @@ class RankLink:
         if self.world_size == 1:
             return tensor
         shared = tensor.detach().to(self._wire(tensor.device), copy=True).contiguous()
-        dist.all_reduce(shared, op=operation, group=self._group)
+        dist.all_reduce(shared, op=operation, group=self._carrier(shared))
         return shared.to(tensor.device)
+
+    def _global_rank(self, rank: int) -> int:
+        group = self._host_group or dist.group.WORLD
+        assert group is not None
+        return dist.get_global_rank(group, rank % self.world_size)
+
+    def _carrier(self, wire: Tensor) -> dist.ProcessGroup | None:
+        """NCCL carries no tensors of the host, such as labels."""
+        return self._host_group if wire.device.type == "cpu" else self._group
 
     def _wire(self, device: torch.device) -> torch.device:
         """Where a tensor of ``device`` is sent from: gloo carries the host's only."""

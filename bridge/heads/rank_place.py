@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.errors import GeartrainError, InvalidArgument
+from geartrain.ams.errors import GeartrainError
 from geartrain.ams.specs import TableSpec
 from geartrain.bridge.heads.batch import Arithmetic
 from geartrain.bridge.heads.head_loss import HeadCall
@@ -29,16 +29,18 @@ class RankPlace:
     ) -> None:
         """Make the table on every rank of the group (None: all; without torch.distributed this process alone).
 
-        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Three all-gathers between
-        the hosts.
+        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Two all-gathers between
+        the hosts, and for KNN softmax a process group for its builds.
         """
-        select = settings.select
-        if isinstance(select, KNNSoftmax):
-            raise InvalidArgument(f"select is {select!r}; with rows='ranks' it must be FullSoftmax() or PartialFC()")
         self.table = _open_table(settings, RankLink(process_group))
         self.peers = self.table.link
-        self.select: FullSoftmax | PartialFC | KNNSelection = select
         self.update = RankUpdate(self.table)
+        select = settings.select
+        self.select: FullSoftmax | PartialFC | KNNSelection = (
+            KNNSelection(select, self.table, self.table.link, lambda: self.update.step)
+            if isinstance(select, KNNSoftmax)
+            else select
+        )
         self._settings = settings
         self._logits_cache_bytes = logits_cache_bytes
 

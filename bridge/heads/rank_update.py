@@ -23,6 +23,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
+from geartrain.bridge.heads.knn_selection import KNNSelection
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.rank_rows import RankGradient, RankRows
 from geartrain.bridge.heads.rank_table import RankTable
@@ -90,6 +91,8 @@ class RankStep:
         joint_features_BD = link.gather(features.detach().contiguous(), sizes)
         labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
         num_classes = self.update.table.spec.num_rows or 0
+        if self.training and isinstance(self.select, KNNSelection):
+            self.select.prepare()
         active = self.select.select(labels_B, num_classes, self.update.step)
         arithmetic = Arithmetic.of(features)
         no_positions = np.full(len(labels_B), -1, np.int64)

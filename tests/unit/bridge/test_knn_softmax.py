@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import geartrain as gt
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
@@ -22,6 +20,7 @@ from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.margins import CombinedMargin, CosFace
 from geartrain.bridge.optimizer import RowOptimizer
 from tests.unit.bridge.plain_graph import plain_build, use_plain_graphs
+from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, plain_gradients
 
 CLASSES, DIM = 60, 6
@@ -325,9 +324,8 @@ def test_only_knn_softmax_has_a_graph_to_rebuild() -> None:
         head.rebuild_graph()
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def run_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
     builds = 0
 
     def counted_build(*arguments: Any) -> NeighbourTable:
@@ -362,11 +360,10 @@ def run_rank(rank: int, folder: str) -> None:
         neighbours=graph.table.neighbours,
         facts=[graph.version, graph.step, builds],
     )
-    dist.destroy_process_group()
 
 
 def test_ranks_share_one_graph_that_the_first_one_builds(tmp_path: Path) -> None:
-    mp.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(run_rank, 2, tmp_path)
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
     np.testing.assert_array_equal(first["active"], second["active"])
     np.testing.assert_array_equal(first["neighbours"], second["neighbours"])

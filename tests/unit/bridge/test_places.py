@@ -18,11 +18,14 @@ import pytest
 import torch
 
 from geartrain.ams.cluster import local
+from geartrain.ams.core.reference import nearest_neighbours
 from geartrain.ams.errors import SpecMismatch
+from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.specs import DTypeName, Momentum, Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.knn_selection import KNNSoftmax
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.heads.selection import ActiveClasses, FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
 from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.reference import plain_gradients
@@ -30,7 +33,12 @@ from tests.unit.bridge.reference import plain_gradients
 CLASSES, DIM, BATCH, STEPS, RANKS = 101, 8, 11, 10, 3
 SHARES = {1: [11], 3: [6, 0, 5]}
 """Samples of each rank; they change places from step to step."""
-SELECTIONS: dict[str, FullSoftmax | PartialFC] = {"full": FullSoftmax(), "partial": PartialFC(0.3, seed=5)}
+REBUILD = 4
+SELECTIONS: dict[str, FullSoftmax | PartialFC | KNNSoftmax] = {
+    "full": FullSoftmax(),
+    "partial": PartialFC(0.3, seed=5),
+    "knn": KNNSoftmax(0.2, k=3, rebuild=REBUILD, seed=5),
+}
 MARGINS: dict[str, Margin | None] = {
     "arcface": ArcFace(16, 0.3),
     "cosface": CosFace(16, 0.2),
@@ -57,7 +65,12 @@ class Outcome:
 
 Case = tuple[str, str, str]
 """Names of a selection, a margin and an optimizer."""
-CASES: list[Case] = [*itertools.product(SELECTIONS, MARGINS, ["sparse"]), ("partial", "arcface", "nesterov")]
+CASES: list[Case] = [
+    *itertools.product(["full", "partial"], MARGINS, ["sparse"]),
+    ("partial", "arcface", "nesterov"),
+    ("knn", "arcface", "sparse"),
+    ("knn", "none", "sparse"),
+]
 
 
 def joint_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,9 +136,17 @@ def reference(case: Case) -> Outcome:
     velocity = torch.zeros_like(rows)
     optimizer, margins = OPTIMIZERS[name], MARGINS[margin]
     losses, gradients = [], []
+    choose = SELECTIONS[select]
     for step in range(STEPS):
         features, labels = joint_batch(step)
-        active = SELECTIONS[select].select(labels.numpy(), CLASSES, step)
+        if isinstance(choose, KNNSoftmax):
+            if step % REBUILD == 0:
+                lists = nearest_neighbours(rows.float().numpy(), choose.k)
+                graph = NeighbourTable.of_lists(lists.tolist(), choose.k)
+            ids = graph.select(labels.numpy(), choose.budget(CLASSES), seed=choose.seed, step=step)
+            active = ActiveClasses(len(ids), ids)
+        else:
+            active = choose.select(labels.numpy(), CLASSES, step)
         ids = torch.from_numpy(active.ids)
         targets = torch.from_numpy(active.positions(labels.numpy()))
         general = None if margins is None else margins.combined

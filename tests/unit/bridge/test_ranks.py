@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
 from geartrain.bridge.heads.selection import PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
+from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 
 STEPS = 2
@@ -39,9 +38,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(14, 6, generator=generator), torch.randint(80, (14,), generator=generator)
 
 
-def train_one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def train_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
     head, table = make_head(sync=True)
     rows, scaler = RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=4.0)
     start = table.rows.copy()
@@ -74,11 +72,10 @@ def train_one_rank(rank: int, folder: str) -> None:
         ranks=[group.rank for group in groups if group is not None],
         jobs=[group.job for group in groups if group is not None],
     )
-    dist.destroy_process_group()
 
 
 def test_two_ranks_push_what_one_worker_would(tmp_path: Path) -> None:
-    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(train_one_rank, 2, tmp_path)
     pushed = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
     assert [part["samples"].tolist() for part in pushed] == [[9, 14], [5, 0]]
     assert [part["sequences"].tolist() for part in pushed] == [[1, 2], [1, 2]]
