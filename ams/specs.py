@@ -228,6 +228,11 @@ class TableSpec:
         return isinstance(self.optimizer, SparseMomentum) and self.optimizer.untouched == "elapsed"
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of the number of one row's last step; 0 where untouched rows are frozen."""
+        return 8 if self.counts_steps else 0
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row's values, without slots."""
         return self.dim * self.numpy_dtype.itemsize

@@ -96,6 +96,15 @@ AllowFallback = Annotated[
 RowMomentum = Annotated[
     float | None, typer.Option("--row-momentum", help="Momentum of the class centers.", show_default="0.0")
 ]
+RowMomentumUntouched = Annotated[
+    str | None,
+    typer.Option(
+        "--row-momentum-untouched",
+        help="With --row-momentum: what a step does to class centers that are not active in it: freeze (nothing), or "
+        "elapsed (they move on, as under dense momentum).",
+        show_default="freeze",
+    ),
+]
 Snapshots = Annotated[
     str | None,
     typer.Option(
@@ -134,6 +143,7 @@ def glyphs(
         typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
     ] = None,
     row_momentum: RowMomentum = None,
+    row_momentum_untouched: RowMomentumUntouched = None,
     snapshots: Snapshots = None,
     snapshot_steps: SnapshotSteps = None,
     snapshot_minutes: SnapshotMinutes = None,
@@ -159,6 +169,7 @@ def glyphs(
         "neighbours": neighbours,
         "rebuild": rebuild,
         "row_momentum": row_momentum,
+        "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
     }
     _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
@@ -199,6 +210,7 @@ def classify(
     image_size: Annotated[int, typer.Option("--image-size", help="Side in pixels, a multiple of 32.")] = 64,
     grey: Annotated[bool, typer.Option("--grey", help="Ignore colours.")] = False,
     row_momentum: RowMomentum = None,
+    row_momentum_untouched: RowMomentumUntouched = None,
     snapshots: Snapshots = None,
     snapshot_steps: SnapshotSteps = None,
     snapshot_minutes: SnapshotMinutes = None,
@@ -222,6 +234,7 @@ def classify(
         "neighbours": neighbours,
         "rebuild": rebuild,
         "row_momentum": row_momentum,
+        "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
     }
     _refuse_with_resume(resume, **own, snapshots=snapshots)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 from geartrain.ams.errors import ConfigError
+from geartrain.ams.specs import Untouched
 from geartrain.workers.data.augment import Augmentation
 
 SELECTIONS = ("knn", "partial", "full")
+UNTOUCHED = get_args(Untouched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class Recipe:
     """Peak learning rate of the class centers."""
     row_momentum: float = 0.0
     """Of the class centers' optimizer (SparseMomentum); 0 is plain SGD."""
+    row_momentum_untouched: Untouched = "freeze"
+    """What a step does to class centers that are not active in it: ``freeze`` (nothing) or ``elapsed`` (they move on by
+    their momentum, as under dense momentum)."""
     warmup_steps: int = 50
     """Steps over which both rates rise linearly; then they fall along a cosine to zero."""
     momentum: float = 0.9
@@ -65,6 +70,15 @@ class Recipe:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be finite and >= 0")
         if not 0 <= self.row_momentum < 1:
             raise ConfigError(f"row_momentum is {self.row_momentum!r}; it must lie in [0, 1)")
+        if self.row_momentum_untouched not in UNTOUCHED:
+            raise ConfigError(
+                f"row_momentum_untouched is {self.row_momentum_untouched!r}; it must be one of {', '.join(UNTOUCHED)}"
+            )
+        if self.row_momentum_untouched == "elapsed" and self.row_momentum == 0:
+            raise ConfigError(
+                "row_momentum_untouched is 'elapsed' and row_momentum is 0: without momentum nothing moves untouched "
+                "class centers; give row_momentum (0.9) too"
+            )
         if self.width % 8 or self.width < 8:
             raise ConfigError(f"width is {self.width!r}; it must be a positive multiple of 8")
         if not 0 < self.sample_rate <= 1:

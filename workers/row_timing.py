@@ -85,10 +85,11 @@ class TimedTable:
         lr: float | None = None,
         scale: float = 1.0,
         group: SyncGroup | None = None,
+        step_goes_on: bool = False,
     ) -> _TimedWrite:
         """See ``Table.prepare_push``."""
         with self._times.pushing():
-            write = self._table.prepare_push(ids, gradients, lr=lr, scale=scale, group=group)
+            write = self._table.prepare_push(ids, gradients, lr=lr, scale=scale, group=group, step_goes_on=step_goes_on)
         return _TimedWrite(write, self._times)
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:

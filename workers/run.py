@@ -405,4 +405,4 @@ class TrainingRun:
 def _row_optimizer(recipe: Recipe) -> RowOptimizerSpec:
     if recipe.row_momentum == 0:
         return SGD(lr=recipe.row_lr)
-    return SparseMomentum(lr=recipe.row_lr, momentum=recipe.row_momentum)
+    return SparseMomentum(lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched)

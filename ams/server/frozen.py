@@ -120,7 +120,7 @@ class FrozenTables:
     def _blocks(self, table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
         spec = table.spec
         slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
-        item_bytes = 8 + spec.row_bytes + slot_bytes + (8 if spec.counts_steps else 0)
+        item_bytes = 8 + spec.row_bytes + slot_bytes + spec.step_bytes
         most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
         parts: list[StoredRows] = []
         held = 0

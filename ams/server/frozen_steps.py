@@ -23,6 +23,17 @@ def steps_of(tables: Mapping[str, RowTable]) -> dict[str, TableSteps]:
     return {name: steps for name, table in tables.items() if (steps := table.steps) is not None}
 
 
+def joint_steps(known: Sequence[TableSteps]) -> TableSteps:
+    """Return the steps of the most advanced of several shards, as far back as any of them remembers.
+
+    How far depends on when a shard's oldest rows were last caught up, and rows of several may come together now.
+    """
+    latest = max(known, key=lambda steps: (steps.now, len(steps.lrs)))
+    furthest = min(known, key=lambda steps: steps.now - len(steps.lrs))
+    missing = max(0, (latest.now - len(latest.lrs)) - (furthest.now - len(furthest.lrs)))
+    return latest._replace(lrs=[*furthest.lrs[:missing], *latest.lrs])
+
+
 def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
     """Let restored tables count on where the shards that wrote their rows were; ``sources`` are those shards' marks.
 
@@ -33,6 +44,6 @@ def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Row
             continue
         try:
             known = [_STEPS.validate_python(source["steps"][name]) for source in sources]
-            table.adopt_steps(max(known, key=lambda steps: steps.now))
+            table.adopt_steps(joint_steps(known))
         except (KeyError, ValueError, ValidationError, InvalidArgument) as exc:
             raise SnapshotDamaged(f"the snapshot does not say which steps table {name!r} had made: {exc!r}") from exc

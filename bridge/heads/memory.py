@@ -224,7 +224,7 @@ class _Plan:
 
     def table_bytes(self) -> int:
         index = sum(self.index_bytes(shard) for shard in range(self.shards))
-        return self.num_classes * (self.spec.row_bytes + self.slot_bytes) + index
+        return self.num_classes * (self.spec.row_bytes + self.slot_bytes + self.spec.step_bytes) + index
 
     def plsc_bytes(self) -> int:
         item = self.spec.numpy_dtype.itemsize
@@ -242,6 +242,8 @@ class _Plan:
         parts = [("rows", most * self.spec.row_bytes, f"n·D·{self.spec.numpy_dtype.itemsize}, n = {most:,}")]
         if self.slot_bytes:
             parts.append(("slots (momentum)", most * self.slot_bytes, f"n·D·{self.slot_bytes // self.spec.dim}"))
+        if self.spec.step_bytes:
+            parts.append(("last steps (elapsed)", most * self.spec.step_bytes, f"n·{self.spec.step_bytes}"))
         if holder == "shard":
             parts.append(("index", self.index_bytes(0), "n/8"))
         return [

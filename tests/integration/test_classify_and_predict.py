@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from geartrain.ams.errors import ConfigError, InvalidArgument
+from geartrain.ams.specs import Untouched
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot_manifest import JOB, ROWS
 from geartrain.cli import build_app
@@ -163,11 +164,13 @@ def test_ink_is_named_whether_dark_or_light(images: Path, tmp_path: Path) -> Non
     assert abs(scores[0] - scores[1]) < 0.1
 
 
+@pytest.mark.parametrize("untouched", ["freeze", "elapsed"])
 def test_an_interrupted_run_resumes_to_the_very_same_state(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untouched: Untouched, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    recipe = replace(RECIPE, batch_size=2, sample_rate=0.75, row_momentum=0.9)  # so few that the sampled classes matter
+    recipe = replace(RECIPE, batch_size=2, sample_rate=0.75)  # so few that the sampled classes matter
+    recipe = replace(recipe, row_momentum=0.9, row_momentum_untouched=untouched)
     train(straight, images, recipe=recipe)
     monkeypatch.setattr(job, "interruption", stop_after(17))
     stopped = train(broken, images, recipe=recipe)

@@ -108,14 +108,27 @@ GEARTRAIN_INLINE Largest add_late_body(float* __restrict row, float* __restrict 
   return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
 }
 
-GEARTRAIN_INLINE void combine_body(float* __restrict out, const float* __restrict x, const float* __restrict y, size_t count,
-                                   double a, double b, double limit) {
+GEARTRAIN_INLINE float moved(double w, double v, double by_w, double by_v, double range) {
+  double value = by_w * w + by_v * v;
+  value = value < range ? value : range;
+  value = value > -range ? value : -range;
+  return static_cast<float>(value);
+}
+
+GEARTRAIN_INLINE void move_body(float* __restrict row, float* __restrict slot, size_t count, const Elapsed& elapsed,
+                                Ranges ranges) {
+  const Elapsed e = elapsed;
   for (size_t i = 0; i < count; ++i) {
-    double value = a * static_cast<double>(x[i]) + b * static_cast<double>(y[i]);
-    value = value < limit ? value : limit;
-    value = value > -limit ? value : -limit;
-    out[i] = static_cast<float>(value);
+    const double w = row[i], v = slot[i];
+    row[i] = moved(w, v, e.ww, e.wv, ranges.row);
+    slot[i] = moved(w, v, e.vw, e.vv, ranges.slot);
   }
+}
+
+GEARTRAIN_INLINE void move_row_body(float* __restrict out, const float* __restrict row, const float* __restrict slot,
+                                    size_t count, const Elapsed& elapsed, Ranges ranges) {
+  const Elapsed e = elapsed;
+  for (size_t i = 0; i < count; ++i) out[i] = moved(row[i], slot[i], e.ww, e.wv, ranges.row);
 }
 
 void copy_plain(char* out, const char* in, size_t bytes) { std::memcpy(out, in, bytes); }
@@ -143,7 +156,8 @@ constexpr DType kF32 = DType::float32, kF16 = DType::float16, kBF16 = DType::bfl
 
 constexpr Kernels kernels_for(Isa isa) {
   return Kernels{
-      .combine = Versions<&combine_body>::pick(isa),
+      .move = Versions<&move_body>::pick(isa),
+      .move_row = Versions<&move_row_body>::pick(isa),
       .add_late = Versions<&add_late_body>::pick(isa),
       .load = {Versions<&load_body<kF32>>::pick(isa), Versions<&load_body<kF16>>::pick(isa),
                Versions<&load_body<kBF16>>::pick(isa)},

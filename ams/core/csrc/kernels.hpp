@@ -27,9 +27,21 @@ struct Largest {
   uint32_t slot;
 };
 
+// The matrix of 2 x 2 that some steps without a gradient are:  w' = ww w + wv v;  v' = vw w + vv v.
+struct Elapsed {
+  double ww, wv, vw, vv;
+};
+
+// Largest magnitudes of row and slot.
+struct Ranges {
+  double row, slot;
+};
+
 struct Kernels {
-  // out = a x + b y in float64, kept within +- limit.
-  void (*combine)(float* out, const float* x, const float* y, size_t count, double a, double b, double limit);
+  // What steps without a gradient do to a row and its slot. Sums in float64, kept within the ranges of the storage types.
+  void (*move)(float* row, float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
+  // The row alone.
+  void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
   // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d.
   Largest (*add_late)(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
   // Any storage type <-> float32, round to nearest even. Index: DType.

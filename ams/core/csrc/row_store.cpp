@@ -18,9 +18,6 @@ constexpr int64_t kFoundTogether = 4096;
 // A pull of more bytes than the caches hold writes past them; a smaller one stays in them for its reader.
 constexpr size_t kStreamedBytes = size_t{24} << 20;
 
-// Rows of float32 that an update works in: row, slot, gradient, and two that a row is caught up from.
-constexpr int64_t kMovedBuffers = 5;
-
 BucketRanks ranks_of(const std::vector<int64_t>& owned) {
   BucketRanks ranks;
   ranks.fill(-1);
@@ -138,12 +135,11 @@ void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) cons
 
 void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const PullInto& out, bool streamed) const {
   DefaultFloatMode float_mode;
-  std::vector<float> buffer(static_cast<size_t>(spec_.dim));
+  std::vector<float> buffer(static_cast<size_t>(spec_.dim) * 3);
   const size_t bytes = row_bytes();
   const auto copy_streaming = kernels().copy_streaming;
   int64_t found[kFoundTogether];
   std::optional<CatchUp> catch_up = new_catch_up();
-  std::vector<float> moved(catch_up ? static_cast<size_t>(spec_.dim) * kMovedBuffers : 0);
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, last - begin);
     find_positions(directory_, ids + begin, size, found, [](int64_t) {});
@@ -160,7 +156,7 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
           const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
           char* row = out.rows + static_cast<size_t>(target) * bytes;
           if (catch_up && catch_up->of(found[i] < 0 ? 0 : last_step(found[i])) != nullptr)
-            pull_moved(row, found[i], ids[begin + i], *catch_up, moved.data());
+            pull_moved(row, found[i], ids[begin + i], *catch_up, buffer.data());
           else if (found[i] < 0)
             write_initial(row, ids[begin + i], buffer.data());
           else if (streamed)
@@ -287,20 +283,16 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   if (ends) reach_back(*catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
   const int64_t* positions = found.positions.data();
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
-  std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * kMovedBuffers);
+  std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
   fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
     DefaultFloatMode slice_float_mode;
-    float* buffer = buffers.data() + slice * spec_.dim * kMovedBuffers;
+    float* buffer = buffers.data() + slice * spec_.dim * 3;
     in_bursts(
         end - begin, [&](int64_t i) { prefetch_for_write(positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
-          const char* gradient = row_of(values, begin + i, gradient_bytes);
-          Bounds& seen = bounds[static_cast<size_t>(slice)];
-          if (catch_up)
-            update_moved(position, gradient, dtype, factors, *catch_up, buffer, seen);
-          else
-            update_one(rows_.at(position), slots_ ? slots_->at(position) : nullptr, gradient, dtype, factors, buffer, seen);
+          update_one(position, row_of(values, begin + i, gradient_bytes), dtype, factors, catch_up ? &*catch_up : nullptr,
+                     buffer, bounds[static_cast<size_t>(slice)]);
         });
   });
   if (ends) {
@@ -342,8 +334,8 @@ bool RowStore::cannot_overflow(float largest_gradient, StepFactors factors, Boun
 void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype,
                         StepFactors factors, const CatchUp* catch_up) const {
   const size_t dim = static_cast<size_t>(spec_.dim);
-  std::vector<float> row(dim), slot(dim), gradient(dim), scratch(dim), moved(dim * kMovedBuffers);
-  std::vector<char> stored(dim * sizeof(float)), nothing(slot_bytes());
+  std::vector<float> row(dim), slot(dim), gradient(dim), scratch(dim);
+  std::vector<char> stored(dim * sizeof(float));
   const Kernels& k = kernels();
   for (size_t i = 0; i < found.positions.size(); ++i) {
     const int64_t position = found.positions[i];
@@ -355,12 +347,8 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
-    if (const Elapsed* elapsed = catch_up ? catch_up->of(position < 0 ? 0 : last_step(position)) : nullptr) {
-      load_moved(position < 0 ? stored.data() : rows_.at(position), position < 0 ? nothing.data() : slots_->at(position),
-                 elapsed, moved.data());
-      std::copy_n(moved.data(), dim, row.data());
-      std::copy_n(moved.data() + dim, dim, slot.data());
-    }
+    if (const Elapsed* elapsed = catch_up ? catch_up->of(position < 0 ? 0 : last_step(position)) : nullptr)
+      k.move(row.data(), slot.data(), dim, *elapsed, ranges());
     k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
     const auto update = catch_up && is_late(position) ? k.add_late : k.update[static_cast<int>(spec_.rule)];
     update(row.data(), slot.data(), gradient.data(), dim, factors);
@@ -373,9 +361,10 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
 }
 
 // Half types pass through float32 buffers: [0, D) row, [D, 2D) slot, [2D, 3D) gradient.
-void RowStore::update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
-                          Bounds& bounds) const {
+void RowStore::update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
+                          float* buffer, Bounds& bounds) {
   const size_t dim = static_cast<size_t>(spec_.dim);
+  char *row = rows_.at(position), *slot = slots_ ? slots_->at(position) : nullptr;
   const Kernels& k = kernels();
   const int row_type = static_cast<int>(spec_.dtype), slot_type = static_cast<int>(spec_.slot_dtype);
   const bool wide_row = spec_.dtype == DType::float32;
@@ -389,7 +378,13 @@ void RowStore::update_one(char* row, char* slot, const char* gradient, DType dty
     k.load[static_cast<int>(dtype)](buffer + 2 * dim, gradient, dim);
     direction = buffer + 2 * dim;
   }
-  const Largest largest = k.update[static_cast<int>(spec_.rule)](weights, velocity, direction, dim, factors);
+  auto update = k.update[static_cast<int>(spec_.rule)];
+  if (catch_up != nullptr) {
+    if (const Elapsed* elapsed = catch_up->of(last_step(position))) k.move(weights, velocity, dim, *elapsed, ranges());
+    if (is_late(position)) update = k.add_late;
+    last_step(position) = catch_up->now() + 1;
+  }
+  const Largest largest = update(weights, velocity, direction, dim, factors);
   bounds.row = std::max(bounds.row, std::bit_cast<float>(largest.row));
   bounds.slot = std::max(bounds.slot, std::bit_cast<float>(largest.slot));
   if (!wide_row) k.store[row_type](row, weights, dim);

@@ -100,18 +100,16 @@ class RowStore {
                 const CatchUp* catch_up) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions);
-  void update_one(char* row, char* slot, const char* gradient, DType dtype, StepFactors factors, float* buffer,
-                  Bounds& bounds) const;
+  void update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
+                  float* buffer, Bounds& bounds);
   void prefetch_for_write(int64_t position) const;
   // With a window only (row_store_elapsed.cpp):
   int64_t& last_step(int64_t position) const { return *reinterpret_cast<int64_t*>(last_steps_->at(position)); }
   std::optional<CatchUp> new_catch_up() const { return steps_ ? std::optional<CatchUp>(*steps_) : std::nullopt; }
   void reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const;
   Bounds caught_up_bounds(const CatchUp& catch_up) const;
-  void load_moved(const char* row, const char* slot, const Elapsed* elapsed, float* buffer) const;
+  Ranges ranges() const;
   void pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const;
-  void update_moved(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp& catch_up,
-                    float* buffer, Bounds& bounds);
   bool is_late(int64_t position) const { return position >= 0 && last_step(position) > steps_->now(); }
   struct Overdue {
     std::vector<int64_t> positions;

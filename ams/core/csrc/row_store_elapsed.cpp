@@ -46,50 +46,24 @@ RowStore::Bounds RowStore::caught_up_bounds(const CatchUp& catch_up) const {
   return {as_bound(most.ww * row + most.wv * slot), as_bound(most.vw * row + most.vv * slot)};
 }
 
-// Puts the row, caught up by `elapsed` (null: as it is), at buffer [0, D) and its slot at [D, 2D); uses [3D, 5D).
-void RowStore::load_moved(const char* row, const char* slot, const Elapsed* elapsed, float* buffer) const {
-  const size_t dim = static_cast<size_t>(spec_.dim);
-  const Kernels& k = kernels();
-  float* weights = elapsed != nullptr ? buffer + 3 * dim : buffer;
-  float* velocity = elapsed != nullptr ? buffer + 4 * dim : buffer + dim;
-  k.load[static_cast<int>(spec_.dtype)](weights, row, dim);
-  k.load[static_cast<int>(spec_.slot_dtype)](velocity, slot, dim);
-  if (elapsed == nullptr) return;
-  k.combine(buffer, weights, velocity, dim, elapsed->ww, elapsed->wv, largest_of(spec_.dtype));
-  k.combine(buffer + dim, weights, velocity, dim, elapsed->vw, elapsed->vv, largest_of(spec_.slot_dtype));
-}
+Ranges RowStore::ranges() const { return {largest_of(spec_.dtype), largest_of(spec_.slot_dtype)}; }
 
-// The row of `position` (-1: the initial value of `id`), caught up, as the table stores it.
+// The row of `position` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
 void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const {
   const size_t dim = static_cast<size_t>(spec_.dim);
   const Kernels& k = kernels();
-  float *weights = buffer + 3 * dim, *velocity = buffer + 4 * dim;
+  const auto load = k.load[static_cast<int>(spec_.dtype)], load_slot = k.load[static_cast<int>(spec_.slot_dtype)];
+  float *weights = buffer + dim, *velocity = buffer + 2 * dim;
   const Elapsed* elapsed = catch_up.of(position < 0 ? 0 : last_step(position));
   if (position < 0) {
-    write_initial(out, id, weights);
+    write_initial(out, id, buffer);
     std::fill_n(velocity, dim, 0.0f);
   } else {
-    k.load[static_cast<int>(spec_.slot_dtype)](velocity, slots_->at(position), dim);
+    load_slot(velocity, slots_->at(position), dim);
   }
-  k.load[static_cast<int>(spec_.dtype)](weights, position < 0 ? out : rows_.at(position), dim);
-  k.combine(buffer, weights, velocity, dim, elapsed->ww, elapsed->wv, largest_of(spec_.dtype));
+  load(weights, position < 0 ? out : rows_.at(position), dim);
+  k.move_row(buffer, weights, velocity, dim, *elapsed, ranges());
   k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
-}
-
-void RowStore::update_moved(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp& catch_up,
-                            float* buffer, Bounds& bounds) {
-  const size_t dim = static_cast<size_t>(spec_.dim);
-  const Kernels& k = kernels();
-  float *weights = buffer, *velocity = buffer + dim, *direction = buffer + 2 * dim;
-  load_moved(rows_.at(position), slots_->at(position), catch_up.of(last_step(position)), buffer);
-  k.load[static_cast<int>(dtype)](direction, gradient, dim);
-  const auto update = is_late(position) ? k.add_late : k.update[static_cast<int>(spec_.rule)];
-  const Largest largest = update(weights, velocity, direction, dim, factors);
-  bounds.row = std::max(bounds.row, std::bit_cast<float>(largest.row));
-  bounds.slot = std::max(bounds.slot, std::bit_cast<float>(largest.slot));
-  k.store[static_cast<int>(spec_.dtype)](rows_.at(position), weights, dim);
-  k.store[static_cast<int>(spec_.slot_dtype)](slots_->at(position), velocity, dim);
-  last_step(position) = catch_up.now() + 1;
 }
 
 // The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
@@ -123,7 +97,9 @@ void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* 
   for (int64_t position : overdue.positions) {
     if (is_late(position)) continue;
     char *row = rows_.at(position), *slot = slots_->at(position);
-    load_moved(row, slot, catch_up.of(last_step(position)), buffer);
+    k.load[static_cast<int>(spec_.dtype)](buffer, row, dim);
+    k.load[static_cast<int>(spec_.slot_dtype)](buffer + dim, slot, dim);
+    if (const Elapsed* elapsed = catch_up.of(last_step(position))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
     k.store[static_cast<int>(spec_.dtype)](row, buffer, dim);
     k.store[static_cast<int>(spec_.slot_dtype)](slot, buffer + dim, dim);
     raise(bounds_.row, spec_.dtype, row);

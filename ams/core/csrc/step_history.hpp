@@ -11,14 +11,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels.hpp"
+
 namespace geartrain {
 
 inline constexpr int64_t kResting = -1;
-
-// w' = ww w + wv v;  v' = vw w + vv v.
-struct Elapsed {
-  double ww, wv, vw, vv;
-};
 
 // What a table remembers of its steps: how many ended, the learning rates of the last ones, and what all of them together
 // do to a row that was never written.

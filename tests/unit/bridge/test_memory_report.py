@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import geartrain as gt
@@ -54,6 +55,17 @@ def test_plscs_published_figures_come_out() -> None:
 def test_sixteen_bits_with_momentum_take_two_kibibytes_a_class() -> None:
     report = gt.memory_report(num_classes=1_000_000, dim=512, dtype="float16", slot_dtype="float16")
     assert 2048 <= report.bytes_per_class <= 2048 * 1.01
+
+
+def test_the_last_step_of_each_row_takes_eight_bytes() -> None:
+    elapsed = gt.SparseMomentum(0.1, untouched="elapsed")
+    shared: dict[str, Any] = {"num_classes": 10_000, "dim": 4}
+    report, frozen = (gt.memory_report(**shared, optimizer=one) for one in (elapsed, gt.SparseMomentum(0.1)))
+    assert report.table_bytes == frozen.table_bytes + 8 * 10_000
+    with gt.local() as cluster:
+        table = cluster.create_table("t", dim=4, optimizer=elapsed, num_rows=10_000)
+        table.assign(np.arange(10_000), np.zeros((10_000, 4), np.float32))
+        assert cluster.status().tables[0].memory_bytes == report.table_bytes
 
 
 @pytest.mark.parametrize("rows", ["pull", "hosted", "ranks"])

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
+from geartrain.ams.errors import ConfigError
 from geartrain.cli_worker import FEW_CLASSES, app
 from geartrain.workers.recipe import Recipe
 
@@ -44,4 +46,15 @@ def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
         "neighbours",
         "rebuild",
         "row_momentum",
+        "row_momentum_untouched",
     }
+
+
+def test_elapsed_momentum_needs_momentum() -> None:
+    given = CliRunner().invoke(app, ["glyphs", "--row-momentum-untouched", "elapsed"])
+    assert isinstance(given.exception, ConfigError)
+    assert "without momentum nothing moves untouched class centers" in str(given.exception)
+    with pytest.raises(ConfigError, match="row_momentum_untouched is 'later'; it must be one of freeze, elapsed"):
+        replace(Recipe(), row_momentum=0.9, row_momentum_untouched="later")  # type: ignore[arg-type]
+    saved = replace(Recipe(), row_momentum=0.9, row_momentum_untouched="elapsed")
+    assert Recipe.from_json(saved.to_json()) == saved

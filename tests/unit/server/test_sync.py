@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,3 +160,12 @@ def test_a_fence_drops_what_waits_of_the_job_and_lets_the_next_begin_at_its_own_
         done = shard.submit(of(rank, 1, 2), push(rank, 1, [1], 1.0))
     done.result(10)
     assert pulled(shard, [1]) == [-2.0]
+
+
+def test_ranks_end_a_step_together(shard: Shard) -> None:
+    first = shard.submit(context(0, 1), push(0, 1, [1], 1.0))
+    going_on = replace(push(1, 1, [2], 1.0), step_goes_on=True)
+    with pytest.raises(StepMismatch, match="goes on with a step of table 't', another ends it; all ranks must push"):
+        shard.submit(context(1, 1), going_on).result()
+    shard.submit(context(1, 2), push(1, 1, [2], 1.0)).result()
+    assert first.result() == Done(created=2)
