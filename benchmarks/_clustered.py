@@ -21,15 +21,25 @@ def clustered_blocks(num_rows: int, dim: int, *, seed: int = 0) -> Iterator[tupl
     A row is the normalised sum of the normal direction of one of C / 50 clusters, drawn at random, and normal noise of
     0.8 times its length: rows of one cluster have cosines near 0.61, others near 0.
     """
-    random = np.random.default_rng(seed)
-    centers = random.standard_normal((max(1, num_rows // ROWS_OF_A_CLUSTER), dim), np.float32)
+    clusters = clusters_of(num_rows, seed=seed)
+    random = np.random.default_rng((seed, 1))
+    centers = random.standard_normal((_num_clusters(num_rows), dim), np.float32)
     for start in range(0, num_rows, _BLOCK):
         count = min(_BLOCK, num_rows - start)
         rows = random.standard_normal((count, dim), np.float32)
         rows *= np.float32(SPREAD)
-        rows += centers[random.integers(len(centers), size=count)]
+        rows += centers[clusters[start : start + count]]
         rows /= np.linalg.norm(rows, axis=1, keepdims=True)
         yield start, rows
+
+
+def clusters_of(num_rows: int, *, seed: int = 0) -> npt.NDArray[np.int64]:
+    """The cluster [C] of each row."""
+    return np.random.default_rng((seed, 0)).integers(_num_clusters(num_rows), size=num_rows)
+
+
+def _num_clusters(num_rows: int) -> int:
+    return max(1, num_rows // ROWS_OF_A_CLUSTER)
 
 
 def clustered_rows(num_rows: int, dim: int, *, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -1,8 +1,9 @@
 """Runs the benches in ``benchmarks/`` of a checkout: ours against a rival in one run, as ratios.
 
-The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper). Each has a
-function ``results(full=False)`` that yields :class:`Result` dictionaries; it alternates ours and the rival and quotes
-medians. Benches are not part of the installed package: figures mean something only beside the source they come from.
+The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper); ``rows_grpc`` is
+the one file of that name. Each has a function ``results(full=False)`` that yields :class:`Result` dictionaries; it
+alternates ours and the rival and quotes medians. Benches are not part of the installed package: figures mean something
+only beside the source they come from.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
     """Yield the results of one bench as they come.
 
     Args:
-        name: of the bench.
+        name: of the bench, or of one of its files.
         folder: the ``benchmarks`` folder of a checkout.
         full: also what takes longer than a minute a case.
 
@@ -67,9 +68,11 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
         ConfigError: there is no such bench; lists those there are.
         BrokenBench: a file has no ``results``, or one of its results lacks a field.
     """
-    if name not in bench_names(folder):
-        raise ConfigError(f"there is no bench {name!r} in {str(folder)!r}; there are {', '.join(bench_names(folder))}")
-    for path in sorted([*folder.glob(f"{name}.py"), *folder.glob(f"{name}_*.py")]):
+    names = bench_names(folder)
+    paths = [path for path in sorted(folder.glob("[!_]*.py")) if name in (path.stem, path.stem.partition("_")[0])]
+    if not paths:
+        raise ConfigError(f"there is no bench {name!r} in {str(folder)!r}; there are {', '.join(names)}")
+    for path in paths:
         for result in _module(path).results(full=full):
             if set(result) != set(Result.__annotations__):
                 raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")

@@ -36,6 +36,12 @@ def test_a_bench_is_all_files_of_its_name(folder: Path) -> None:
     assert len(list(run_bench("rows", folder, full=True))) == 4
 
 
+def test_one_file_of_a_bench_runs_alone(folder: Path) -> None:
+    (folder / "rows.py").write_text(GOOD, encoding="utf-8")
+    assert len(list(run_bench("rows", folder))) == 3
+    assert len(list(run_bench("rows_b", folder))) == 1
+
+
 def test_the_json_form_is_one_object_and_nothing_else_on_stdout(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "geartrain", "bench", "rows", "--json", "--folder", str(folder)],

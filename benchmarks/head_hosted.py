@@ -1,0 +1,150 @@
+"""A class head over 1M classes on two shards over gRPC: rows that stay there (hosted) against rows that travel (pull).
+
+Both heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this
+process's TCP connections, in both directions, as Linux counts them for each socket (``TCP_INFO``): messages, framing
+and all, and nothing of other processes. On one machine the bytes cost next to nothing, so that the times compare the
+work; between machines they come on top: bytes / bandwidth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.specs import SparseMomentum
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.optimizer import RowOptimizer
+
+NUM_CLASSES = 1_000_000
+DIM = 128
+BATCH = 128
+THREADS = 2
+SHARDS = 2
+FEWER_BYTES = 10.0
+PLACES = ("hosted", "pull")
+_FILL_ROWS = 50_000
+_BYTES_ACKED = struct.Struct("QQ")
+_OFFSET = 120
+"""Of tcpi_bytes_acked and tcpi_bytes_received in ``struct tcp_info`` (linux/tcp.h)."""
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench head_hosted``; ``full`` takes five times as many rounds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        with _cluster() as cluster:
+            _fill(cluster)
+            for select, rounds in ((PartialFC(0.1), 3), (FullSoftmax(), 1)):
+                yield from _compare(cluster, select, rounds * (5 if full else 1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _cluster() -> Iterator[Cluster]:
+    command = [
+        sys.executable,
+        "-m",
+        "geartrain",
+        "up",
+        f"--shards={SHARDS}",
+        "--scheduler-listen=127.0.0.1:0",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up:
+        assert up.stdout is not None
+        try:
+            with connect(json.loads(up.stdout.readline())["scheduler"]) as cluster:
+                yield cluster
+        finally:
+            up.terminate()
+
+
+def _fill(cluster: Cluster) -> None:
+    table = cluster.create_table("bench", dim=DIM, optimizer=_optimizer(), num_rows=NUM_CLASSES)
+    random = np.random.default_rng(0)
+    for start in range(0, NUM_CLASSES, _FILL_ROWS):
+        ids = np.arange(start, min(start + _FILL_ROWS, NUM_CLASSES))
+        table.assign(ids, random.standard_normal((len(ids), DIM), np.float32) * np.float32(0.01))
+
+
+def _optimizer() -> SparseMomentum:
+    return SparseMomentum(lr=0.1, momentum=0.9)
+
+
+def _compare(cluster: Cluster, select: FullSoftmax | PartialFC, rounds: int) -> Iterator[dict[str, Any]]:
+    heads = [
+        ClassHead(
+            cluster,
+            "bench",
+            num_classes=NUM_CLASSES,
+            dim=DIM,
+            select=select,
+            optimizer=_optimizer(),
+            rows=place,
+            reuse=True,
+        )
+        for place in PLACES
+    ]
+    seconds: tuple[list[float], list[float]] = ([], [])
+    travelled: tuple[list[int], list[int]] = ([], [])
+    optimizers = [RowOptimizer(head) for head in heads]
+    for number in range(rounds + 1):
+        for head, rows, taken, count in zip(heads, optimizers, seconds, travelled, strict=True):
+            generator = torch.Generator().manual_seed(number)
+            features = torch.randn(BATCH, DIM, generator=generator, requires_grad=True)
+            labels = torch.randint(NUM_CLASSES, (BATCH,), generator=generator)
+            before, started = _tcp_bytes(), time.perf_counter()
+            head(features, labels).backward()
+            rows.step()
+            rows.zero_grad()
+            if number:  # the first warms up
+                taken.append(time.perf_counter() - started)
+                count.append(_tcp_bytes() - before)
+    name = "full softmax" if isinstance(select, FullSoftmax) else f"partial FC {select.sample_rate}"
+    case = f"{name}, hosted, {NUM_CLASSES:,} classes on {SHARDS} shards, D={DIM}, batch {BATCH}"
+    megabytes = [statistics.median(count) / 1e6 for count in travelled]
+    yield _result(f"bytes of a step of {case}", megabytes[0], megabytes[1], "MB", FEWER_BYTES)
+    milliseconds = [statistics.median(taken) * 1e3 for taken in seconds]
+    yield _result(f"step of {case}", milliseconds[0], milliseconds[1], "ms", None)
+
+
+def _tcp_bytes() -> int:
+    """Bytes sent and received so far over the TCP connections that this process has open."""
+    total = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # no socket, no TCP, or closed meanwhile
+            if str(descriptor.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(descriptor.name))) as duplicate:
+                    info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += sum(_BYTES_ACKED.unpack_from(info, _OFFSET))
+    return total
+
+
+def _result(case: str, ours: float, theirs: float, unit: str, target: float | None) -> dict[str, Any]:
+    return {
+        "case": case,
+        "ours": round(ours, 3),
+        "rival": "pull",
+        "theirs": round(theirs, 3),
+        "unit": unit,
+        "ratio": round(theirs / ours, 2),
+        "target": target,
+    }
