@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,11 +54,16 @@ class Chosen:
         if isinstance(self.select, PartialFC):
             more = {} if len(self.labels) == len(labels_B) else {"batch_labels": self.labels}
             return self.select.seed, {"sample_rate": self.select.sample_rate}, [more for _ in shards]
-        ids = self.select.select(self.labels, self.num_classes, self.step).ids
+        ids = self._ids
         routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
         none = np.empty(0, np.int64)
         mine = [ids if len(shards) == 1 else ids[routes.get(shard, none)] for shard in shards]
         return 0, {}, [{"active": part} for part in mine]
+
+    @cached_property
+    def _ids(self) -> Ids:
+        """The active classes, chosen once: the graph may be exchanged before the update, which must be of the same."""
+        return self.select.select(self.labels, self.num_classes, self.step).ids
 
 
 class HostedRows:
