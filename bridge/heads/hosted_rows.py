@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
-from geartrain.ams.hosted_calls import HostedCalls
 from geartrain.ams.messages import HostedInputs, SyncGroup
 from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids
@@ -30,6 +29,7 @@ from geartrain.bridge.heads.gradients import RowGradient, Writer
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, Selection
 from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.heads.tables import HeadCalls
 from geartrain.bridge.hosted.class_head import FORWARD, SQUARED_NORM
 
 _BYTES_PER_NUMBER = 8
@@ -46,7 +46,7 @@ class Chosen:
     labels: Ids
     """Of all samples of all ranks."""
 
-    def inputs(self, calls: HostedCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
+    def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
         shards = range(calls.view.num_shards)
         if isinstance(self.select, FullSoftmax):
@@ -71,7 +71,7 @@ class HostedRows:
 
     def __init__(
         self,
-        calls: HostedCalls,
+        calls: HeadCalls,
         features: Tensor,
         labels_B: Ids,
         margin: CombinedMargin | None,
@@ -201,7 +201,7 @@ class HostedGradient:
     under the old log-sum-exp.
     """
 
-    def __init__(self, calls: HostedCalls, pending: list[_Pending]) -> None:
+    def __init__(self, calls: HeadCalls, pending: list[_Pending]) -> None:
         self._calls = calls
         self._pending = pending
         self._prepared = False
