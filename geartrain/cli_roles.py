@@ -84,7 +84,7 @@ def server(
     failpoints.arm_from_environment(whole.mode)
     config = whole.server
     from geartrain.ams.server.service import ShardServer  # after the settings are known to be right: it is slower
-    from geartrain.hosting import hosted_models
+    from geartrain.bridge.hosted.models import hosted_models
 
     role.warn_if_open(config.listen)
     service = ShardServer(config, hosted_models())

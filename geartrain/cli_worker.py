@@ -71,6 +71,15 @@ Rebuild = Annotated[
         show_default="epoch",
     ),
 ]
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        "--rows",
+        help="Where the work on the class centers is done: pull (here, they travel) or hosted (on the shards, beside "
+        "them; features travel). A resumed run may change it.",
+        show_default="pull",
+    ),
+]
 Resume = Annotated[
     Path | None,
     typer.Option(
@@ -138,6 +147,7 @@ def glyphs(
     select: Select = None,
     neighbours: Neighbours = None,
     rebuild: Rebuild = None,
+    rows: Rows = None,
     classes: Annotated[
         int | None,
         typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
@@ -175,7 +185,7 @@ def glyphs(
     _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, scheduler, device, mode)
+    options = _options(out, resume, overwrite, steps, kept, scheduler, rows, device, mode)
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.jobs import train_glyphs
 
@@ -203,6 +213,7 @@ def classify(
     select: Select = None,
     neighbours: Neighbours = None,
     rebuild: Rebuild = None,
+    rows: Rows = None,
     held_out: Annotated[float, typer.Option("--held-out", help="Part of each class kept for the test.")] = 0.2,
     look: Annotated[
         str, typer.Option("--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.")
@@ -242,7 +253,7 @@ def classify(
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, scheduler, device, mode)
+    options = _options(out, resume, overwrite, steps, kept, scheduler, rows, device, mode)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
@@ -283,6 +294,7 @@ def _options(
     steps: int | None,
     kept: _Kept,
     scheduler: str | None,
+    rows: str | None,
     device: str,
     mode: str | None,
 ) -> JobOptions:
@@ -309,6 +321,7 @@ def _options(
         keep_snapshots=kept.keep,
         increments=kept.increments,
         scheduler=scheduler,
+        rows=rows,
         device=device,
     )
 

@@ -1,19 +1,10 @@
-"""The hosted models that Geartrain's shards are given: here ``ams``, which knows none, meets ``bridge``.
-
-Whatever is named here is imported by every shard process: no torch.
-"""
+"""Shards of this process with the hosted models that all of Geartrain's shards have."""
 
 from __future__ import annotations
 
 from geartrain.ams import cluster
 from geartrain.ams.config import ClientConfig
-from geartrain.ams.hosted import HostedModels
-from geartrain.bridge.hosted import class_head
-
-
-def hosted_models() -> HostedModels:
-    """The models of a shard, by the names that heads ask for."""
-    return {class_head.NAME: class_head.ClassHeadModel()}
+from geartrain.bridge.hosted.models import hosted_models
 
 
 def local(

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from geartrain.ams.cluster import connect, local
 from geartrain.ams.errors import ConfigError
+from geartrain.bridge.hosted.models import hosted_models
 from geartrain.workers.interruption import interruption
 from geartrain.workers.ranks import Ranks, joined_ranks
 from geartrain.workers.run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
@@ -70,7 +71,7 @@ def _run_once(
         cluster = stack.enter_context(
             connect(options.scheduler, stream=stream, incarnation=incarnation)
             if options.scheduler
-            else local(num_shards=1)
+            else local(num_shards=1, models=hosted_models())
         )
         if options.resume and ranks.is_first:
             cluster.fence(job, incarnation)  # a process of this job that was only stopped must not go on beside it

@@ -12,6 +12,7 @@ from geartrain.ams.specs import Untouched
 from geartrain.workers.data.augment import Augmentation
 
 SELECTIONS = ("knn", "partial", "full")
+PLACES = ("pull", "hosted")
 UNTOUCHED = get_args(Untouched)
 
 
@@ -46,6 +47,9 @@ class Recipe:
     """Kept of each class by ``knn``."""
     rebuild: str = "epoch"
     """When ``knn`` builds its graph anew: ``epoch``, ``background`` or a number of steps."""
+    rows: str = "pull"
+    """Where the work on the class centers is done: ``pull`` (here; they travel) or ``hosted`` (beside them, on the
+    shards; features travel)."""
     scale: float = 24.0
     """Scale of the cosine margin loss (CosFace)."""
     margin: float = 0.15
@@ -85,6 +89,8 @@ class Recipe:
             raise ConfigError(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
         if self.select not in SELECTIONS:
             raise ConfigError(f"select is {self.select!r}; it must be one of {', '.join(SELECTIONS)}")
+        if self.rows not in PLACES:
+            raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
         if self.select == "knn" and self.sample_rate == 1:
             raise ConfigError("select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (0.1)")
         if self.rebuild not in ("epoch", "background") and not (self.rebuild.isdecimal() and int(self.rebuild) >= 1):

@@ -1,4 +1,7 @@
-"""A cluster whose tables keep the time that pulls and pushes take: two numbers of the live line."""
+"""A cluster whose tables keep the time that pulls and pushes take: two numbers of the live line.
+
+With hosted rows the first is the time in which the shards compute, the second that in which they update.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from geartrain.ams.messages import Done, SyncGroup
+from geartrain.ams.hosted_calls import InputsOfShard
+from geartrain.ams.messages import Arrays, Done, SyncGroup
 from geartrain.ams.specs import Ids, TableSpec
-from geartrain.bridge.heads.tables import HeadCluster, HeadTable, HeadWrite
+from geartrain.ams.transport.carrier import ClusterView
+from geartrain.bridge.heads.tables import HeadCalls, HeadCluster, HeadTable, HeadWrite
 
 
 @dataclass
@@ -95,6 +100,33 @@ class TimedTable:
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """See ``Table.assign``."""
         return self._table.assign(ids, rows)
+
+    def hosted(self, model: str) -> _TimedCalls:
+        """See ``Table.hosted``."""
+        return _TimedCalls(self._table.hosted(model), self._times)
+
+
+class _TimedCalls:
+    def __init__(self, calls: HeadCalls, times: RowTimes) -> None:
+        self._calls = calls
+        self._times = times
+
+    @property
+    def part_bytes(self) -> int:
+        return self._calls.part_bytes
+
+    @property
+    def view(self) -> ClusterView:
+        return self._calls.view
+
+    def compute(self, operation: str, inputs: InputsOfShard, *, required_sync: SyncGroup | None = None) -> list[Arrays]:
+        with self._times.pulling():
+            return self._calls.compute(operation, inputs, required_sync=required_sync)
+
+    def prepare_update(
+        self, inputs: InputsOfShard, *, lr: float | None = None, scale: float = 1.0, group: SyncGroup | None = None
+    ) -> _TimedWrite:
+        return _TimedWrite(self._calls.prepare_update(inputs, lr=lr, scale=scale, group=group), self._times)
 
 
 class _TimedWrite:

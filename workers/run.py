@@ -32,7 +32,7 @@ from geartrain.workers.live import Events, LiveLine
 from geartrain.workers.loop import Trainer
 from geartrain.workers.model import Model, save_model
 from geartrain.workers.ranks import Ranks
-from geartrain.workers.recipe import Recipe
+from geartrain.workers.recipe import PLACES, Recipe
 from geartrain.workers.report import Evaluation, write_report
 from geartrain.workers.row_timing import TimedCluster
 from geartrain.workers.run_folder import Run, put_aside, read_run, require_new_snapshots, write_run
@@ -98,6 +98,8 @@ class JobOptions:
     """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
     max_recoveries: int = 10
     """How often the job goes back to its last snapshot when shards were lost, before it gives up."""
+    rows: str | None = None
+    """Where the work on the class centers is done from now on; None: where the recipe, or the resumed run, says."""
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class JobOptions:
             raise ConfigError(f"keep_snapshots is {self.keep_snapshots}; it must be at least 1")
         if self.increments < 0:
             raise ConfigError(f"increments is {self.increments}; it must be >= 0")
+        if self.rows not in (None, *PLACES):
+            raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
         if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:
             raise ConfigError(f"snapshot_minutes is {self.snapshot_minutes}; it must be > 0")
 
@@ -160,7 +164,8 @@ class TrainingRun:
         self._device = choose_device(options.device, ranks.local_rank)
         self._saved = self._find_saved()
         progress = self._first_progress()
-        self._recipe = recipe = options.recipe if self._saved is None else self._saved.state.recipe
+        recipe = options.recipe if self._saved is None else self._saved.state.recipe
+        self._recipe = recipe = replace(recipe, rows=options.rows or recipe.rows)
         self._settings, backbone = self._build_backbone()
         self._restore_rows()
         timed = TimedCluster(cluster)
@@ -172,6 +177,7 @@ class TrainingRun:
             select=selection_of(recipe),
             margin=CosFace(scale=recipe.scale, margin=recipe.margin),
             optimizer=_row_optimizer(recipe),
+            rows=recipe.rows,
             seed=recipe.seed,
             reuse=self._saved is not None,
             sync=ranks.world_size > 1,

@@ -126,19 +126,23 @@ class Hosting:
 
         if not table.surely_takes(gradients.largest, lr=lr, scale=scale):
             self._side_by_side(check, gradients.chunks)
-        if table.spec.num_rows is None or table.num_present < rows.num_owned:
+        if table.spec.num_rows is None:  # at once, or each chunk would be promised the same room
+            table.make_room(np.concatenate([gradients.ids(chunk) for chunk in gradients.chunks]))
+        elif table.num_present < rows.num_owned:
             for chunk in gradients.chunks:
                 table.make_room(gradients.ids(chunk))
+        table.make_room_to_keep(gradients.num_rows)
         before_changes()
         try:
             created = sum(self._side_by_side(apply, gradients.chunks))
             table.end_step(lr=lr)
             return created
         except Exception as error:
-            raise InternalError(
+            table.torn = (
                 f"an update of table {table.spec.name!r} that had been checked was refused half-way ({error!r}): some "
-                "of its rows changed; go back to a snapshot"
-            ) from error
+                "of its rows changed, and it is neither read nor written any more; go back to a snapshot"
+            )
+            raise InternalError(table.torn) from error
 
     def _rows(self, table: RowTable) -> ShardRows:
         return ShardRows(table, self._owned_buckets, self._side_by_side)

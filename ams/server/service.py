@@ -62,8 +62,10 @@ REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _REPLY_OVERHEAD_BYTES = 1024
-_WriteHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | shard_pb2.UpdateHostedRequest
-_TableHeader = _WriteHeader | shard_pb2.PullRequest | shard_pb2.ComputeHostedRequest
+_HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
+_SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
+"""Of requests that may come in parts."""
+_TableHeader = _SplitHeader | shard_pb2.PullRequest
 
 
 class ShardService:
@@ -181,7 +183,10 @@ class ShardService:
         """Let a hosted model compute."""
         header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedRequest)
         self._spec(header)
-        future = self.shard.run(codec.context_from_pb(header.context), hosted.compute_from(header, raw.get(15)))
+        whole, is_whole = self._whole_data(header, raw.get(15))
+        if not is_whole:
+            return shard_pb2.ComputeHostedReply(incomplete=True).SerializeToString()
+        future = self.shard.run(codec.context_from_pb(header.context), hosted.compute_from(header, whole))
         reply = hosted.compute_reply(await_reply(future, servicer_context))
         if len(reply) > self._max_message_bytes:
             raise MessageTooLarge(
@@ -194,14 +199,10 @@ class ShardService:
         """Let a hosted model update its rows."""
         header, raw = framing.decode_framed(data, shard_pb2.UpdateHostedRequest)
         self._spec(header)
-        given = raw.get(15)
-        if header.HasField("part"):
-            piece = np.frombuffer(given if given is not None else b"", np.uint8)
-            whole = self._whole(header, (np.empty(0, np.int64), piece))
-            if whole is None:
-                return shard_pb2.WriteReply(incomplete=True).SerializeToString()
-            given = whole[1].data
-        future = self.shard.run(codec.context_from_pb(header.context), hosted.update_from(header, given))
+        whole, is_whole = self._whole_data(header, raw.get(15))
+        if not is_whole:
+            return shard_pb2.WriteReply(incomplete=True).SerializeToString()
+        future = self.shard.run(codec.context_from_pb(header.context), hosted.update_from(header, whole))
         return _encoded(await_reply(future, servicer_context))
 
     def describe(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
@@ -259,12 +260,20 @@ class ShardService:
         self.shard.check_fence(codec.context_from_pb(header.context))
         return self.shard.spec(header.table)
 
-    def _whole(self, header: _WriteHeader, payload: Payload) -> Payload | None:
+    def _whole(self, header: _SplitHeader, payload: Payload) -> Payload | None:
         if not header.HasField("part"):
             return payload
         failpoints.reach("shard.parts.before")
         context = codec.context_from_pb(header.context)
         return self._parts.add(context, header.part.index, header.part.count, payload)
+
+    def _whole_data(self, header: _HostedHeader, data: memoryview | None) -> tuple[memoryview | None, bool]:
+        """(the data of all parts, True), or (None, False) while some are missing."""
+        if not header.HasField("part"):
+            return data, True
+        piece = np.frombuffer(data if data is not None else b"", np.uint8)
+        whole = self._whole(header, (np.empty(0, np.int64), piece))
+        return (None, False) if whole is None else (whole[1].data, True)
 
     def _check_reply(self, num_ids: int, bytes_per_id: int) -> None:
         size = num_ids * bytes_per_id + _REPLY_OVERHEAD_BYTES

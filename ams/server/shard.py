@@ -502,9 +502,12 @@ class Shard:
 
     def _table(self, name: str) -> _Table:
         try:
-            return self._tables[name]
+            table = self._tables[name]
         except KeyError:
             raise self._no_table(name) from None
+        if table.rows.torn:
+            raise InternalError(table.rows.torn)
+        return table
 
     def _no_table(self, name: str) -> TableNotFound:
         known = ", ".join(map(repr, self._specs)) or "none"

@@ -126,6 +126,8 @@ class RowTable:
         self.spec = spec
         self.kept_as = ""
         """Snapshot that holds every row but those written since; empty: none does. Set by who freezes and restores."""
+        self.torn = ""
+        """Why its rows are of no one moment, if a write was cut off; else empty. Set by who writes in pieces."""
         self._store = _store(spec, owned, threads, window)
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 
@@ -249,6 +251,10 @@ class RowTable:
             self._store.make_room(ids)
         except ops.Refused as refused:
             self._refuse(refused, ids)
+
+    def make_room_to_keep(self, count: int) -> None:
+        """Reserve what a freeze under way takes to keep ``count`` rows that are written. Raises MemoryError."""
+        self._store.make_room_to_keep(count)
 
     def _checked_factors(self, lr: float | None, scale: float) -> float:
         """Return the learning rate. Raises InvalidArgument."""

@@ -127,13 +127,11 @@ class GrpcCarrier:
             case Push() | Assign():
                 return self._write(context, request, timeout_seconds, alone=alone)
             case ComputeHosted():
-                data = hosted.compute_request(context, request)
-                return self._call("ComputeHosted", data, timeout_seconds, hosted.computed_from, alone=alone)
+                messages = hosted.compute_parts(context, request, self._part_bytes)
+                return self._in_parts("ComputeHosted", messages, timeout_seconds, hosted.computed_from, alone=alone)
             case UpdateHosted():
                 messages = hosted.update_parts(context, request, self._part_bytes)
-                whole = alone and len(messages) == 1
-                parts = [self._call("UpdateHosted", one, timeout_seconds, _done, alone=whole) for one in messages]
-                return parts[0] if len(parts) == 1 else _joined(parts)
+                return self._in_parts("UpdateHosted", messages, timeout_seconds, _done, alone=alone)
             case CreateTable():
                 create = shard_pb2.CreateTableRequest(
                     context=codec.context_to_pb(context), spec=codec.spec_to_pb(request.spec)
@@ -240,6 +238,19 @@ class GrpcCarrier:
         call.add_done_callback(lambda call: settle(call.result))
         return future
 
+    def _in_parts(
+        self,
+        method: str,
+        messages: list[bytes],
+        timeout_seconds: float | None,
+        decode: Callable[[bytes], Reply],
+        *,
+        alone: bool,
+    ) -> Future[Reply]:
+        whole = alone and len(messages) == 1
+        parts = [self._call(method, one, timeout_seconds, decode, alone=whole) for one in messages]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         row_bytes = pull.out.shape[1] * pull.out.itemsize
         parts = []
@@ -344,11 +355,11 @@ def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
         if error is not None:
             joint.set_exception(error)
             return
-        complete = [reply for reply in gathered.result() if not reply.incomplete]
+        complete = [one for one in gathered.result() if not (isinstance(one, Done) and one.incomplete)]
         if complete:
             joint.set_result(complete[-1])
         else:
-            joint.set_exception(AttemptFailed("the shard kept all parts of a write and waits for more"))
+            joint.set_exception(AttemptFailed("the shard kept all parts of a request and waits for more"))
 
     gather(parts).add_done_callback(finished)
     return joint

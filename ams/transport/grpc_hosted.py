@@ -6,6 +6,7 @@ Every length, type and count in a header is held against the bytes that came bef
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from geartrain.ams.messages import (
     CallContext,
     Computed,
     ComputeHosted,
+    Done,
     HostedInputs,
     UpdateHosted,
 )
@@ -40,8 +42,8 @@ _TYPES: dict[np.dtype[Any], shard_pb2.ArrayType.ValueType] = {
 _DTYPES = {code: dtype for dtype, code in _TYPES.items()}
 
 
-def compute_request(context: CallContext, request: ComputeHosted) -> bytes:
-    """Encode a request to compute."""
+def compute_parts(context: CallContext, request: ComputeHosted, part_bytes: int) -> list[bytes]:
+    """Encode a request to compute as one message, or as the parts of one where its data exceed ``part_bytes``."""
     header = shard_pb2.ComputeHostedRequest(
         context=codec.context_to_pb(context),
         table=request.table,
@@ -50,7 +52,10 @@ def compute_request(context: CallContext, request: ComputeHosted) -> bytes:
         inputs=[_inputs_to_pb(one) for one in request.inputs],
         required_sync=codec.group_to_pb(request.required_sync),
     )
-    return framing.encode_framed(header, [(15, _data(request.inputs))])
+    data = _data(request.inputs)
+    if len(data) > part_bytes:
+        header.context.stream = uuid.uuid4().hex  # it is no write, which would have a name
+    return _in_parts(header, data, part_bytes)
 
 
 def compute_from(header: shard_pb2.ComputeHostedRequest, raw: memoryview | None) -> ComputeHosted:
@@ -70,9 +75,11 @@ def compute_reply(computed: Computed) -> bytes:
     return framing.encode_framed(header, [(15, _joined(computed.arrays.values()))])
 
 
-def computed_from(data: bytes) -> Computed:
-    """Decode what was computed. Raises ProtocolError, InvalidArgument, InvalidRows."""
+def computed_from(data: bytes) -> Computed | Done:
+    """Decode what was computed, or that parts are missing. Raises ProtocolError, InvalidArgument, InvalidRows."""
     header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedReply)
+    if header.incomplete:
+        return Done(incomplete=True)
     reader = _Reader(raw.get(15))
     arrays = reader.arrays(header.arrays)
     reader.finish()
@@ -90,7 +97,12 @@ def update_parts(context: CallContext, request: UpdateHosted, part_bytes: int) -
         scale=request.scale,
         group=codec.group_to_pb(request.group),
     )
-    data = _data(request.inputs)
+    return _in_parts(header, _data(request.inputs), part_bytes)
+
+
+def _in_parts(
+    header: shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest, data: npt.NDArray[np.uint8], part_bytes: int
+) -> list[bytes]:
     count = max(1, math.ceil(len(data) / part_bytes))
     messages = []
     for index in range(count):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
-from geartrain.ams.hosted_calls import HostedCalls
 from geartrain.ams.messages import HostedInputs, SyncGroup
 from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids
@@ -29,6 +29,7 @@ from geartrain.bridge.heads.gradients import RowGradient, Writer
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, Selection
 from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.heads.tables import HeadCalls
 from geartrain.bridge.hosted.class_head import FORWARD, SQUARED_NORM
 
 _BYTES_PER_NUMBER = 8
@@ -45,7 +46,7 @@ class Chosen:
     labels: Ids
     """Of all samples of all ranks."""
 
-    def inputs(self, calls: HostedCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
+    def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
         shards = range(calls.view.num_shards)
         if isinstance(self.select, FullSoftmax):
@@ -53,11 +54,16 @@ class Chosen:
         if isinstance(self.select, PartialFC):
             more = {} if len(self.labels) == len(labels_B) else {"batch_labels": self.labels}
             return self.select.seed, {"sample_rate": self.select.sample_rate}, [more for _ in shards]
-        ids = self.select.select(self.labels, self.num_classes, self.step).ids
+        ids = self._ids
         routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
         none = np.empty(0, np.int64)
         mine = [ids if len(shards) == 1 else ids[routes.get(shard, none)] for shard in shards]
         return 0, {}, [{"active": part} for part in mine]
+
+    @cached_property
+    def _ids(self) -> Ids:
+        """The active classes, chosen once: the graph may be exchanged before the update, which must be of the same."""
+        return self.select.select(self.labels, self.num_classes, self.step).ids
 
 
 class HostedRows:
@@ -65,7 +71,7 @@ class HostedRows:
 
     def __init__(
         self,
-        calls: HostedCalls,
+        calls: HeadCalls,
         features: Tensor,
         labels_B: Ids,
         margin: CombinedMargin | None,
@@ -195,7 +201,7 @@ class HostedGradient:
     under the old log-sum-exp.
     """
 
-    def __init__(self, calls: HostedCalls, pending: list[_Pending]) -> None:
+    def __init__(self, calls: HeadCalls, pending: list[_Pending]) -> None:
         self._calls = calls
         self._pending = pending
         self._prepared = False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geartrain.bridge.heads.batch import LOG2_E, Batch
 from geartrain.bridge.heads.rank_link import RankLink
-from geartrain.bridge.heads.softmax import OnlineSoftmax, through_normalisation
+from geartrain.bridge.heads.softmax import OnlineSoftmax, shift_beside_target, through_normalisation
 
 
 class RankSoftmax(OnlineSoftmax):
@@ -41,6 +41,7 @@ class RankSoftmax(OnlineSoftmax):
         cos_B = (batch.features_BD * self._target_rows_BD).sum(1)
         joint = link.sum(torch.stack([sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]))
         sum_B, cos_B = joint[0], joint[1].to(cos_B.dtype)
+        shift_B, highest_B = shift_beside_target(shift_B, sum_B), shift_beside_target(highest_B, sum_B)
         if batch.margin is None:
             target_B, slope_B = cos_B, torch.ones_like(cos_B)
         else:

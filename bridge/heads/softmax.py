@@ -62,6 +62,7 @@ class OnlineSoftmax:
             target_B, slope_B = batch.margin.target(cos_B)
         shift_B, sum_B, weighted_BD = self._joint()
         target2_B = target_B * LOG2_E
+        shift_B = shift_beside_target(shift_B, sum_B)
         highest_B = torch.maximum(shift_B, target2_B)
         total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
         batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
@@ -86,6 +87,14 @@ class OnlineSoftmax:
             if first.weighted_BD is not None and part.weighted_BD is not None:
                 first.weighted_BD += part.weighted_BD
         return shift_B, first.sum_B, first.weighted_BD
+
+
+def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
+    """The shift [B] that sums have; below every logit where only the target is active, which may itself lie far below.
+
+    Where exponents are not shifted, 0 would be above such a target, whose exponential might then vanish beside it.
+    """
+    return torch.where(sum_B == 0, _NO_LOGIT, shift_B)
 
 
 def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:

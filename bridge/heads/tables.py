@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.hosted_calls import HostedCalls
-from geartrain.ams.messages import Done, SyncGroup
+from geartrain.ams.hosted_calls import InputsOfShard
+from geartrain.ams.messages import Arrays, Done, SyncGroup
 from geartrain.ams.specs import DTYPES, Ids, Initializer, RowOptimizerSpec, TableSpec
+from geartrain.ams.transport.carrier import ClusterView
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -52,6 +53,30 @@ class ReadableTable(Protocol):
         ...
 
 
+class HeadCalls(Protocol):
+    """The part of ``geartrain.ams.hosted_calls.HostedCalls`` that heads use."""
+
+    @property
+    def part_bytes(self) -> int:
+        """What the inputs of one call, and its answer, should not exceed."""
+        ...
+
+    @property
+    def view(self) -> ClusterView:
+        """The shards, and which buckets are whose."""
+        ...
+
+    def compute(self, operation: str, inputs: InputsOfShard, *, required_sync: SyncGroup | None = None) -> list[Arrays]:
+        """What the model makes of the inputs on each shard."""
+        ...
+
+    def prepare_update(
+        self, inputs: InputsOfShard, *, lr: float | None = None, scale: float = 1.0, group: SyncGroup | None = None
+    ) -> HeadWrite:
+        """Number an update; nothing travels yet."""
+        ...
+
+
 class HeadTable(ReadableTable, Protocol):
     """The part of ``geartrain.ams.client.Table`` that heads use."""
 
@@ -71,7 +96,7 @@ class HeadTable(ReadableTable, Protocol):
         """
         ...
 
-    def hosted(self, model: str) -> HostedCalls:
+    def hosted(self, model: str) -> HeadCalls:
         """The way to a hosted model beside the rows."""
         ...
 

@@ -11,7 +11,8 @@ from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
-from geartrain.hosting import hosted_models, local
+from geartrain.bridge.hosted.models import hosted_models
+from geartrain.hosting import local
 
 QUICK = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)
 

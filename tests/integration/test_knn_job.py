@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from rich.console import Console
-from safetensors.torch import load_file
 
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.storage.snapshot_folder import list_snapshots
@@ -24,12 +18,12 @@ from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.state import state_from_bytes
 from geartrain.cli_worker import app
 from geartrain.workers import job, jobs, loop
-from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job_state import JobState
 from geartrain.workers.loop import Phases
 from geartrain.workers.recipe import Recipe
 from geartrain.workers.run import JobOptions
 from geartrain.workers.selections import GraphLines, selection_of
+from tests.integration.small_job import draw_images, rows_of, stop_after, train
 from tests.unit.bridge.plain_graph import use_plain_graphs
 
 CLASSES = 10
@@ -58,50 +52,20 @@ def small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    for number in range(CLASSES):
-        folder = tmp_path / "images" / f"class-{number}"
-        folder.mkdir(parents=True)
-        pattern = random.integers(0, 200, (32, 32), np.uint8)
-        for copy in range(4):
-            noise = random.integers(0, 50, (32, 32), np.uint8)
-            Image.fromarray(pattern + noise).save(folder / f"{copy}.png")
-    return tmp_path / "images"
-
-
-def train(out: Path, images: Path, said: io.StringIO, **changes: object) -> JobOptions:
-    look = Preprocessing(kind="photo", size=32, channels=1)
-    options = replace(JobOptions(out=out, recipe=RECIPE, preprocessing=look, device="cpu"), **changes)  # type: ignore[arg-type]
-    jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=said, width=200))
-    return options
-
-
-def stop_after(steps: int) -> Callable[[], object]:
-    """In the place of ``interruption``: told to stop when so many steps are done."""
-
-    @contextmanager
-    def interruption() -> Iterator[Callable[[], bool]]:
-        asked = count()
-        yield lambda: next(asked) >= steps
-
-    return interruption
-
-
-def rows_of(run: Path) -> torch.Tensor:
-    return load_file(run / "model" / "centers.safetensors")["centers"]
+    return draw_images(tmp_path / "images", CLASSES)
 
 
 def test_a_stopped_job_goes_on_with_the_graph_it_had(
     tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = io.StringIO()
-    train(tmp_path / "whole", images, said)
+    train(tmp_path / "whole", images, said, RECIPE)
     assert said.getvalue().count(f"Graph of {CLASSES} classes built in") == 3
 
     in_two = tmp_path / "in-two"
     with monkeypatch.context() as told:
         told.setattr(job, "interruption", stop_after(6))
-        train(in_two, images, io.StringIO())
+        train(in_two, images, io.StringIO(), RECIPE)
     newest = list_snapshots(in_two / "snapshots")[0].snapshot
     assert newest is not None
     state = JobState.read(newest)
@@ -109,14 +73,14 @@ def test_a_stopped_job_goes_on_with_the_graph_it_had(
     assert state.graph is not None and state_from_bytes(state.graph)["step"] == 4
 
     resumed = io.StringIO()
-    train(in_two, images, resumed, resume=True)
+    train(in_two, images, resumed, RECIPE, resume=True)
     assert resumed.getvalue().count("classes built in") == 1  # that of step 8 alone
     torch.testing.assert_close(rows_of(in_two), rows_of(tmp_path / "whole"), rtol=0, atol=0)
 
 
 def test_a_new_pass_over_the_data_renews_the_graph(tmp_path: Path, images: Path) -> None:
     said = io.StringIO()
-    train(tmp_path / "run", images, said, recipe=replace(RECIPE, rebuild="epoch"))
+    train(tmp_path / "run", images, said, replace(RECIPE, rebuild="epoch"))
     # 30 images, 8 a step: steps 4, 8 and 12 are the first to begin in another epoch, and 12 is not trained.
     assert said.getvalue().count("classes built in") == 3
 

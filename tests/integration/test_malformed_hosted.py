@@ -9,17 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, InvalidArgument, InvalidIds, InvalidRows, NonFinite, ProtocolError
 from geartrain.ams.messages import CallContext, Computed, ComputeHosted, HostedInputs, UpdateHosted
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
+from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.heads.margins import CosFace
+from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.hosting import local
 from tests.integration.conftest import ServedCluster
 
 NUM_ROWS, DIM = 6000, 4
@@ -54,14 +60,19 @@ def require_equal(found: Any, wanted: Any) -> None:
 def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs], part_bytes: int) -> None:
     compute = ComputeHosted(table="t", model="m", operation="o", inputs=tuple(inputs))
     update = UpdateHosted(table="t", model="m", inputs=tuple(inputs), lr=0.5, scale=2.0)
-    header, raw = framing.decode_framed(hosted.compute_request(CallContext(), compute), shard_pb2.ComputeHostedRequest)
+    asked = [
+        framing.decode_framed(one, shard_pb2.ComputeHostedRequest)
+        for one in hosted.compute_parts(CallContext(), compute, part_bytes)
+    ]
     pieces = [
         framing.decode_framed(one, shard_pb2.UpdateHostedRequest)
         for one in hosted.update_parts(CallContext(), update, part_bytes)
     ]
-    data = b"".join(bytes(raw[15]) for _, raw in pieces)
+    assert len(asked) == len(pieces) and len({header.context.stream for header, _ in asked}) == 1
+    data = b"".join(bytes(raw.get(15) or b"") for _, raw in pieces)
+    assert data == b"".join(bytes(raw.get(15) or b"") for _, raw in asked)
     for decoded, sent in (
-        (hosted.compute_from(header, raw.get(15)), compute),
+        (hosted.compute_from(asked[-1][0], memoryview(data)), compute),
         (hosted.update_from(pieces[-1][0], memoryview(data)), update),
     ):
         assert replace(decoded, inputs=()) == replace(sent, inputs=())  # type: ignore[type-var]
@@ -69,7 +80,9 @@ def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs],
             assert replace(mine, arrays={}) == replace(its, arrays={})
             require_equal(mine.arrays, its.arrays)
     for one in inputs:
-        require_equal(hosted.computed_from(hosted.compute_reply(Computed(arrays=one.arrays))).arrays, one.arrays)
+        computed = hosted.computed_from(hosted.compute_reply(Computed(arrays=one.arrays)))
+        assert isinstance(computed, Computed)
+        require_equal(computed.arrays, one.arrays)
 
 
 @settings(max_examples=150, deadline=None)
@@ -188,3 +201,26 @@ def test_operations_and_tables_that_are_not_there_are_named(cluster_of_two: Clus
         table.hosted("class_head").compute("forward", lambda _: inputs)
     with pytest.raises(InvalidArgument, match="no model 'mlp'; it hosts 'class_head'"):
         table.hosted("mlp").compute("forward", lambda _: inputs)
+
+
+def test_the_norm_of_more_than_a_message_holds_is_that_of_one_shard_in_this_process() -> None:
+    norms = []
+    for rows in ("served", "embedded"):
+        with contextlib.ExitStack() as stack:
+            if rows == "served":
+                served = ServedCluster(2)
+                stack.callback(served.stop)
+                config = ClientConfig(part_bytes=64 << 10, max_message_bytes=2 << 20)
+                cluster = stack.enter_context(connect(served.address, config=config))
+            else:
+                cluster = stack.enter_context(local())
+            head = ClassHead(cluster, "t", num_classes=50, dim=128, margin=CosFace(8), rows="hosted")
+            optimizer = RowOptimizer(head)
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(seed)
+                features = torch.randn(3000, 128, generator=generator)  # 3 MB in two batches
+                head(features, torch.randint(50, (3000,), generator=generator)).backward()
+            norms.append(float(optimizer.clip_grad_norm_(1.0)))
+            optimizer.step()
+            assert head.step == 1
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0

@@ -4,6 +4,7 @@
 // lie. So the moment itself costs a bit per position, a push pays for the rows it touches, and nothing stops for long.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -41,6 +42,13 @@ class FrozenRows {
   }
   bool is_only_in_place(int64_t position) const {
     return position / 64 < static_cast<int64_t>(in_place_.size()) && has_bit(in_place_, position);
+  }
+
+  // How many of the members are in place alone, and may still have to be kept.
+  int64_t only_in_place() const {
+    int64_t count = 0;
+    for (uint64_t word : in_place_) count += std::popcount(word);
+    return count;
   }
 
   // Makes room to keep `count` items. Throws std::bad_alloc, and then nothing has changed.

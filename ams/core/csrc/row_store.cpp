@@ -263,6 +263,11 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
   reserve(missing);
 }
 
+void RowStore::make_room_to_keep(int64_t count) {
+  std::unique_lock lock(mutex_);
+  if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
+}
+
 int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale,
                        bool ends_step) {
   DefaultFloatMode float_mode;

@@ -53,6 +53,8 @@ class RowStore {
   bool surely_takes(float largest, float lr, float scale) const;
   // Reserves the memory of those rows that are not there.
   void make_room(const int64_t* ids, int64_t count);
+  // Reserves what writes to `count` rows take beside them: a freeze under way keeps what they were.
+  void make_room_to_keep(int64_t count);
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows);
 

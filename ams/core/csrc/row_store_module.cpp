@@ -156,6 +156,7 @@ void bind_row_store(nb::module_& m) {
            nb::arg("lr"), nb::arg("scale"))
       .def("surely_takes", &RowStore::surely_takes, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
+      .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
       .def("freeze", &freeze, nb::arg("only_touched"))
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),

@@ -170,7 +170,7 @@ Global___PullReply: _TypeAlias = PullReply  # noqa: Y015
 
 @_typing.final
 class Part(_message.Message):
-    """One of several messages that carry a write too large for one. Applied when all are there."""
+    """One of several messages that carry a request too large for one. Applied, or answered, when all are there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -411,6 +411,7 @@ class ComputeHostedRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     table: _builtins.str
@@ -430,6 +431,12 @@ class ComputeHostedRequest(_message.Message):
     def required_sync(self) -> _types_pb2.SyncGroup:
         """Answer only if exactly the writes before required_sync.sequence are applied."""
 
+    @_builtins.property
+    def part(self) -> Global___Part:
+        """Absent: this message is the whole request. Each part has all of the header and its piece of the data; a
+        context.stream that no other call has says which parts belong together.
+        """
+
     def __init__(
         self,
         *,
@@ -439,12 +446,13 @@ class ComputeHostedRequest(_message.Message):
         operation: _builtins.str = ...,
         inputs: _abc.Iterable[Global___HostedInputs] | None = ...,
         required_sync: _types_pb2.SyncGroup | None = ...,
+        part: Global___Part | None = ...,
         padding: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part", "required_sync", b"required_sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "inputs", b"inputs", "model", b"model", "operation", b"operation", "padding", b"padding", "required_sync", b"required_sync", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "inputs", b"inputs", "model", b"model", "operation", b"operation", "padding", b"padding", "part", b"part", "required_sync", b"required_sync", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,8 +463,11 @@ class ComputeHostedReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ARRAYS_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    incomplete: _builtins.bool
+    """Only a part of the request has arrived: nothing is computed yet, and another part gets the answer."""
     padding: _builtins.bytes
     """Ignored. Lets the sender put the raw bytes at an aligned address."""
     data: _builtins.bytes
@@ -467,12 +478,13 @@ class ComputeHostedReply(_message.Message):
         self,
         *,
         arrays: _abc.Iterable[Global___HostedArray] | None = ...,
+        incomplete: _builtins.bool = ...,
         padding: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "data", b"data", "padding", b"padding"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "data", b"data", "incomplete", b"incomplete", "padding", b"padding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ from geartrain.ams.errors import InvalidArgument, InvalidIds, NonFinite
 from geartrain.ams.server import hosting
 from geartrain.ams.specs import SGD, Constant, Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.knn_selection import KNNSoftmax
+from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.margins import ArcFace, CosFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
@@ -201,6 +201,29 @@ def test_a_selection_without_a_rule_tells_each_shard_its_ids() -> None:
             found.append(float(loss.detach()))
         assert found[1] == pytest.approx(found[0], rel=1e-5)
         same_rows(heads)
+
+
+def test_an_update_is_of_the_classes_that_the_loss_was_of() -> None:
+    with local(2) as cluster:
+        heads = both(cluster, select=KNNSoftmax(active=0.01, k=8))
+        for head in heads:
+            head(*batch()).backward()
+            before = head.weights()
+            moved = torch.from_numpy(np.random.default_rng(1).normal(size=(CLASSES, DIM)).astype(np.float32))
+            head.table.assign(np.arange(CLASSES), moved.numpy())
+            head.rebuild_graph()  # other neighbours now
+            head.table.assign(np.arange(CLASSES), before.numpy())
+            RowOptimizer(head).step()
+        same_rows(heads)
+
+
+def test_a_batch_of_many_labels_is_counted_once() -> None:
+    config = ClientConfig(part_bytes=64 << 10)
+    with local(2, config=config) as cluster:
+        for head in both(cluster, select=KNNSoftmax(active=0.01, k=8)):
+            head(*batch(1300)).backward()
+            RowOptimizer(head).step()
+            assert isinstance(head.select, KNNSelection) and head.select.enlarged == 1
 
 
 def test_shards_without_the_model_say_so() -> None:

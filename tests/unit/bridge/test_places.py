@@ -27,6 +27,7 @@ from geartrain.bridge.heads.knn_selection import KNNSoftmax
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.heads.selection import ActiveClasses, FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.hosting import local as hosting_cluster
 from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.reference import plain_gradients
 
@@ -264,3 +265,26 @@ def test_rows_on_ranks_refuse_a_state_of_another_step() -> None:
     state = {"_extra_state": {**head.get_extra_state(), "step": 3}}
     with pytest.raises(SpecMismatch, match=r"step 3, these rows that of step 0; .* restore\(\)"):
         head.load_state_dict(state)
+
+
+@pytest.mark.parametrize("place", ["pull", "hosted", "ranks"])
+def test_a_class_that_is_alone_has_no_loss_however_far_below_its_logit_is(place: str) -> None:
+    with hosting_cluster(2) as cluster:
+        head = ClassHead(
+            None if place == "ranks" else cluster,
+            "alone",
+            num_classes=1,
+            dim=4,
+            select=FullSoftmax(),
+            margin=CombinedMargin(64.0, 4.0, 0.2, 0.1),
+            initializer=INITIAL,
+            rows=place,
+        )
+        features = (-head.weights().repeat(3, 1)).requires_grad_()  # the margin puts their logit near -500
+        before = head.weights()
+        loss = head(features, torch.zeros(3, dtype=torch.int64))
+        loss.backward()
+        RowOptimizer(head).step()
+        assert features.grad is not None
+        assert float(loss.detach()) == 0 and not features.grad.any()
+        assert torch.equal(head.weights(), before)

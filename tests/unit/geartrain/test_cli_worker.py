@@ -45,6 +45,7 @@ def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
         "select",
         "neighbours",
         "rebuild",
+        "rows",
         "row_momentum",
         "row_momentum_untouched",
     }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import InvalidArgument, NonFinite, RankMissing, ShardUnavailable, StepMismatch
+from geartrain.ams.errors import InternalError, InvalidArgument, NonFinite, RankMissing, ShardUnavailable, StepMismatch
 from geartrain.ams.hosted import Gradients, HostedRows
 from geartrain.ams.messages import (
     Arrays,
@@ -17,6 +21,8 @@ from geartrain.ams.messages import (
     ComputeHosted,
     CreateTable,
     Done,
+    DropTable,
+    Freeze,
     HostedInputs,
     Pull,
     Push,
@@ -144,6 +150,89 @@ def test_gradients_with_a_known_bound_are_made_once(model: Add) -> None:
     finally:
         shard.close()
     assert model.made == 5  # chunks of the 4,500 rows
+
+
+def test_an_update_that_was_cut_off_is_not_made_again_on_top_of_itself(
+    model: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "HELD_BYTES", 0)
+    model.largest = 5.0
+    shard = make_shard(model, threads=1)
+    try:
+        made = model.gradients
+
+        def fails_late(rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
+            def make(start: int) -> Any:
+                if start:
+                    raise MemoryError("no room for a chunk")
+                return gradients.make(start)
+
+            gradients = made(rows, inputs)
+            return replace(gradients, make=make)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(model, "gradients", fails_late)
+            with pytest.raises(InternalError, match=r"half-way.*no room for a chunk"):
+                ask(shard, update(1.0), WRITE)
+        torn: list[Request] = [update(1.0), Pull(table="t", ids=np.array([1]), out=np.empty((1, DIM), np.float32))]
+        for request in [*torn, Freeze(snapshot_id="s")]:
+            with pytest.raises(InternalError, match="go back to a snapshot"):
+                ask(shard, request, WRITE)
+        ask(shard, DropTable(table="t"))
+        ask(shard, CreateTable(spec=SPEC))
+        ask(shard, update(1.0), CallContext(stream="s", sequence=2))
+        assert (rows(shard) == -1).all()
+    finally:
+        shard.close()
+
+
+ROOM = """
+import resource
+import sys
+
+import numpy as np
+
+sys.path.insert(0, {root!r})
+from geartrain.ams.server import hosting
+from geartrain.ams.server.hosting import Hosting
+from geartrain.ams.specs import SGD, Constant, TableSpec
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.errors import GeartrainError
+from tests.unit.server import test_hosting as tests
+
+hosting.HELD_BYTES = 0
+tests.CHUNK, tests.DIM = 1000, 512
+spec = TableSpec(name="t", dim=512, optimizer=SGD(1.0), num_rows=100_000, initializer=Constant(0))
+table = RowTable(spec, np.arange(4096))
+model = tests.Add(largest=5.0)
+host = Hosting({{"add": model}}, np.arange(4096), threads=1)
+host.update(table, tests.update(1.0), lambda: None)
+table.freeze()
+with open("/proc/self/statm") as file:
+    now = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (100 << 20), -1))  # half of what the freeze may have to keep
+try:
+    host.update(table, tests.update(1.0), lambda: print("changing"))
+except MemoryError:
+    print("no room")
+except GeartrainError as error:
+    print(error)
+out = np.empty((100_000, 1), np.float32)
+for start in range(0, 100_000, 1000):
+    part = np.empty((1000, 512), np.float32)
+    table.pull(np.arange(start, start + 1000), part)
+    out[start : start + 1000] = part[:, :1]
+print(np.unique(out))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_freeze_that_has_no_room_for_an_update_stops_it_before_it_begins() -> None:
+    root = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", ROOM.format(root=root)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split("\n")[:2] == ["no room", "[-1.]"], done.stdout + done.stderr
 
 
 def test_a_shard_that_may_be_anothers_changes_nothing(model: Add) -> None:
