@@ -22,6 +22,7 @@ import torch
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.beside import begin_beside
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.tables import HeadTable
@@ -165,10 +166,11 @@ class KNNSelection:
         self._install(_from_first(self._ranks, build), building.step)
 
     def cancel(self) -> None:
-        """End a build in the background; the graph in use stays. Every rank calls it."""
+        """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
+            self._is_due = True
 
     def state(self) -> dict[str, Any]:
         """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
@@ -244,7 +246,7 @@ class KNNSelection:
         self._pending = building = _Building(self._step())
         if self._ranks is None or self._ranks.rank == 0:
             arguments = (self._table, self.settings.k, self.on_progress)
-            threading.Thread(target=building.run, args=arguments, name="geartrain-graph", daemon=True).start()
+            begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
 
     def _take_finished(self) -> None:
         """Use what was built beside the training, if rank 0 has it."""
