@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.bridge.heads import knn_selection
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.optimizer import RowOptimizer
