@@ -23,6 +23,7 @@ import torch
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.beside import begin_beside
 from geartrain.bridge.heads.rank_graph import FrozenRows, RankGraphs
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.rank_table import RankTable
@@ -177,10 +178,11 @@ class KNNSelection:
         return TableRows(self._table) if self._on_ranks is None else self._on_ranks.freeze()
 
     def cancel(self) -> None:
-        """End a build in the background; the graph in use stays. Every rank calls it."""
+        """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
+            self._is_due = True
 
     def state(self) -> dict[str, Any]:
         """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
@@ -256,7 +258,7 @@ class KNNSelection:
         self._pending = building = _Building(self._step())
         if self._ranks is None or self._ranks.rank == 0 or self._on_ranks is not None:
             arguments = (self._rows(), self.settings.k, self.on_progress)
-            threading.Thread(target=building.run, args=arguments, name="geartrain-graph", daemon=True).start()
+            begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
 
     def _take_finished(self) -> None:
         """Use what was built beside the training, if those who build have it."""
