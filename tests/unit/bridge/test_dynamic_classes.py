@@ -18,6 +18,7 @@ from geartrain.ams.specs import Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.margins import CosFace
+from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
@@ -150,6 +151,24 @@ def test_a_retired_class_is_refused_as_label_never_predicted_and_still_readable(
         head.predict(before[gone], k=48)
     train(head, 2)
     assert torch.equal(head.weights(gone), before[gone])
+
+
+def test_a_retired_class_keeps_no_momentum(cluster: Any) -> None:
+    head = make_head(cluster, optimizer=SparseMomentum(lr=0.3, momentum=0.9))
+    train(head, 2)
+    gone = torch.tensor([4, 5])
+    head.retire_classes(gone)
+    before = head.weights()
+    head.table.push(torch.tensor([4, 5, 6]), torch.zeros(3, DIM))  # type: ignore[attr-defined]
+    assert torch.equal(head.weights(gone), before[gone])
+    assert not torch.equal(head.weights(torch.tensor([6])), before[6:7])
+    alone = make_head(None, "ranks")
+    train(alone, 2)
+    alone.retire_classes(gone)
+    assert isinstance(alone.table, RankTable)
+    assert alone.table.slots_LD is not None
+    assert not alone.table.slots_LD[gone].any()
+    assert alone.table.slots_LD[6].any()
 
 
 @pytest.mark.parametrize("rows", PLACES)
