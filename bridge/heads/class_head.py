@@ -19,10 +19,12 @@ from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimize
 from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.storage.snapshot_store import Place
 from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
+from geartrain.bridge.heads.class_changes import add_classes, retire_classes
 from geartrain.bridge.heads.cluster_place import ClusterPlace
 from geartrain.bridge.heads.head_loss import head_loss
 from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import ArcFace, Margin
 from geartrain.bridge.heads.place import HeadSettings, RowPlace
 from geartrain.bridge.heads.rank_place import RankPlace
@@ -58,6 +60,7 @@ class ClassHead(nn.Module):
         *,
         num_classes: int,
         dim: int,
+        num_living: int | None = None,
         select: FullSoftmax | PartialFC | KNNSoftmax = _DEFAULT_SELECT,
         margin: Margin | None = _DEFAULT_MARGIN,
         optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
@@ -73,6 +76,10 @@ class ClassHead(nn.Module):
         logits_cache_bytes: int = 26 << 20,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
+
+        Of them the first ``num_living`` (all, unless given) live: :meth:`add_classes` and :meth:`retire_classes` change
+        that while training goes on, and every step is over the living ones alone. A row that was never written takes no
+        memory on a shard, so ``num_classes`` may well exceed what is there today.
 
         ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied where
         the rows are, ``dtype`` is the storage type of the rows, ``slot_dtype`` that of their slots, ``initializer`` and
@@ -96,6 +103,7 @@ class ClassHead(nn.Module):
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
+            num_living=num_living,
             dim=dim,
             select=select,
             margin=check_margin(margin),
@@ -150,6 +158,58 @@ class ClassHead(nn.Module):
         return self.table.spec.name
 
     @property
+    def num_living(self) -> int:
+        """How many classes live."""
+        return self._place.living.num_living
+
+    @property
+    def retired(self) -> Tensor:
+        """Ids [N] int64 of the classes that do not live, rising: retired, or never added."""
+        return torch.from_numpy(self._place.living.free_ids(self.num_classes - self.num_living))
+
+    def add_classes(
+        self,
+        num: int,
+        *,
+        rows: Tensor | None = None,
+        examples: Iterable[tuple[Tensor, Tensor]] | None = None,
+        backbone: nn.Module | None = None,
+    ) -> Tensor:
+        """Let ``num`` more classes live, between two steps; return their ids [num] int64, the lowest free ones.
+
+        Their centers are ``rows`` [num, D]; or the unit-length mean features that ``backbone`` gives of ``examples``,
+        pairs (images, labels [N] int64) with labels 0 … num − 1 for the classes to be; or, without either, the initial
+        values of their ids. Momentum is zero. Ids of retired classes are given out again. They take part from the next
+        step on, in the graph of KNN softmax too. With ranks, every rank calls it with equal ``num`` and ``rows`` (its
+        own ``examples``); several workers without a process group each call it, in the same order.
+
+        Costs an assign of the rows, with ranks one exchange; for KNN softmax see :meth:`KNNSelection.follow`. Raises
+        InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
+        SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
+        """
+        ids, living = add_classes(self._place, num, rows, examples, backbone)
+        self._follow(living, ids)
+        return torch.from_numpy(ids)
+
+    def retire_classes(self, ids: Tensor) -> None:
+        """Let the classes ``ids`` [N] int64 take no part any more, between two steps.
+
+        Their labels are refused from then on, no selection chooses them, no softmax sums them, no prediction names
+        them. Their rows stay as they are and readable (:meth:`weights`) until :meth:`add_classes` gives the ids out
+        again; their momentum becomes zero. With ranks every rank calls it. Costs a pull and an assign of the rows.
+
+        Raises InvalidIds (outside the table, twice, not living), InvalidArgument (none would be left, an update
+        pending), SpecMismatch, SyncError.
+        """
+        self._follow(retire_classes(self._place, ids), np.empty(0, np.int64))
+
+    def _follow(self, living: LivingClasses, added: Ids) -> None:
+        self._place.living = living
+        self.row_update.generation += 1
+        if isinstance(self.select, KNNSelection):
+            self.select.follow(living, added)
+
+    @property
     def step(self) -> int:
         """Row updates applied so far; decides, with the seed, which classes are sampled next."""
         return self.row_update.step
@@ -186,8 +246,8 @@ class ClassHead(nn.Module):
         Best first. Streams all C rows once per 1,024 samples; the margin plays no part.
         """
         check_features(features, self.dim)
-        if not 1 <= k <= self.num_classes:
-            raise InvalidArgument(f"k is {k!r}; it must lie in [1, {self.num_classes}], the number of classes")
+        if not 1 <= k <= self.num_living:
+            raise InvalidArgument(f"k is {k!r}; it must lie in [1, {self.num_living}], the number of classes")
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             return self._place.predict(features, k)
 
@@ -207,7 +267,8 @@ class ClassHead(nn.Module):
         is called with the images read so far; without it a bar appears after two seconds. With ranks, every rank gives
         its own images.
         """
-        return imprint_rows(self.table, self._place.peers, loader, backbone, memory_bytes, progress)
+        place = self._place
+        return imprint_rows(self.table, place.peers, loader, backbone, memory_bytes, progress, place.living)
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:
@@ -269,7 +330,7 @@ class ClassHead(nn.Module):
         return self.row_update.table, self.row_update
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Table name, size, step and settings; the rows themselves are in snapshots."""
+        """Table name, size, step, retired classes and settings; the rows themselves are in snapshots."""
         return {
             "table": self.name,
             "num_classes": self.num_classes,
@@ -277,6 +338,7 @@ class ClassHead(nn.Module):
             "step": self.step,
             "select": repr(self.select),
             "margin": repr(self.margin),
+            "retired_runs": self._place.living.retired_runs.tolist(),
             **({"graph": self.select.state()} if isinstance(self.select, KNNSelection) else {}),
         }
 
@@ -296,8 +358,15 @@ class ClassHead(nn.Module):
             )
         self.row_update.discard()
         self.row_update.step = int(state["step"])
-        if isinstance(self.select, KNNSelection) and "graph" in state:
-            self.select.resume(state["graph"])
+        self.row_update.generation += 1
+        living = LivingClasses(self.num_classes, state.get("retired_runs", []))
+        if isinstance(self.select, KNNSelection) and not living.are_all:
+            self.select.require_followers()
+        self._place.living = living
+        if isinstance(self.select, KNNSelection):
+            self.select.living = living
+            if "graph" in state:
+                self.select.resume(state["graph"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
         """Rows on ranks go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""

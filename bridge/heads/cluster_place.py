@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from geartrain.bridge.heads.held_rows import HeldRows
 from geartrain.bridge.heads.hosted_rows import Chosen, HostedRows
 from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.place import HeadSettings
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.row_update import RowUpdate
@@ -44,6 +46,7 @@ class ClusterPlace:
         logits_cache_bytes: int,
     ) -> None:
         """Make the table, or open it with ``reuse``. Raises TableExists, SpecMismatch, InvalidArgument."""
+        self.living = LivingClasses.first(settings.num_classes, settings.num_living)
         joined = process_group is not None or (sync and dist.is_initialized())
         self.peers = ranks = Ranks(settings.name, process_group) if joined else None
 
@@ -71,17 +74,19 @@ class ClusterPlace:
             if isinstance(select, KNNSoftmax)
             else select
         )
+        if isinstance(self.select, KNNSelection):
+            self.select.living = self.living
         self._settings = settings
         self._hosted = self.table.hosted(HOSTED_NAME) if hosted else None
-        self._holds_rows = select.budget(settings.num_classes) * self.table.spec.row_bytes <= rows_cache_bytes
+        self._rows_cache_bytes = rows_cache_bytes
         self._logits_cache_bytes = logits_cache_bytes
         self._pool = BufferPool()
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
         """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises InvalidRows, InvalidIds and NonFinite."""
-        num_classes, margin = self._settings.num_classes, self._settings.margin
+        living, margin = self.living, self._settings.margin
         check_features(features, self._settings.dim)
-        labels_B = check_labels(labels, len(features), num_classes)
+        labels_B = living.require(check_labels(labels, len(features), living.num_classes), "label")
         ranks = self.peers if in_training else None
         if ranks is None:
             check_finite(features)
@@ -92,14 +97,14 @@ class ClusterPlace:
             self.select.prepare()
         required = None if ranks is None else ranks.sync_group(len(labels_B))
         if self._hosted is not None:
-            chosen = Chosen(self.select, num_classes, self.update.step, all_labels)
+            chosen = Chosen(self.select, living, self.update.step, all_labels)
             hosted = HostedRows(self._hosted, features, labels_B, margin, chosen, required)
             return HeadCall(hosted, self.update, len(labels_B), 0, want_rows=want_rows)
-        active = self.select.select(all_labels, num_classes, self.update.step)
+        active = living.select(self.select, all_labels, self.update.step)
         batch = Batch.of(features, active.positions(labels_B), margin, active.num, Arithmetic.of(features))
         rows = (
             HeldRows(self.table, active, self._pool, batch, required)
-            if self._holds_rows
+            if self.select.budget(living.num_living) * self.table.spec.row_bytes <= self._rows_cache_bytes
             else StreamedRows(self.table, active, self._pool, batch, labels_B, required)
         )
         return HeadCall(rows, self.update, len(labels_B), self._logits_cache_bytes, want_rows=want_rows)
@@ -108,4 +113,7 @@ class ClusterPlace:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""
         normalised = self._settings.margin is not None
         arithmetic = Arithmetic.of(features)
-        return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)
+        active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        return top_classes(
+            self.table, active, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool
+        )

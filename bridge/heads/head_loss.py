@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,11 @@ class HeadCall:
     want_rows: bool
     """Whether a backward pass queues row gradients."""
     used: bool = False
+    generation: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember of which classes the pass is."""
+        self.generation = self.update.generation
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Loss and, if wanted, feature gradient; autocast is off inside, the passes choose their own types."""
@@ -58,6 +63,10 @@ class HeadCall:
             raise InvalidArgument(
                 "backward ran a second time over the loss of a ClassHead, whose pulled rows now hold their gradient; "
                 "call the head again for another loss (retain_graph does not help)"
+            )
+        if self.generation != self.update.generation:
+            raise InvalidArgument(
+                "classes were added, retired or loaded between this forward pass and its backward; call the head again"
             )
         self.used = True
         gradient, checksum = self.rows.gradient(upstream)

@@ -3,7 +3,8 @@
 Per training step and shard two requests, whatever the number of classes: the forward pass takes features and labels
 (4·B·D + 8·B bytes) and answers sums (4·B·D + 12·B) and the rows of the targets there (all shards together 4·B·D); the
 update takes features, labels, log-sum-exp and target weights (4·B·D + 16·B). With ranks or a batch in several calls a
-partial selection also takes the labels of all samples (8 bytes each). The features travel twice, so that a shard keeps
+partial selection also takes the labels of all samples (8 bytes each); with retired classes every request but those of
+KNN softmax takes their runs (16 bytes each). The features travel twice, so that a shard keeps
 nothing between the two (``docs/decisions/0015``). The shards compute in float32.
 Legend: B samples, D width.
 """
@@ -26,6 +27,7 @@ from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.gradients import RowGradient, Writer
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, Selection
 from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
@@ -41,7 +43,7 @@ class Chosen:
     """The selection of one step, as the shards are told of it."""
 
     select: Selection
-    num_classes: int
+    living: LivingClasses
     step: int
     labels: Ids
     """Of all samples of all ranks."""
@@ -49,10 +51,12 @@ class Chosen:
     def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
         shards = range(calls.view.num_shards)
+        more = {} if self.living.are_all else {"retired_runs": self.living.retired_runs.ravel()}
         if isinstance(self.select, FullSoftmax):
-            return 0, {}, [{} for _ in shards]
+            return 0, {}, [more for _ in shards]
         if isinstance(self.select, PartialFC):
-            more = {} if len(self.labels) == len(labels_B) else {"batch_labels": self.labels}
+            if len(self.labels) != len(labels_B):
+                more["batch_labels"] = self.labels
             return self.select.seed, {"sample_rate": self.select.sample_rate}, [more for _ in shards]
         ids = self._ids
         routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
@@ -63,7 +67,7 @@ class Chosen:
     @cached_property
     def _ids(self) -> Ids:
         """The active classes, chosen once: the graph may be exchanged before the update, which must be of the same."""
-        return self.select.select(self.labels, self.num_classes, self.step).ids
+        return self.living.select(self.select, self.labels, self.step).ids
 
 
 class HostedRows:
@@ -80,7 +84,9 @@ class HostedRows:
     ) -> None:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
-        self._batch = Batch.of(features, np.zeros(len(labels_B), np.int64), margin, chosen.num_classes, arithmetic)
+        self._batch = Batch.of(
+            features, np.zeros(len(labels_B), np.int64), margin, chosen.living.num_living, arithmetic
+        )
         self._batch.shifted = True  # a shard that needs no shift answers with 0
         self._calls = calls
         self._labels_B = labels_B

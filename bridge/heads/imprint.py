@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from geartrain.ams.errors import NonFinite
 from geartrain.bridge.heads.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.checks import check_features, check_labels
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.tables import TORCH_DTYPES, ReadableTable, as_numpy
@@ -36,16 +37,17 @@ def imprint_rows(
     backbone: nn.Module,
     memory_bytes: int,
     progress: Callable[[int], None] | None,
+    living: LivingClasses,
 ) -> int:
     """See ``ClassHead.imprint``."""
-    num_classes, dim = table.spec.num_rows or 0, table.spec.dim
+    num_classes, dim = living.num_classes, table.spec.dim
     part_classes = max(1, min(num_classes, memory_bytes // (4 * dim)))
     imprinted = 0
     with _in_eval_mode(backbone), _reporting(progress) as report:
         images_read = 0
         for first in range(0, num_classes, part_classes):
             sums_PD = torch.zeros(min(part_classes, num_classes - first), dim)
-            for features_ND, labels_N in _features(loader, backbone, dim, num_classes):
+            for features_ND, labels_N in _features(loader, backbone, dim, living):
                 inside = (labels_N >= first) & (labels_N < first + len(sums_PD))
                 sums_PD.index_add_(0, labels_N[inside] - first, features_ND[inside])
                 images_read += len(labels_N)
@@ -62,14 +64,24 @@ def imprint_rows(
     return imprinted
 
 
-def _features(loader: Loader, backbone: nn.Module, dim: int, num_classes: int) -> Iterator[tuple[Tensor, Tensor]]:
+@torch.no_grad()
+def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int) -> Tensor:
+    """Sum [C, D] of the features of each of ``num_classes`` classes; ``backbone`` runs as in :func:`imprint_rows`."""
+    sums_CD = torch.zeros(num_classes, dim)
+    with _in_eval_mode(backbone):
+        for features_ND, labels_N in _features(loader, backbone, dim, LivingClasses(num_classes)):
+            sums_CD.index_add_(0, labels_N, features_ND)
+    return sums_CD
+
+
+def _features(loader: Loader, backbone: nn.Module, dim: int, living: LivingClasses) -> Iterator[tuple[Tensor, Tensor]]:
     """Features [N, D] float32 and labels [N], on the host, batch after batch."""
     parameter = next(backbone.parameters(), None)
     for images, labels in loader:
         features = backbone(images if parameter is None else images.to(parameter.device))
         check_features(features, dim)
-        checked = torch.from_numpy(check_labels(labels, len(features), num_classes))
-        yield features.to("cpu", torch.float32), checked
+        checked = living.require(check_labels(labels, len(features), living.num_classes), "label")
+        yield features.to("cpu", torch.float32), torch.from_numpy(checked)
 
 
 def _assign(table: ReadableTable, sums_PD: Tensor, first: int, *, writes: bool) -> int:

@@ -19,9 +19,17 @@ SAMPLES_AT_ONCE = 1024
 
 
 def top_classes(
-    table: ReadableTable, features_BD: Tensor, k: int, *, normalised: bool, arithmetic: Arithmetic, pool: BufferPool
+    table: ReadableTable,
+    active: ActiveClasses,
+    features_BD: Tensor,
+    k: int,
+    *,
+    normalised: bool,
+    arithmetic: Arithmetic,
+    pool: BufferPool,
 ) -> tuple[Tensor, Tensor]:
-    """Scores [B, k] (compute dtype) and class ids [B, k] of the best rows, best first, on the features' device."""
+    """Scores [B, k] (compute dtype) and class ids [B, k] of the best of the ``active`` rows, best first, on the
+    features' device."""
     if len(features_BD) == 0:
         empty = torch.empty(0, k, dtype=arithmetic.compute, device=arithmetic.device)
         return empty, empty.to(torch.int64)
@@ -29,17 +37,23 @@ def top_classes(
     if normalised:
         normalise_(own_BD)
     parts = [
-        _top_of_part(table, query_BD, k, normalised, arithmetic, pool)
+        _top_of_part(table, active, query_BD, k, normalised, arithmetic, pool)
         for query_BD in torch.split(own_BD, SAMPLES_AT_ONCE)
     ]
     return torch.cat([scores for scores, _ in parts]), torch.cat([ids for _, ids in parts])
 
 
 def _top_of_part(
-    table: ReadableTable, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic, pool: BufferPool
+    table: ReadableTable,
+    active: ActiveClasses,
+    query_BD: Tensor,
+    k: int,
+    normalised: bool,
+    arithmetic: Arithmetic,
+    pool: BufferPool,
 ) -> tuple[Tensor, Tensor]:
     batch = len(query_BD)
-    stream = RowStream(table, ActiveClasses(table.spec.num_rows or 0), pool, arithmetic.device)
+    stream = RowStream(table, active, pool, arithmetic.device)
     chunk_rows = chunk_rows_for(batch, table.spec.dim, arithmetic.device)
 
     def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -61,4 +75,6 @@ def _top_of_part(
         best_scores, order = scores.topk(min(k, scores.shape[1]), dim=1)
         best_ids = ids.gather(1, order)
     stream.close()
+    if active.sorted_ids is not None:  # so far they are positions
+        best_ids = torch.from_numpy(active.sorted_ids).to(arithmetic.device)[best_ids]
     return best_scores, best_ids

@@ -24,6 +24,8 @@ from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.beside import begin_beside
+from geartrain.bridge.heads.graph_change import nearest_classes, renumbered, with_new
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.rank_graph import FrozenRows, RankGraphs
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.rank_table import RankTable
@@ -84,10 +86,13 @@ class Graph:
     """Neighbours and where they come from."""
 
     table: NeighbourTable
+    """In numbers of the living classes (ids, if none is retired)."""
     version: int
-    """Counts the graphs of a head from 1."""
+    """Counts the graphs of a head from 1; adding or retiring classes changes a graph and counts too."""
     step: int
     """Updates that the rows had when the building began."""
+    classes: int = 0
+    """Fingerprint of the living classes that it is of."""
 
 
 class KNNSelection:
@@ -98,6 +103,8 @@ class KNNSelection:
     ) -> None:
         """``step`` tells the updates applied so far. Every rank makes the same calls in the same order."""
         self.settings = settings
+        self.living = LivingClasses(table.spec.num_rows or 0)
+        """The classes that the head has; :meth:`follow` changes them."""
         self.graph: Graph | None = None
         """The one in use; None before the first training step."""
         self.on_progress: Progress | None = None
@@ -125,11 +132,12 @@ class KNNSelection:
         return self.settings.budget(num_classes)
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Active classes for the labels [B] (of all ranks). Builds the graph if there is none; with ranks, which would
-        have to do so together, that is InvalidArgument."""
+        """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. Builds the graph if
+        there is none; with ranks, which would have to do so together, that is InvalidArgument."""
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
+        self._drop_graph_of_others()
         if self.graph is None:
             if self._ranks is not None:
                 raise InvalidArgument(
@@ -151,6 +159,7 @@ class KNNSelection:
         step = self._step()
         if self.budget(self._num_classes) >= self._num_classes or step == self._prepared:
             return
+        self._drop_graph_of_others()
         if self.graph is None or self._is_old(step):
             self.rebuild()
         elif self.settings.rebuild == "background":
@@ -175,7 +184,59 @@ class KNNSelection:
         self._install(_from_first(self._ranks, build), building.step)
 
     def _rows(self) -> TableRows | FrozenRows:
-        return TableRows(self._table) if self._on_ranks is None else self._on_ranks.freeze()
+        return TableRows(self._table, self.living) if self._on_ranks is None else self._on_ranks.freeze()
+
+    def require_followers(self) -> None:
+        """Raise InvalidArgument unless the graph can follow classes that come and go."""
+        if self._on_ranks is not None:
+            raise InvalidArgument(
+                f"the rows of {self._table.spec.name!r} are on the ranks, where the graph of KNN softmax is that of "
+                "all classes; let classes come and go with PartialFC or FullSoftmax there, or with rows='pull' or "
+                "'hosted'"
+            )
+
+    def follow(self, living: LivingClasses, added: Ids) -> None:
+        """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
+
+        Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
+        until the next build. A build in the background, being of other classes, is begun again. Costs O(C·k), and with
+        new ones a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks.
+        """
+        before, self.living = self.living, living
+        if self._pending is not None:
+            self.cancel()
+            self._is_due = True
+        graph = self.graph
+        if graph is None or graph.classes != before.fingerprint:
+            return
+        table = renumbered(graph.table, before, living)
+        if len(added):
+            new = living.numbers(added)
+            table = with_new(table, new, self._nearest(new).reshape(len(new), -1))
+        self.graph = Graph(table, graph.version + 1, graph.step, living.fingerprint)
+
+    def _nearest(self, numbers: Ids) -> Ids:
+        rows, ranks, found = TableRows(self._table, self.living), self._ranks, np.empty(0, np.int64)
+
+        def search() -> Ids:
+            return nearest_classes(rows.read_numbers, rows.num_rows, rows.dim, numbers, self.settings.k).ravel()
+
+        if ranks is None:
+            return search()
+        found = ranks.first_then_others(search, lambda: found)
+        assert isinstance(ranks, Ranks)
+        nearest: Ids = ranks.array_from_first(found)
+        return nearest
+
+    def _drop_graph_of_others(self) -> None:
+        """A graph that was given (:meth:`graph_from_bytes`) may be of other living classes."""
+        if self.graph is not None and self.graph.classes != self.living.fingerprint:
+            logger.warning(
+                "table %r: graph version %d is of other living classes than the head's; another one is built",
+                self._table.spec.name,
+                self.graph.version,
+            )
+            self.graph = None
 
     def cancel(self) -> None:
         """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
@@ -188,15 +249,18 @@ class KNNSelection:
         """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
         graph = self.graph
         is_due = self._is_due or self._pending is not None
-        return {"version": graph.version if graph else 0, "step": graph.step if graph else 0, "is_due": is_due}
+        found = {"version": 0, "step": 0, "classes": 0}
+        if graph is not None:
+            found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
+        return {**found, "is_due": is_due}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
         self.cancel()
         self._prepared = None
         self._is_due = bool(state["is_due"])
-        found = (self.graph.version, self.graph.step) if self.graph else (0, 0)
-        saved = (int(state["version"]), int(state["step"]))
+        found = (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
+        saved = (int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
         if found == saved:
             return
         self.graph = None
@@ -205,7 +269,7 @@ class KNNSelection:
                 "table %r: graph version %d of step %d is not in this process; the next step builds one from the rows "
                 "of step %d",
                 self._table.spec.name,
-                *saved,
+                *saved[:2],
                 self._step(),
             )
 
@@ -221,6 +285,8 @@ class KNNSelection:
                 "k": table.k,
                 "version": self.graph.version,
                 "step": self.graph.step,
+                "classes": self.graph.classes,
+                "num_classes": self._table.spec.num_rows,
             }
         )
 
@@ -232,19 +298,21 @@ class KNNSelection:
         state = state_from_bytes(data)
         try:
             arrays = state["offsets"].numpy(), state["neighbours"].numpy()
-            graph = Graph(NeighbourTable(*arrays, int(state["k"])), int(state["version"]), int(state["step"]))
+            table = NeighbourTable(*arrays, int(state["k"]))
+            graph = Graph(table, int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
+            num_classes = int(state.get("num_classes", table.num_classes))
         except (KeyError, TypeError, AttributeError) as exc:
             raise InvalidArgument(f"{len(data)} bytes are not a graph that graph_to_bytes wrote: {exc!r}") from exc
-        if graph.table.num_classes != self._num_classes:
+        if num_classes != self.living.num_classes:
             raise SpecMismatch(
-                f"the saved graph is of {graph.table.num_classes} classes, table {self._table.spec.name!r} has "
-                f"{self._num_classes}; give the one that was saved with it"
+                f"the saved graph is of {num_classes} classes, table {self._table.spec.name!r} has "
+                f"{self.living.num_classes}; give the one that was saved with it"
             )
         self.graph = graph
 
     @property
     def _num_classes(self) -> int:
-        return self._table.spec.num_rows or 0
+        return self.living.num_living
 
     def _is_old(self, step: int) -> bool:
         assert self.graph is not None
@@ -274,7 +342,8 @@ class KNNSelection:
             self._is_due = is_due  # of an epoch that ended meanwhile
 
     def _install(self, table: NeighbourTable, step: int) -> None:
-        self.graph = Graph(table, 1 if self.graph is None else self.graph.version + 1, step)
+        version = 1 if self.graph is None else self.graph.version + 1
+        self.graph = Graph(table, version, step, self.living.fingerprint)
         self._is_due = False
 
 
@@ -301,17 +370,22 @@ class _Building:
 
 
 class TableRows:
-    """The rows of a head's table as the builder reads them, block by block."""
+    """The rows of a head's living classes as the builder reads them, block by block."""
 
-    def __init__(self, table: ReadableTable) -> None:
+    def __init__(self, table: ReadableTable, living: LivingClasses) -> None:
         self._table = table
-        self.num_rows = table.spec.num_rows or 0
+        self._living = living
+        self.num_rows = living.num_living
         self.dim = table.spec.dim
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows ``start`` … ``stop`` − 1, float32 [N, D]: one pull."""
-        rows = np.empty((stop - start, self.dim), self._table.spec.numpy_dtype)
-        self._table.pull_into_async(np.arange(start, stop, dtype=np.int64), rows).result()
+        return self.read_numbers(np.arange(start, stop, dtype=np.int64))
+
+    def read_numbers(self, numbers: Ids) -> npt.NDArray[np.float32]:
+        """Rows of the living classes with these numbers [N], float32 [N, D]: one pull."""
+        rows = np.empty((len(numbers), self.dim), self._table.spec.numpy_dtype)
+        self._table.pull_into_async(self._living.ids(numbers), rows).result()
         return rows.astype(np.float32, copy=False)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from geartrain.ams.specs import DTypeName, Initializer, RowOptimizerSpec
 from geartrain.bridge.heads.head_loss import HeadCall
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.ranks import Ranks
@@ -27,6 +28,8 @@ class HeadSettings:
 
     name: str
     num_classes: int
+    num_living: int | None
+    """Classes that live from the start; None: all."""
     dim: int
     select: FullSoftmax | PartialFC | KNNSoftmax
     margin: CombinedMargin | None
@@ -39,6 +42,9 @@ class HeadSettings:
 
 class RowPlace(Protocol):
     """The rows of one head."""
+
+    living: LivingClasses
+    """The classes that are not retired; a step is over these."""
 
     @property
     def table(self) -> ReadableTable:

@@ -5,6 +5,7 @@ Legend: S samples of this rank, k answers.
 
 from __future__ import annotations
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from geartrain.ams.specs import TableSpec
 from geartrain.bridge.heads.batch import Arithmetic
 from geartrain.bridge.heads.head_loss import HeadCall
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.place import HeadSettings
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
@@ -32,6 +34,7 @@ class RankPlace:
         Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Two all-gathers between
         the hosts, and for KNN softmax a process group for its builds.
         """
+        self.living = LivingClasses.first(settings.num_classes, settings.num_living)
         self.table = _open_table(settings, RankLink(process_group))
         self.peers = self.table.link
         self.update = RankUpdate(self.table)
@@ -41,19 +44,29 @@ class RankPlace:
             if isinstance(select, KNNSoftmax)
             else select
         )
+        if isinstance(self.select, KNNSelection) and not self.living.are_all:
+            self.select.require_followers()
         self._settings = settings
         self._logits_cache_bytes = logits_cache_bytes
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
         """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises what :meth:`RankStep.begin` does."""
-        step = RankStep(update=self.update, select=self.select, margin=self._settings.margin, training=want_rows)
+        step = RankStep(
+            update=self.update,
+            select=self.select,
+            living=self.living,
+            margin=self._settings.margin,
+            training=want_rows,
+        )
         rows, samples = step.begin(features, labels)
         return HeadCall(rows, self.update, samples, self._logits_cache_bytes, want_rows=want_rows)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`. Every rank calls it, with its own features [S, D]."""
         normalised = self._settings.margin is not None
-        return top_classes_on_ranks(self.table, features, k, normalised=normalised, arithmetic=Arithmetic.of(features))
+        active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        arithmetic = Arithmetic.of(features)
+        return top_classes_on_ranks(self.table, active, features, k, normalised=normalised, arithmetic=arithmetic)
 
 
 def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
@@ -72,6 +85,11 @@ def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
     except GeartrainError as exc:
         link.require_equal({"error": str(exc)}, f"table {settings.name!r}")
         raise
-    said = {**spec.to_dict(), "select": repr(settings.select), "margin": repr(settings.margin)}
+    said = {
+        **spec.to_dict(),
+        "select": repr(settings.select),
+        "margin": repr(settings.margin),
+        "num_living": settings.num_living,
+    }
     link.require_equal(said, f"table {settings.name!r}")
     return RankTable(spec, link, link.device)

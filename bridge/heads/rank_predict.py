@@ -10,14 +10,16 @@ from torch import Tensor
 
 from geartrain.bridge.heads.batch import Arithmetic, Workspace, chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.rank_rows import LocalActive
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.scratch import Scratch
+from geartrain.bridge.heads.selection import ActiveClasses
 
 
 def top_classes_on_ranks(
-    table: RankTable, features_SD: Tensor, k: int, *, normalised: bool, arithmetic: Arithmetic
+    table: RankTable, active: ActiveClasses, features_SD: Tensor, k: int, *, normalised: bool, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Scores [S, k] (compute dtype) and class ids [S, k] of the best rows, best first, for the rank's own features.
+    """Scores [S, k] (compute dtype) and class ids [S, k] of the best ``active`` rows, best first, for the rank's own.
 
     Every rank calls it, with any number of samples. Collectives: an exchange of one integer, all-gathers of the
     features and of 16 · k bytes a sample and rank.
@@ -27,7 +29,7 @@ def top_classes_on_ranks(
     own_BD = link.gather(features_SD.detach().to(arithmetic.compute, copy=True).contiguous(), sizes)
     if normalised:
         normalise_(own_BD)
-    scores, ids = _top_here(table, own_BD, k, normalised, arithmetic)
+    scores, ids = _top_here(table, LocalActive.of(active, table.first, table.stop), own_BD, k, normalised, arithmetic)
     most = [len(scores)] * link.world_size
     all_scores = link.gather(scores, most).view(link.world_size, -1, k)
     all_ids = link.gather(ids, most).view(link.world_size, -1, k)
@@ -40,22 +42,24 @@ def top_classes_on_ranks(
 
 
 def _top_here(
-    table: RankTable, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic
+    table: RankTable, active: LocalActive, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
     """The best of the rows here, filled up to k with scores of −inf."""
-    batch = len(query_BD)
+    batch, places = len(query_BD), active.places(table.device)
 
     def top_of_chunk(scratch: Scratch, chunk: tuple[int, int]) -> tuple[Tensor, Tensor]:
         work = Workspace(arithmetic, scratch)
-        unit_ND = table.load(work, slice(*chunk), name="rows")
+        place = places.chunk(*chunk)
+        unit_ND = table.load(work, place, name="rows")
         if normalised:
             normalise_(unit_ND)
         query_NB = work.narrow("narrow queries", query_BD)
         logits_BN = work.product("logits", query_NB, work.narrow("narrow rows", unit_ND).t())
         scores, columns = logits_BN.topk(min(k, len(unit_ND)), dim=1)
-        return scores, columns + (table.first + chunk[0])
+        numbers = columns + place.start if isinstance(place, slice) else place[columns]
+        return scores, numbers + table.first
 
-    chunks = chunk_bounds(table.num_local, chunk_rows_for(batch, table.spec.dim, arithmetic.device))
+    chunks = chunk_bounds(active.num, chunk_rows_for(batch, table.spec.dim, arithmetic.device))
     found = CHUNKS.map(top_of_chunk, chunks, arithmetic.device) if chunks else []
     nothing = torch.full((batch, k), -torch.inf, dtype=arithmetic.compute, device=arithmetic.device)
     scores = torch.cat([nothing, *(scores for scores, _ in found)], dim=1)

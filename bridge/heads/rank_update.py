@@ -24,6 +24,7 @@ from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
 from geartrain.bridge.heads.knn_selection import KNNSelection
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.rank_rows import RankGradient, RankRows
 from geartrain.bridge.heads.rank_table import RankTable
@@ -77,6 +78,7 @@ class RankStep:
 
     update: RankUpdate
     select: Selection
+    living: LivingClasses
     margin: CombinedMargin | None
     training: bool
 
@@ -90,10 +92,9 @@ class RankStep:
         link = self.update.table.link
         joint_features_BD = link.gather(features.detach().contiguous(), sizes)
         labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
-        num_classes = self.update.table.spec.num_rows or 0
         if self.training and isinstance(self.select, KNNSelection):
             self.select.prepare()
-        active = self.select.select(labels_B, num_classes, self.update.step)
+        active = self.living.select(self.select, labels_B, self.update.step)
         arithmetic = Arithmetic.of(features)
         no_positions = np.full(len(labels_B), -1, np.int64)
         batch = Batch.of(joint_features_BD, no_positions, self.margin, active.num, arithmetic)
@@ -112,9 +113,11 @@ class RankStep:
         wants = isinstance(features, Tensor) and features.requires_grad and torch.is_grad_enabled()
         spec, step = self.update.table.spec, self.update.step
         said = self.update.table.link.exchange(
-            [len(labels_S), failure is None, kind, step, self.training, wants, refused]
+            [len(labels_S), failure is None, kind, step, self.training, wants, refused, self.living.fingerprint]
         )
-        sizes, sound, kinds, steps, modes, gradients, left = (list(column) for column in zip(*said, strict=True))
+        sizes, sound, kinds, steps, modes, gradients, left, classes = (
+            list(column) for column in zip(*said, strict=True)
+        )
         if failure is not None:
             raise failure
         if 0 in sound:
@@ -127,6 +130,10 @@ class RankStep:
             )
         if len(set(steps)) > 1:
             raise StepMismatch(f"the ranks are at the steps {steps}; load the same state on every rank")
+        if len(set(classes)) > 1:
+            raise SpecMismatch(
+                "the ranks have different living classes; add, retire and load the same ones on every rank"
+            )
         for label, values in (("dtype of the features", [str(_DTYPES[k]) for k in kinds]), ("training mode", modes)):
             if len(set(values)) > 1:
                 raise SpecMismatch(
@@ -142,7 +149,7 @@ class RankStep:
                 f"features are on {features.device}, the rows on {self.update.table.device}; move the head there "
                 f"(head.to({str(features.device)!r})) or the features"
             )
-        labels_S = check_labels(labels, len(features), self.update.table.spec.num_rows or 0)
+        labels_S = self.living.require(check_labels(labels, len(features), self.living.num_classes), "label")
         if len(features) == 0 and self.update.table.link.world_size == 1:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         check_finite(features)

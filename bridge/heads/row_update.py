@@ -53,8 +53,15 @@ class PendingUpdate(ABC, Generic[G]):
         self.carrier = torch.zeros(1, requires_grad=True)
         self.step = 0
         """Updates applied; with the seed it decides which classes are sampled next."""
+        self.generation = 0
+        """Raised when the classes change: a backward pass must be of this one."""
         self._pending: G | None = None
         self._samples = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether row gradients wait for the step."""
+        return self._pending is not None and self.carrier.grad is not None
 
     def carrier_on(self, device: torch.device) -> Tensor:
         """The carrier, moved to the device of the features."""

@@ -25,6 +25,7 @@ from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFi
 from geartrain.ams.hosted import Float32, Gradients, HostedRows
 from geartrain.ams.messages import Arrays, HostedInputs
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.selection import PartialFC
 
 NAME = "class_head"
@@ -49,10 +50,11 @@ class ClassHeadModel:
 
     Inputs, by name: ``features`` float32 [B, D] (of unit length if normalised), ``labels`` int64 [B]; of a partial
     selection ``batch_labels`` int64 [J], the labels of all samples of the step where they are more, or ``active`` int64
-    [A], the active classes of this shard, rising. Settings: ``logit_factor`` (logit to base 2 / cosine),
-    ``normalised`` (1: rows count by their direction), ``sample_rate`` (absent: every class, or ``active``),
-    ``want_gradient``. An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, and ``target_weight``
-    float32 [B], dloss/dcos of the target over the scale.
+    [A], the active classes of this shard, rising; where it is not given, ``retired_runs`` int64 [2·R], first and
+    last + 1 of the runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1:
+    rows count by their direction), ``sample_rate`` (absent: every class, or ``active``), ``want_gradient``.
+    An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, and ``target_weight`` float32 [B], dloss/dcos
+    of the target over the scale.
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
@@ -163,13 +165,20 @@ class _Batch:
             if not rows.owns(ids).all() or np.any(np.diff(ids) <= 0):
                 raise InvalidIds("'active' must hold classes that this shard owns, rising")
             return _Active(rows, len(ids), ids)
+        living = LivingClasses(num_classes, _retired_runs(inputs))
+        living.require(self.labels_B, "label")
         if "sample_rate" not in inputs.settings:
-            return _Active(rows, rows.num_owned, None)
+            if living.are_all:
+                return _Active(rows, rows.num_owned, None)
+            owned = rows.owned_ids(0, rows.num_owned)
+            owned = owned[living.holds(owned)]
+            return _Active(rows, len(owned), owned)
         select = PartialFC(sample_rate=inputs.settings["sample_rate"], seed=inputs.seed)
         labels = self.labels_B
         if "batch_labels" in inputs.arrays:
-            labels = np.concatenate([labels, _ids(inputs, "batch_labels", None, num_classes)])
-        chosen = select.select(labels, num_classes, inputs.step)
+            others = living.require(_ids(inputs, "batch_labels", None, num_classes), "batch_label")
+            labels = np.concatenate([labels, others])
+        chosen = living.select(select, labels, inputs.step)
         if chosen.sorted_ids is None:
             return _Active(rows, rows.num_owned, None)
         ids = chosen.sorted_ids[rows.owns(chosen.sorted_ids)]
@@ -307,6 +316,16 @@ def _ids(inputs: HostedInputs, name: str, count: int | None, num_classes: int) -
     if len(wrong):
         raise InvalidIds(f"{name}[{wrong[0]}] is {int(ids[wrong[0]])}; classes lie in [0, {num_classes})")
     return ids
+
+
+def _retired_runs(inputs: HostedInputs) -> Ids:
+    """[R, 2]; those of an odd number, or that do not rise, are refused."""
+    if "retired_runs" not in inputs.arrays:
+        return np.empty((0, 2), np.int64)
+    bounds = _array(inputs, "retired_runs", np.int64, (None,))
+    if len(bounds) % 2:
+        raise InvalidRows(f"retired_runs has {len(bounds)} values; it must hold pairs of first and last + 1")
+    return bounds.reshape(-1, 2)
 
 
 def _setting(inputs: HostedInputs, name: str, default: float | None) -> float:
