@@ -26,6 +26,8 @@ MARKS = "marks"
 """Kind of the files with what a shard knew of the writes to its rows: JSON values."""
 ROWS = "rows"
 """Kind of the blocks of rows: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D]."""
+GRAPH = "graph"
+"""Kind of the blocks of a class table's graph, cut to the shards."""
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = "xxh3_128"
 
