@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.config import ClientConfig, split_address
-from geartrain.ams.errors import ClusterNotReady, ConfigError, GeartrainError, SchedulerUnavailable, TableNotFound
+from geartrain.ams.errors import (
+    ClusterNotReady,
+    ConfigError,
+    GeartrainError,
+    GraphUnavailable,
+    SchedulerUnavailable,
+    TableNotFound,
+)
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
@@ -22,6 +31,11 @@ from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.streams import DataStreams
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
 from geartrain.ams.writes import ClientStream, checked_name
+
+if TYPE_CHECKING:
+    from geartrain.ams.graph.calls import GraphCalls
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
@@ -83,6 +97,8 @@ class Cluster:
         remote: bool,
         close: Callable[[], None] = lambda: None,
     ) -> None:
+        self._graph: GraphCalls | None = None
+        self._graph_lock = threading.Lock()
         self._scheduler = scheduler
         self._open_carrier = open_carrier
         self._config = config
@@ -113,6 +129,42 @@ class Cluster:
     def num_shards(self) -> int:
         """Shards of the cluster."""
         return self._calls.view.num_shards
+
+    @property
+    def graph(self) -> GraphCalls:
+        """The nearest classes of every class of a table: ``cluster.graph.build("faces", k=32)``, ``.select(...)``.
+
+        Of :func:`local` it is in this process, made when it is first asked for; of :func:`connect` the graph service
+        that ``client.graph`` names. Raises ConfigError if that names none.
+        """
+        with self._graph_lock:
+            if self._graph is None:
+                self._graph = self._open_graph()
+            return self._graph
+
+    @property
+    def graph_service(self) -> GraphCalls | None:
+        """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
+        return self.graph if self._calls.remote and self._config.graph is not None else None
+
+    def _open_graph(self) -> GraphCalls:
+        # Only a process that uses graphs loads them.
+        if not self._calls.remote:
+            from geartrain.ams.graph.graphs import Graphs, OwnCluster
+
+            return Graphs(OwnCluster(self))
+        if self._config.graph is None:
+            raise ConfigError(
+                "this cluster has no graph service that is known here; start one with 'geartrain graph' and give its "
+                "address: connect(..., config=ClientConfig(graph='host:port')), or GEARTRAIN_CLIENT__GRAPH"
+            )
+        from geartrain.ams.graph.remote import RemoteGraphs
+
+        return RemoteGraphs(self._config.graph, self._config)
+
+    def _graphs(self) -> GraphCalls | None:
+        """The graphs that belong to this cluster's tables, if there can be any."""
+        return self._graph if self.graph_service is None else self.graph_service
 
     def create_table(
         self,
@@ -164,11 +216,19 @@ class Cluster:
         return Table(tables[name], self._calls, self._stream)
 
     def drop_table(self, name: str) -> None:
-        """Remove a table and its rows from every shard. Idempotent."""
+        """Remove a table and its rows from every shard, and its graph. Idempotent.
+
+        A graph service that does not answer is logged: what it keeps is of rows that are gone.
+        """
         try:
             self._scheduler.drop_table(name, self._config.attempt_timeout_seconds, caller=self._stream.caller)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
+        if (graphs := self._graphs()) is not None:
+            try:
+                graphs.forget(name)
+            except GraphUnavailable as exc:
+                logger.warning("the graph of table %r was not dropped: %s", name, exc)
 
     def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
         """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
@@ -241,6 +301,7 @@ class Cluster:
         files: Mapping[str, bytes] | None = None,
         tables: Sequence[str] | None = None,
         parent: str | Path | None = None,
+        graphs: bool = True,
     ) -> PendingSnapshot:
         """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
 
@@ -255,6 +316,8 @@ class Cluster:
         With ``parent``, an earlier snapshot of the same root, only the rows written since are written, and the parent
         is needed to restore. A shard can tell only what was written since the last snapshot that was completed of a
         table, or that it was restored from: if that is not the parent, it writes the whole table.
+        The graphs of the tables are in it, too, where :attr:`graph` keeps some, as they are when they are written,
+        unless ``graphs`` is false. A graph service that does not answer is logged: a graph can be built again.
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
         if ``name`` exists), ShardUnavailable, StaleClient (of a named stream that was taken over).
         """
@@ -269,6 +332,7 @@ class Cluster:
             tables=tables,
             parent=parent,
             caller=self._stream.caller,
+            graphs=self._graphs() if graphs else None,
         )
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
@@ -281,15 +345,26 @@ class Cluster:
         at a step boundary where it is not), and sync groups go on at their step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
         the snapshot has not), SnapshotNotFound, SnapshotDamaged (naming the file; checked before any of its rows is
-        written), ShardUnavailable.
+        written), ShardUnavailable. Graphs come back to where :attr:`graph` keeps them, if it was used or is a service.
         """
 
         def create(spec: TableSpec) -> None:
             self._create(spec, reuse=False)
 
         return restore_snapshot(
-            self._calls, path, create, self.drop_table, tables=tables, replace=replace, caller=self._stream.caller
+            self._calls,
+            path,
+            create,
+            self.drop_table,
+            tables=tables,
+            replace=replace,
+            caller=self._stream.caller,
+            graphs=self._graphs_to_restore,
         )
+
+    def _graphs_to_restore(self, there_are_some: bool) -> GraphCalls | None:
+        """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""
+        return self.graph if there_are_some and not self._calls.remote else self._graphs()
 
     def close(self) -> None:
         """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.
@@ -299,6 +374,8 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
+        if self._graph is not None:
+            self._graph.close()
         try:
             self._calls.close()
         except BaseException:  # Ctrl-C while background calls wait for a shard

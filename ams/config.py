@@ -185,8 +185,33 @@ class ServerConfig(Section):
         return self
 
 
+class GraphConfig(Section):
+    """The graph service: builds and keeps the neighbours of the classes of the cluster's class tables."""
+
+    listen: ListenAddress = "127.0.0.1:7100"
+    """Address to serve on; port 0 picks a free one. Clients are told it as client.graph."""
+    scheduler: TargetAddress = "127.0.0.1:7000"
+    """Where the scheduler of the cluster listens whose rows are read."""
+    data: str | None = Field(default=None, min_length=1)
+    """Folder of its own for graphs and unfinished builds; None: in memory, and a build that is killed begins anew."""
+    memory_bytes: int = Field(default=8 << 30, ge=1 << 16)
+    """For rows and candidates while a graph is built; with less than all rows need, they are read more than once."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        return self
+
+
 class ClientConfig(Section):
     """A client: any process that pulls and pushes."""
+
+    graph: TargetAddress | None = None
+    """Where the graph service of the cluster listens; None: there is none, and who needs a graph builds it."""
 
     connect_timeout_seconds: Seconds = 10.0
     """How long the first connection to a role may take."""
@@ -223,6 +248,8 @@ class ClusterConfig(Section):
     """The scheduler."""
     server: ServerConfig = ServerConfig()
     """Every server; each is told its own shard and listen address by whoever starts it."""
+    graph: GraphConfig = GraphConfig()
+    """The graph service, if there is one."""
     client: ClientConfig = ClientConfig()
     """Every client."""
     mode: Literal["development", "production"] = "development"

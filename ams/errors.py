@@ -9,9 +9,11 @@ GeartrainError
 ├── ConfigError (ValueError)         a file, flag or environment variable that cannot be right
 ├── TableExists                      create_table on a name in use without reuse=True
 ├── TableNotFound (LookupError)
+├── GraphNotFound (LookupError)      no graph of this table was built, or it was dropped
 ├── Unavailable (ConnectionError)
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
 │   ├── SchedulerUnavailable
+│   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
@@ -76,6 +78,10 @@ class TableNotFound(GeartrainError, LookupError):
     """No table of this name exists in the cluster."""
 
 
+class GraphNotFound(GeartrainError, LookupError):
+    """The graph service keeps no graph of this table."""
+
+
 class Unavailable(GeartrainError, ConnectionError):
     """A role of the cluster does not answer."""
 
@@ -86,6 +92,10 @@ class ShardUnavailable(Unavailable):
 
 class SchedulerUnavailable(Unavailable):
     """The scheduler did not answer."""
+
+
+class GraphUnavailable(Unavailable):
+    """The graph service did not answer within ``recovery_timeout_seconds``."""
 
 
 class ClusterNotReady(Unavailable):

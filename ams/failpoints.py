@@ -92,6 +92,7 @@ FAILPOINTS: Mapping[str, Failpoint] = {
     "state.write.after": Failpoint("a change of the scheduler's state is written, not shown"),
     "table.create.before": Failpoint("a table is to be made, no shard has been told", InternalError),
     "table.create.after": Failpoint("every shard has a new table, the scheduler has not noted it", InternalError),
+    "graph.part.after": Failpoint("a part of a graph is built and kept, the next one not begun", InternalError),
     "job.save.before": Failpoint("a worker is about to save its job", OSError),
     "job.save.after": Failpoint("a worker has saved its job and not gone on", OSError),
 }

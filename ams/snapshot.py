@@ -6,18 +6,20 @@ Whatever fails on the way, the snapshot is given up as a whole: nothing is liste
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
     GeartrainError,
+    GraphUnavailable,
     InvalidArgument,
     SnapshotDamaged,
     SnapshotError,
@@ -31,8 +33,13 @@ from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import FileEntry, Parent
+from geartrain.ams.storage.snapshot_manifest import GRAPH, FileEntry, Parent
 from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
+
+if TYPE_CHECKING:
+    from geartrain.ams.graph.calls import GraphCalls
+
+logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 2.0
 """How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
@@ -80,6 +87,7 @@ def begin_snapshot(
     tables: Sequence[str] | None = None,
     parent: str | Path | None = None,
     caller: CallContext | None = None,
+    graphs: GraphCalls | None = None,
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
@@ -104,7 +112,7 @@ def begin_snapshot(
         changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
-        work = calls.background(_finish, calls, staging, specs, job, older, caller)
+        work = calls.background(_finish, calls, staging, specs, job, older, caller, graphs)
     except Exception:
         _give_up(calls, staging)
         raise
@@ -121,6 +129,7 @@ def _finish(
     job: JobState,
     older: Snapshot | None,
     caller: CallContext | None,
+    graphs: GraphCalls | None,
 ) -> Place:
     try:
         if older is not None:
@@ -144,6 +153,7 @@ def _finish(
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
         ]
+        files += _graph_files(graphs, staging, specs, calls.view.num_shards)
         path = staging.commit(
             step=job.step,
             created=time.time(),
@@ -160,6 +170,19 @@ def _finish(
     failpoints.reach("snapshot.commit.after")
     _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
+
+
+def _graph_files(
+    graphs: GraphCalls | None, staging: Staging, specs: Sequence[TableSpec], num_shards: int
+) -> list[FileEntry]:
+    sizes = {spec.name: spec.num_rows for spec in specs if spec.num_rows is not None}
+    if graphs is None or not sizes:
+        return []
+    try:
+        return graphs.write_snapshot(staging.path, staging.id, sizes, num_shards)
+    except GraphUnavailable as exc:
+        logger.warning("snapshot %r holds no graph: %s", staging.name, exc)
+        return []
 
 
 def _give_up(calls: ShardCalls, staging: Staging) -> None:
@@ -210,12 +233,14 @@ def restore_snapshot(
     tables: Sequence[str] | None = None,
     replace: bool = False,
     caller: CallContext | None = None,
+    graphs: Callable[[bool], GraphCalls | None] = lambda _: None,
 ) -> Snapshot:
     """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
 
     ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. If anything
     fails, the tables made so far are dropped. With ``replace`` tables of these names are dropped first, once the whole
     snapshot was read and found sound, which is one more read of all of it, here, and every shard has found it.
+    ``graphs``, told whether the snapshot holds graphs of these tables, says who takes them.
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
     """
     snapshot = _open(place(path))
@@ -250,12 +275,23 @@ def restore_snapshot(
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
+        names = [spec.name for spec in specs if spec.num_rows is not None]
+        service = graphs(any(entry.kind == GRAPH and entry.table in names for entry in snapshot.manifest.files))
+        if service is not None:
+            _restore_graphs(service, snapshot, names)
     except BaseException:
         for name in created:
             with suppress(GeartrainError):  # what went wrong first is what the caller must hear
                 drop(name)
         raise
     return snapshot
+
+
+def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Sequence[str]) -> None:
+    try:
+        graphs.restore_snapshot(str(snapshot.path), tables)
+    except GraphUnavailable as exc:
+        logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)
 
 
 def _open(folder: Place) -> Snapshot:

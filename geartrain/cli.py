@@ -31,6 +31,7 @@ COMMANDS = {
     "verify": ("geartrain.cli_verify", "verify"),
     "scheduler": ("geartrain.cli_roles", "scheduler"),
     "server": ("geartrain.cli_roles", "server"),
+    "graph": ("geartrain.cli_graph", "app"),
     "health": ("geartrain.cli_status", "health"),
     "config": ("geartrain.cli_config", "app"),
     "doctor": ("geartrain.cli_doctor", "doctor"),

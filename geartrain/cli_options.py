@@ -21,3 +21,4 @@ Mode = Annotated[
     typer.Option("--mode", help="development, or production, which refuses failpoints.", show_default="development"),
 ]
 SchedulerAddress = Annotated[str | None, typer.Option("--scheduler", help="host:port of the scheduler.")]
+GraphAddress = Annotated[str | None, typer.Option("--graph", help="host:port of the graph service.")]

@@ -4,36 +4,73 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from geartrain import configuration
 from geartrain.ams.words import counted
-from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
+from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from geartrain.ams.cluster import ClusterStatus
+    from geartrain.ams.config import ClientConfig
+    from geartrain.ams.graph_messages import GraphsState
 
 
-def status(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
-    """Show shards and tables of a running cluster; exits with 1 if it is not ready."""
-    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+def status(
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    graph: GraphAddress = None,
+    as_json: Json = False,
+) -> None:
+    """Show shards and tables of a running cluster, and its graphs with --graph; exits with 1 if it is not ready."""
+    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
+    config = configuration.load(file, given)
     from geartrain.ams.cluster import cluster_status  # after the settings are known to be right: it is slower
 
     found = cluster_status(config.server.scheduler, config=config.client)
+    graphs, complaint = (None, None) if config.client.graph is None else _graphs(config.client.graph, config.client)
     if as_json:
-        print(json.dumps(dataclasses.asdict(found)))
+        asked = {} if config.client.graph is None else {"graph_service": graphs and dataclasses.asdict(graphs)}
+        print(json.dumps({**dataclasses.asdict(found), **asked}))
     else:
         _print_tables(found, config.server.scheduler)
-    if not found.ready:
+        if graphs is not None:
+            _print_graphs(graphs, str(config.client.graph))
+    if complaint is not None:
+        print(complaint, file=sys.stderr)
+    if not found.ready or complaint is not None:
         raise typer.Exit(1)
 
 
+def _graphs(address: str, config: ClientConfig) -> tuple[GraphsState | None, str | None]:
+    """What the graph service has, or why that is not known."""
+    from geartrain.ams.errors import GraphUnavailable
+    from geartrain.ams.graph.remote import RemoteGraphs
+
+    service = RemoteGraphs(address, config.model_copy(update={"recovery_timeout_seconds": 0.0}))
+    try:
+        return service.describe(), None
+    except GraphUnavailable as exc:
+        return None, str(exc)
+    finally:
+        service.close()
+
+
+def _print_graphs(graphs: GraphsState, address: str) -> None:
+    from geartrain.cli_graph import graph_line
+
+    print(f"graph service {address} · {counted(len(graphs.graphs), 'graph')}, {len(graphs.building)} being built")
+    for info in graphs.graphs:
+        print(f"  {graph_line(info)}")
+
+
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a scheduler or a server.")],
+    address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server or a graph service.")],
     timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:

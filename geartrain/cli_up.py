@@ -25,11 +25,15 @@ def up(
     scheduler_listen: Annotated[
         str | None, typer.Option("--scheduler-listen", help="host:port of the scheduler; port 0 picks a free one.")
     ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Start a graph service, too.")] = False,
+    graph_listen: Annotated[
+        str | None, typer.Option("--graph-listen", help="host:port of the graph service; port 0 picks a free one.")
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Start a role that dies again, or end the cluster.")
     ] = True,
     data: Annotated[
-        Path | None, typer.Option(help="Folder for what shall survive the cluster: FOLDER/scheduler.")
+        Path | None, typer.Option(help="Folder for what shall survive the cluster: FOLDER/scheduler, FOLDER/graph.")
     ] = None,
     insecure: Insecure = None,
     mode: Mode = None,
@@ -42,19 +46,23 @@ def up(
     state = None if data is None else str(data.absolute() / "scheduler")
     given = configuration.flags("scheduler", listen=scheduler_listen, data=state, insecure=insecure)
     given += configuration.flags("server", insecure=insecure)
+    if graph or graph_listen is not None:
+        kept = None if data is None else str(data.absolute() / "graph")
+        given += configuration.flags("graph", listen=graph_listen, data=kept, insecure=insecure)
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     given += configuration.flags(configuration.WHOLE, mode=mode)
     config = configuration.load(file, given)
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
-    with Launcher(config, on_line=_print_log_line) as launcher:
+    with Launcher(config, on_line=_print_log_line, graph=graph or graph_listen is not None) as launcher:
         facts = launcher.start()
         if facts is None:
             return
         if as_json:
             print(json.dumps({"ready": "cluster", **dataclasses.asdict(facts)}), flush=True)
         else:
-            print(f"ready: scheduler {facts.scheduler} · {counted(len(facts.shards), 'shard')}", flush=True)
+            more = "" if facts.graph is None else f" · graph service {facts.graph}"
+            print(f"ready: scheduler {facts.scheduler} · {counted(len(facts.shards), 'shard')}{more}", flush=True)
         launcher.wait(restart=restart)
 
 

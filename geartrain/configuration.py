@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from geartrain.ams.config import (
     ClientConfig,
     ClusterConfig,
+    GraphConfig,
     SchedulerConfig,
     Section,
     ServerConfig,
@@ -54,7 +55,12 @@ def flags(section: str, /, **values: object) -> list[Setting]:
     ]
 
 
-SECTIONS: dict[str, type[Section]] = {"scheduler": SchedulerConfig, "server": ServerConfig, "client": ClientConfig}
+SECTIONS: dict[str, type[Section]] = {
+    "scheduler": SchedulerConfig,
+    "server": ServerConfig,
+    "graph": GraphConfig,
+    "client": ClientConfig,
+}
 WHOLE = ""
 """The section of the keys that are in none."""
 WHOLE_KEYS = tuple(key for key in ClusterConfig.model_fields if key not in SECTIONS)

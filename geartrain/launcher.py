@@ -27,6 +27,7 @@ MAX_RESTARTS = 5
 """Restarts of one role within RESTART_WINDOW_SECONDS; one more, and the cluster ends."""
 RESTART_WINDOW_SECONDS = 600.0
 _SCHEDULER = "scheduler"
+_GRAPH = "graph"
 
 
 class ChildFailed(GeartrainError):
@@ -57,17 +58,20 @@ class ClusterFacts:
     """host:port of every shard, in order."""
     pids: dict[str, int]
     """Process id by role name."""
+    graph: str | None = None
+    """host:port of the graph service, if one was started."""
 
 
 class Launcher:
     """The processes of one cluster. A context manager: leaving it ends them all. Use it from the main thread."""
 
-    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None]) -> None:
+    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None], *, graph: bool = False) -> None:
         """Take the settings.
 
         Args:
             config: of the whole cluster; each server is told its shards, and its own port if one is given.
             on_line: gets every log line of every child, from threads of their own.
+            graph: whether to start a graph service.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
@@ -84,7 +88,8 @@ class Launcher:
                 "leave it out, or start the servers one by one with 'geartrain server'"
             )
         self._server = config.server
-        self._scheduler_listen = config.scheduler.listen
+        self._listen = {_SCHEDULER: config.scheduler.listen, _GRAPH: config.graph.listen}
+        self._has_graph = graph
         self._on_line = on_line
         self._environ = configuration.to_environment(config)
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
@@ -123,7 +128,13 @@ class Launcher:
         if told is None:
             return None
         shards = tuple(address for facts in told for address in facts["addresses"])
-        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children})
+        graph = None
+        if self._has_graph:
+            told = self._await_ready([self._spawn(_GRAPH, "graph", f"--scheduler={scheduler}")], deadline)
+            if told is None:
+                return None
+            graph = str(told[0]["address"])
+        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children}, graph)
 
     def wait(self, *, restart: bool = True) -> None:
         """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
@@ -153,8 +164,8 @@ class Launcher:
     def _arguments_again(self, dead: Child) -> list[str]:
         """What the role was started with, but the ports that it had: others know it by them."""
         facts = self._facts[dead.name]
-        if dead.name == _SCHEDULER:
-            host, port = split_address(self._scheduler_listen)[0], split_address(str(facts["address"]))[1]
+        if dead.name in self._listen:
+            host, port = split_address(self._listen[dead.name])[0], split_address(str(facts["address"]))[1]
             host = f"[{host}]" if ":" in host else host
             return [*(one for one in dead.arguments if not one.startswith("--listen=")), f"--listen={host}:{port}"]
         if self._server.advertise is not None:

@@ -82,6 +82,7 @@ class JobSnapshots:
                 values=state.values(),
                 files=state.files(),
                 tables=[state.progress.table],
+                graphs=False,  # the head's own is among the files
             )
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
             # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import Cancelled, InvalidArgument
 from geartrain.ams.graph.acceptance import Refiner
 from geartrain.ams.graph.neighbours import NeighbourTable
@@ -29,7 +30,7 @@ from geartrain.ams.graph.parts import PartFolder
 from geartrain.ams.graph.recall import BlockProducts, CoreProducts, Recall
 from geartrain.ams.graph.rows import ArrayRows, Floats, RowSource, UnitBlocks, checked_size
 
-__all__ = ["DEFAULT_MEMORY_BYTES", "ArrayRows", "RowSource", "build_neighbours"]
+__all__ = ["DEFAULT_MEMORY_BYTES", "ArrayRows", "Built", "RowSource", "build_graph", "build_neighbours"]
 
 DEFAULT_MEMORY_BYTES = 8 << 30
 SAVE_SECONDS = 30.0
@@ -40,7 +41,23 @@ _FEWEST_ROWS = 64
 Progress = Callable[[int, int], None]
 
 
-def build_neighbours(
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A table of neighbours and how it came about."""
+
+    table: NeighbourTable
+    fingerprint: str
+    """XXH3 of the unit rows that were read first."""
+    resumed_pairs: int
+    """Pairs of rows that were not compared, for the folder had them."""
+
+
+def build_neighbours(source: RowSource, k: int, **settings: Any) -> NeighbourTable:
+    """The table of :func:`build_graph`, with the same settings."""
+    return build_graph(source, k, **settings).table
+
+
+def build_graph(
     source: RowSource,
     k: int,
     *,
@@ -50,11 +67,13 @@ def build_neighbours(
     progress: Progress | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     resume: Path | None = None,
-) -> NeighbourTable:
+) -> Built:
     """Build the exact table of the k nearest neighbours of every row by cosine.
 
     Args:
-        source: The rows; read once if they fit, else once more for each part.
+        source: The rows; read once if they fit, else once more for each part. Rows that change meanwhile are allowed:
+            held ones are those of one pass; of others each list is of k classes whose cosines were exact for the rows
+            as they were last read, a mixture of row versions.
         k: Neighbours a class, at least 1; a class has min(k, C - 1). A row of zeros has cosine 0 with every other.
         products: The engine of the recall; None: float32 on ``num_threads`` cores. Any engine gives the same table.
         num_threads: None: all cores this process may use.
@@ -66,7 +85,7 @@ def build_neighbours(
             rows (by fingerprint), another k, engine or partition are passed over. It is never emptied.
 
     Returns:
-        The table; its ids are int32.
+        The table, with ids of int32, and what it was made of.
 
     Raises:
         InvalidArgument: k < 1, no rows, or too little memory (names the least).
@@ -82,15 +101,20 @@ def build_neighbours(
     engine = CoreProducts(num_threads) if products is None else products
     num_classes, wanted = source.num_rows, min(k, source.num_rows - 1)
     if wanted == 0:
-        UnitBlocks(source, block_rows=1, num_threads=1, held=False)  # a row that is not finite is an error here too
-        return NeighbourTable(np.zeros(num_classes + 1, np.int64), np.empty(0, np.int32), k)
+        alone = UnitBlocks(source, block_rows=1, num_threads=1, held=False)  # not finite is an error here too
+        return Built(
+            NeighbourTable(np.zeros(num_classes + 1, np.int64), np.empty(0, np.int32), k), alone.fingerprint, 0
+        )
     plan = _Plan.of(source, wanted, engine, memory_bytes, saves=resume is not None)
     blocks = UnitBlocks(source, block_rows=plan.block_rows, num_threads=num_threads, held=plan.held)
-    build = _Build(blocks, wanted, plan, engine, num_threads, _Watch(plan, progress, cancelled))
+    watch = _Watch(plan, progress, cancelled)
+    watch.check()
+    build = _Build(blocks, wanted, plan, engine, num_threads, watch)
     if resume is not None:
         build.folder = PartFolder(resume, plan.facts(blocks, wanted, engine))
     neighbours = build.run()
-    return NeighbourTable(np.arange(num_classes + 1, dtype=np.int64) * wanted, neighbours.reshape(-1), k)
+    table = NeighbourTable(np.arange(num_classes + 1, dtype=np.int64) * wanted, neighbours.reshape(-1), k)
+    return Built(table, blocks.fingerprint, watch.resumed_pairs)
 
 
 @dataclass(frozen=True)
@@ -150,9 +174,11 @@ class _Watch:
     def __init__(self, plan: _Plan, progress: Progress | None, cancelled: Callable[[], bool]) -> None:
         self._done, self._all = 0, plan.pairs()
         self._progress, self._cancelled = progress, cancelled
+        self.resumed_pairs = 0
 
-    def advance(self, pairs: int) -> None:
+    def advance(self, pairs: int, *, resumed: bool = False) -> None:
         self._done += pairs
+        self.resumed_pairs += pairs if resumed else 0
         if self._progress is not None:
             self._progress(self._done, self._all)
 
@@ -191,11 +217,12 @@ class _Build:
             kept = None if self.folder is None else self.folder.finished(part)
             if kept is not None:
                 lists[start:stop] = kept
-                self.watch.advance(_pairs_of(stop - start, self.plan.num_rows))
+                self.watch.advance(_pairs_of(stop - start, self.plan.num_rows), resumed=True)
                 continue
             self._part(part, start, stop, lists[start:stop])
             if self.folder is not None:
                 self.folder.save_finished(part, lists[start:stop])
+            failpoints.reach("graph.part.after")
         return lists
 
     def _part(self, part: int, start: int, stop: int, lists: npt.NDArray[np.int32]) -> None:
@@ -208,7 +235,7 @@ class _Build:
             if number >= skipped:
                 self.watch.check()
                 self._compare(recall, step, rows, start, loaded)
-            self.watch.advance(step.pairs())
+            self.watch.advance(step.pairs(), resumed=number < skipped)
             if self.folder is not None and number >= skipped and time.monotonic() - saved_at >= SAVE_SECONDS:
                 self.folder.save_running(part, number + 1, recall.arrays())
                 saved_at = time.monotonic()

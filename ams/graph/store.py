@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,15 @@ class RowsVersion:
     table: str
     """Name of the class table."""
     table_version: int
-    """Its version, as the cluster counts; a graph of another version is older than its rows."""
+    """Writes that its shards had applied, summed; a graph of fewer is older than its rows."""
     fingerprint: str = ""
     """Of the rows themselves, if it is known."""
+    step: int = 0
+    """Training step of the rows, as whoever had it built said."""
+    built_unix_seconds: float = 0.0
+    """When the table of neighbours was finished."""
+    graph_version: int = 1
+    """Counts the graphs of the class table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +157,7 @@ class GraphStore:
 
         Raises StateFailed; then the older one is as it was.
         """
-        prefix = f"graph/{version.table}/"
+        prefix = _prefix(version.table)
         values = self._store.read_all()
         older = _head(values, version.table)
         generation = 0 if older is None else int(older["generation"]) + 1
@@ -178,7 +185,7 @@ class GraphStore:
         head = _head(values, table)
         if head is None:
             return None
-        prefix = f"graph/{table}/{head['generation']}/"
+        prefix = f"{_prefix(table)}{head['generation']}/"
         arrays = [_load_array(values, f"{prefix}{name}", *head["arrays"][name]) for name in _ARRAYS]
         part = NeighbourPart(arrays[0], arrays[1], int(head["k"]), int(head["num_classes"]))
         return part, RowsVersion(**head["rows"])
@@ -196,15 +203,30 @@ class GraphStore:
             )
         return NeighbourTable(part.offsets, part.neighbours, part.k), version
 
+    def tables(self) -> list[str]:
+        """The class tables that something is kept for, sorted."""
+        heads = [json.loads(value) for key, value in self._store.read_all().items() if _is_head(key)]
+        return sorted(str(head["rows"]["table"]) for head in heads)
+
     def remove(self, table: str) -> None:
         """Remove what is kept for a class table, if anything. Raises StateFailed."""
-        gone: dict[str, bytes | None] = {k: None for k in self._store.read_all() if k.startswith(f"graph/{table}/")}
+        gone: dict[str, bytes | None] = {k: None for k in self._store.read_all() if k.startswith(_prefix(table))}
         if gone:
             self._store.write(gone)
 
 
+def _prefix(table: str) -> str:
+    """How the keys of a table begin: with its name where that is short and plain, else with a digest of it."""
+    is_plain = re.fullmatch(r"[\w.-]{1,100}", table, re.ASCII)
+    return f"graph/{table if is_plain else '~' + xxhash.xxh3_128_hexdigest(table.encode())}/"
+
+
+def _is_head(key: str) -> bool:
+    return key.startswith("graph/") and key.endswith("/head")
+
+
 def _head(values: Mapping[str, bytes], table: str) -> dict[str, Any] | None:
-    value = values.get(f"graph/{table}/head")
+    value = values.get(f"{_prefix(table)}head")
     if value is None:
         return None
     head: dict[str, Any] = json.loads(value)

@@ -29,6 +29,8 @@ ROWS = "rows"
 
 Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
 """
+GRAPH = "graph"
+"""Kind of the blocks of a class table's graph, cut to the shards."""
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = "xxh3_128"
 

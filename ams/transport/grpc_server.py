@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ MAX_CONCURRENT_CALLS = 128
 """A synchronous push holds one until its group is complete: ranks × tables in one step must stay below it."""
 
 BytesMethod = Callable[[bytes, grpc.ServicerContext], bytes]
+BytesStream = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
 
 class GrpcServer:
@@ -44,10 +46,19 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
 
-    def add(self, service: str, methods: Mapping[str, BytesMethod]) -> None:
-        """Serve ``methods`` (encoded request → encoded reply) under ``service``, not yet healthy."""
+    def add(
+        self,
+        service: str,
+        methods: Mapping[str, BytesMethod],
+        streams: Mapping[str, BytesStream] = MappingProxyType({}),
+    ) -> None:
+        """Serve ``methods`` (encoded request → encoded reply; ``streams``: → replies) under ``service``, not yet
+        healthy."""
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(_typed(method)) for name, method in methods.items()
+        }
+        handlers |= {
+            name: grpc.unary_stream_rpc_method_handler(_typed_stream(stream)) for name, stream in streams.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         self._services.append(service)
@@ -107,6 +118,18 @@ def _typed(method: BytesMethod) -> BytesMethod:
     def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         try:
             return method(data, servicer_context)
+        except GeartrainError as error:
+            abort(servicer_context, error)
+        except MemoryError as error:
+            abort(servicer_context, InternalError(f"out of memory: {error}"))
+
+    return answer
+
+
+def _typed_stream(stream: BytesStream) -> BytesStream:
+    def answer(data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            yield from stream(data, servicer_context)
         except GeartrainError as error:
             abort(servicer_context, error)
         except MemoryError as error:

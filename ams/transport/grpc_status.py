@@ -38,6 +38,7 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.TableNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.GraphNotFound, grpc.StatusCode.NOT_FOUND),
     (errors.TableExists, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION),
@@ -47,6 +48,7 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.SnapshotFailed, grpc.StatusCode.ABORTED),
     (errors.StateDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.StateError, grpc.StatusCode.ABORTED),
+    (errors.Cancelled, grpc.StatusCode.CANCELLED),
     (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
 )

@@ -356,12 +356,12 @@ class ClassHead(nn.Module):
                 f"the state is that of step {state['step']}, these rows that of step {self.step}; rows='ranks' are in "
                 "no state_dict: restore() the snapshot() of that step first"
             )
-        self.row_update.discard()
-        self.row_update.step = int(state["step"])
-        self.row_update.generation += 1
         living = LivingClasses(self.num_classes, state.get("retired_runs", []))
         if isinstance(self.select, KNNSelection) and not living.are_all:
             self.select.require_followers()
+        self.row_update.discard()
+        self.row_update.step = int(state["step"])
+        self.row_update.generation += 1
         self._place.living = living
         if isinstance(self.select, KNNSelection):
             self.select.living = living

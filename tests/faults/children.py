@@ -15,9 +15,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from geartrain.ams import failpoints
-from geartrain.ams.config import SchedulerConfig, ServerConfig
+from geartrain.ams.config import ClientConfig, GraphConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.graph.service import GraphServer
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
+from geartrain.graph_role import ConnectedCluster
 
 START_TIMEOUT_SECONDS = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -67,6 +69,10 @@ def serve(pipe: Connection, role: str, settings: dict[str, Any]) -> None:
     """Serve a role until the other end of the pipe is closed; says the address."""
     if role == "scheduler":
         pipe.send(SchedulerServer(SchedulerConfig(**settings)).start())
+    elif role == "graph":
+        config = GraphConfig(**settings)
+        graphs = GraphServer(config, ConnectedCluster(config.scheduler, ClientConfig()))
+        pipe.send(graphs.start())
     else:
         pipe.send(ShardServer(ServerConfig(**settings)).start()[0])
     with contextlib.suppress(EOFError, OSError):

@@ -281,6 +281,9 @@ PLACES: dict[str, tuple[str, int]] = {
     "job.save.after": (WORKER, 3),
 }
 
+ELSEWHERE = {"graph.part.after": "tests/integration/test_graph_role.py"}
+"""Failpoints where no row can be lost, and the file that tests them."""
+
 
 def actions_of(name: str) -> tuple[str, ...]:
     """What scenarios do at a failpoint; seed S does the (S mod n)-th."""

@@ -58,15 +58,17 @@ def test_a_cluster_and_two_ranks_start_from_the_shell_and_end_by_sigterm(tmp_pat
         address = str(facts["address"])
         assert facts["pid"] == scheduler.pid  # exec: a signal to the script's process reaches the role
         servers = [stack.enter_context(started("server", SCHEDULER=address))[0] for _ in range(2)]
+        graph, facts = stack.enter_context(started("graph", SCHEDULER=address, LISTEN="127.0.0.1:0"))
+        assert (facts["ready"], facts["pid"]) == ("graph", graph.pid)
         out = tmp_path / "run"
         small = ["--steps=6", "--batch-size=8", "--image-size=32", "--grey", "--device=cpu", f"--out={out}"]
         data = f"--data={images(tmp_path / 'images')}"
         done = run("worker", "classify", data, *small, SCHEDULER=address, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr[-3000:]
         assert (out / "model" / "centers.safetensors").exists()
-        for role in (*servers, scheduler):
+        for role in (graph, *servers, scheduler):
             role.send_signal(signal.SIGTERM)
-        assert [role.wait(20) for role in (*servers, scheduler)] == [0, 0, 0]
+        assert [role.wait(20) for role in (graph, *servers, scheduler)] == [0, 0, 0, 0]
 
 
 @pytest.fixture

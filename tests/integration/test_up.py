@@ -88,6 +88,16 @@ def test_a_cluster_serves_as_soon_as_up_says_ready() -> None:
             assert np.array_equal(table.pull(np.arange(100)), np.full((100, 4), 2.0, np.float32))
 
 
+def test_a_graph_service_comes_with_the_cluster_and_comes_back_where_it_was() -> None:
+    with up("--shards=1", "--graph-listen=127.0.0.1:0") as running:
+        config = ClientConfig(graph=running.facts["graph"])
+        with gt.connect(running.facts["scheduler"], config=config) as cluster:
+            cluster.create_table("t", dim=4, num_rows=50, optimizer=gt.SGD(1.0))
+            assert cluster.graph.build("t", 3).graph.version == 1
+            kill_child(psutil.Process(running.process.pid), "graph")
+            assert cluster.graph.build("t", 3).graph.version == 1  # it kept nothing, and answers again
+
+
 def test_the_ready_line_for_people_counts_the_shards() -> None:
     with started("--shards=2", "--scheduler-listen=127.0.0.1:0") as process:
         assert process.stdout is not None

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("ams", "bridge", "workers", "geartrain")  # from the bottom layer to the top
-LEAVES = ("errors", "specs", "messages", "hosted", "config", "arrays", "words", "failpoints")
+LEAVES = ("errors", "specs", "messages", "graph_messages", "hosted", "config", "arrays", "words", "failpoints")
 
 # Inside ams: which parts (first folder or file below ams/) a part may use, beside itself and the leaves.
 PARTS_BELOW: dict[str, tuple[str, ...]] = {
@@ -32,8 +32,8 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     "client": ("hosted_calls", "writes", "placement", "transport", "core", "sampling"),
     # What gt.local embeds: the services on threads of the client's process.
     "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
-    "snapshot": ("client", "storage"),
-    "cluster": ("client", "snapshot", "storage", "streams", "writes", "embedded", "placement", "transport"),
+    "snapshot": ("client", "graph", "storage"),
+    "cluster": ("client", "snapshot", "storage", "streams", "writes", "embedded", "graph", "placement", "transport"),
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.

@@ -1,0 +1,47 @@
+"""The rows of a class table as the builder reads them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.specs import Ids, TableSpec
+
+__all__ = ["PulledTable", "TableRows"]
+
+
+class PulledTable(Protocol):
+    """The part of a table that is needed to read it."""
+
+    @property
+    def spec(self) -> TableSpec:
+        """What the table is."""
+        ...
+
+    def pull_into_async(self, ids: Ids, out: npt.NDArray[Any]) -> Future[None]:
+        """Begin to write the rows of ``ids`` to ``out`` [N, D]."""
+        ...
+
+
+class TableRows:
+    """Implements :class:`geartrain.ams.graph.rows.RowSource` by pulls: as the rows are at that moment."""
+
+    def __init__(self, table: PulledTable) -> None:
+        """Raises InvalidArgument for a hashed table, whose rows cannot be counted through."""
+        if table.spec.num_rows is None:
+            raise InvalidArgument(
+                f"table {table.spec.name!r} is hashed; a graph needs a class table, made with num_rows=..."
+            )
+        self._table = table
+        self.num_rows = table.spec.num_rows
+        self.dim = table.spec.dim
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Rows ``start`` … ``stop`` - 1, float32 [N, D]: one pull, a request to each shard."""
+        rows = np.empty((stop - start, self.dim), self._table.spec.numpy_dtype)
+        self._table.pull_into_async(np.arange(start, stop, dtype=np.int64), rows).result()
+        return rows.astype(np.float32, copy=False)
