@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.errors import InvalidArgument, NonFinite
 from geartrain.workers.data.pairs import Pairs, read_pairs
 from geartrain.workers.model import Model
 
@@ -79,9 +79,14 @@ def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) 
     Accuracy (Huang and Learned-Miller 2014, as InsightFace computes it): ten folds, in the order of the file; for each
     the threshold that is best on the nine others, measured on itself. TAR@FAR: over all pairs, at the largest threshold
     that accepts at most that part of the different pairs. Raises InvalidArgument for fewer pairs than folds, or only
-    one kind.
+    one kind; NonFinite.
     """
     require_folds(same_N, "the pairs")
+    if len(wrong := np.flatnonzero(~np.isfinite(distances_N))):
+        raise NonFinite(
+            f"the distance of pair {int(wrong[0])} is {distances_N[wrong[0]]}, as are {len(wrong)} of {len(same_N)}: "
+            "the model's features are not finite; go back to a snapshot whose features are"
+        )
     right = (distances_N[:, None] < _THRESHOLDS) == same_N[:, None]  # [N, thresholds]
     folds = np.array_split(np.arange(len(same_N)), FOLDS)
     accuracies, thresholds = [], []

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 EXPORTED_NAME = "weight"
 """Name of the one tensor [C, D] of an exported file."""
 SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
+_NPY_START = b"\x93NUMPY"
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 Read = Callable[[int, int], Tensor]
@@ -166,6 +168,9 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         given = sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_by_numbers)
         if not given:
             raise InvalidArgument(f"{folder} has no weight file ({', '.join(SUFFIXES)})")
+    if len({path.resolve() for path in given}) < len(given):
+        twice = next(path for path in given if [one.resolve() for one in given].count(path.resolve()) > 1)
+        raise InvalidArgument(f"{twice} was given twice; give the file of each rank once, in rank order")
     if not given:
         raise InvalidArgument("no weight file was given; give one, or those of all ranks in their order")
     return given
@@ -199,12 +204,16 @@ def _open(path: Path, dim: int, key: str | None) -> _Part:
 
 
 def _open_npy(path: Path, dim: int, key: str | None) -> _Part:  # noqa: ARG001
+    with path.open("rb") as file:
+        if (start := file.read(len(_NPY_START))) != _NPY_START:  # numpy would open archives and pickles too
+            raise InvalidArgument(f"{path} is not a readable .npy file: it begins with {start!r}")
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as exc:
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError) as exc:
         raise InvalidArgument(f"{path} is not a readable .npy file: {exc}") from exc
-    _require_matrix(path, list(matrix.shape), matrix.dtype, matrix.dtype.kind == "f", dim)
-    return _Part(path, len(matrix), lambda start, stop: torch.from_numpy(np.array(matrix[start:stop])))
+    native = matrix.dtype.newbyteorder("=")
+    _require_matrix(path, list(matrix.shape), matrix.dtype, native.kind == "f" and native.itemsize <= 8, dim)
+    return _Part(path, len(matrix), lambda start, stop: torch.from_numpy(np.array(matrix[start:stop], native)))
 
 
 def _open_safetensors(path: Path, dim: int, key: str | None) -> _Part:
@@ -238,6 +247,8 @@ def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
         tensors = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     name = _chosen(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, dim, key)
     matrix = tensors[name].detach()
+    if matrix.layout != torch.strided or matrix.device.type != "cpu":
+        raise InvalidRows(f"{path} holds a {matrix.layout} tensor on {matrix.device}; save a dense one with its values")
     _require_matrix(path, list(matrix.shape), matrix.dtype, matrix.is_floating_point(), dim)
     return _Part(path, len(matrix), lambda start, stop: matrix[start:stop])
 

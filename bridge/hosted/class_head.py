@@ -34,7 +34,7 @@ FORWARD, SQUARED_NORM = "forward", "squared_norm"
 CHUNK_ROWS = 1536
 PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
-_PART_BYTES = 64 << 20
+PART_BYTES = 64 << 20
 """All parts together take no more, but for the first."""
 _NO_LOGIT = np.float32(-1e37)
 _UNSHIFTED_LIMIT = 84.0
@@ -206,7 +206,7 @@ class _Sums:
 def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
     active = batch.active
     chunks = _chunks(active.num)
-    parts = max(1, min(PARTS, len(chunks), _PART_BYTES // batch.features_BD.nbytes))
+    parts = max(1, min(PARTS, len(chunks), PART_BYTES // batch.features_BD.nbytes))
     target_rows_BD = np.zeros_like(batch.features_BD)
 
     def add_part(part: int) -> _Sums:

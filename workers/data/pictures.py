@@ -45,4 +45,10 @@ def by_class(labelled: Iterable[tuple[str, Picture]], source: str) -> dict[str, 
     if len(classes) < 2:
         raise InvalidArgument(f"{source} has pictures of {len(classes)} classes; a classifier needs at least 2")
     are_numbers = all(name.isascii() and name.isdigit() for name in classes)
-    return {name: classes[name] for name in sorted(classes, key=int if are_numbers else None)}
+    return {name: classes[name] for name in sorted(classes, key=_as_number if are_numbers else None)}
+
+
+def _as_number(name: str) -> tuple[int, str, str]:
+    """Orders digits as the numbers they are, however many."""
+    digits = name.lstrip("0")
+    return len(digits), digits, name

@@ -7,7 +7,8 @@
     layout   record 0 has labels [images + 1, …] and no picture; records of identities, which name the range of their
              pictures, have none either; every other record is a picture, and its (first) label is its class
 
-float32 holds every integer up to 2^24: more pictures than that round the count in record 0, which is not relied on.
+float32 holds every integer up to 2^24: more pictures than that round the count in record 0, which is not relied on, and
+classes from there on could be others', and are refused.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _IMAGE_HEADER = struct.Struct("<IfQQ")
 _LENGTH_BITS = 29
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _EXACT_FLOATS = 1 << 24
+_MOST_DIGITS = 20
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def _labelled(path: Path) -> Iterator[tuple[str, Picture]]:
             if not record.image:
                 continue
             label = record.labels[0]
-            if not (label >= 0 and label == int(label)):
-                _refuse(path, offset, f"the class is {label!r}; it must be an integer >= 0")
+            if not (0 <= label < _EXACT_FLOATS and label == int(label)):
+                _refuse(path, offset, f"the class is {label!r}; it must be an integer from 0 to {_EXACT_FLOATS - 1:,}")
             images += 1
             where = f"{path} at offset {offset}"
             yield str(int(label)), Picture(where, functools.partial(_open, path, offset, where))
@@ -96,10 +98,11 @@ def _open(path: Path, offset: int, where: str) -> Image.Image:
 
 def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
     """(key, offset) of all records, by key."""
-    found = {}
+    found: dict[int, int] = {}
+    offsets: set[int] = set()
     for number, line in enumerate(index.read_bytes().splitlines(), 1):
         fields = line.split()
-        if len(fields) != 2 or not all(field.isdigit() for field in fields):
+        if len(fields) != 2 or not all(field.isdigit() and len(field) < _MOST_DIGITS for field in fields):
             raise InvalidArgument(f"{index}, line {number}, is {line!r:.80}; it must be 'key<tab>offset'")
         key, offset = map(int, fields)
         if offset % 4 or offset + _HEAD.size > size:
@@ -109,7 +112,12 @@ def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
             )
         if key in found:
             raise InvalidArgument(f"{index}, line {number}: key {key} is there twice")
+        if offset in offsets:
+            raise InvalidArgument(
+                f"{index}, line {number}: key {key} is at offset {offset}, where another key is; make the index anew"
+            )
         found[key] = offset
+        offsets.add(offset)
     return sorted(found.items())
 
 

@@ -39,10 +39,18 @@ def read_shards(shards: list[Path]) -> dict[str, list[Picture]]:
 
 def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
     """(class, picture) of each sample: its members follow one another."""
-    key, label, picture = "", None, None
+    key, label, picture, last = "", None, None, -1
+    num_bytes = shard.stat().st_size
     try:
         with tarfile.open(shard, "r:") as archive:
             for member in archive:
+                stays_inside = 0 <= member.size <= num_bytes - member.offset_data
+                if member.offset <= last or not stays_inside or member.issparse():
+                    raise InvalidArgument(
+                        f"{shard} is damaged at offset {max(last, 0)}: {member.name!r:.80} has {member.size} bytes in "
+                        "a place or form that no shard has; pack it anew"
+                    )
+                last = member.offset
                 name = Path(member.name)
                 stem, _, suffix = name.name.partition(".")
                 if not member.isfile() or not stem:
@@ -52,12 +60,19 @@ def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
                     key, label, picture = found, None, None
                 where = f"{shard}: {member.name} at offset {member.offset}"
                 if f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                    if picture is not None:
+                        raise InvalidArgument(f"{where} is a second picture of its sample; give each a name of its own")
                     picture = picture_within(shard, member.offset_data, member.size, where)
                 elif suffix in ("cls", "json"):
-                    label = _label(archive, member, where) or label
+                    told = _label(archive, member, where)
+                    if None not in (told, label) and told != label:
+                        raise InvalidArgument(f"{where} tells class {told!r:.80}, another member {label!r:.80}")
+                    label = told if label is None else label
             end = archive.offset
         _require_end(shard, end)
-    except (tarfile.TarError, EOFError) as exc:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as exc:
+        if isinstance(exc, InvalidArgument):
+            raise
         raise InvalidArgument(f"{shard} is not a whole tar file: {exc}; copy or pack it anew") from exc
     yield from _whole(shard, key, label, picture)
 
@@ -94,10 +109,19 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str
         if member.name.endswith(".json"):
             values: Any = json.loads(data)
             found = next((values[key] for key in _CLASS_KEYS if key in values), None)
-            return None if found is None else str(found)
+            return None if found is None else _class_of(found)
         text = data.decode().strip()
-    except (ValueError, TypeError) as exc:
+    except (ValueError, TypeError, OverflowError, RecursionError) as exc:
         raise InvalidArgument(f"{where} tells no class: {exc}") from exc
     if not text:
         raise InvalidArgument(f"{where} is empty; it must hold the class of its picture")
     return text
+
+
+def _class_of(value: Any) -> str:
+    """The name of a class in JSON, the same as a ``.cls`` would hold: 3.0 is class 3. Raises ValueError."""
+    if isinstance(value, float) and value == int(value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise ValueError(f"its class is {value!r:.80}; it must be a name or a whole number")
+    return str(value)

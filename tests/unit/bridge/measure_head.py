@@ -13,30 +13,60 @@ import numpy as np
 import torch
 
 import geartrain as gt
+from geartrain.bridge.heads.rank_table import RankTable
+from geartrain.hosting import local
 
 
 def main(case: dict[str, Any]) -> None:
     torch.set_num_threads(2)
-    classes, dim, dtype = case["num_classes"], case["dim"], case["dtype"]
-    with gt.local(case["num_shards"]) as cluster:
+    rows = case.get("rows", "pull")
+    with local(case["num_shards"]) as cluster:
         # Libraries, threads and their stacks belong to any program, not to a step: a small head loads them.
-        small = gt.ClassHead(cluster, "small", num_classes=64, dim=8, select=gt.FullSoftmax(), dtype=dtype)
+        small = _head(cluster, "small", {**case, "num_classes": 64, "dim": 8, "sample_rate": 1.0})
         _step(small, gt.RowOptimizer(small), 2, 0)
-        head = gt.ClassHead(
-            cluster, "head", num_classes=classes, dim=dim, select=gt.PartialFC(case["sample_rate"]), dtype=dtype
-        )
-        for start in range(0, classes, 8192):  # every row exists, and its momentum was touched
-            ids = np.arange(start, min(classes, start + 8192))
-            head.table.push(ids, np.ones((len(ids), dim), np.float32))  # type: ignore[attr-defined]
+        head = _head(cluster, "head", case)
+        _touch_every_row(head, rows)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        before, rows = _status_bytes("VmRSS"), gt.RowOptimizer(head)
+        before, optimizer = _status_bytes("VmRSS"), gt.RowOptimizer(head)
         Path("/proc/self/clear_refs").write_text("5")
         for step in range(2):
-            _step(head, rows, case["batch_size"], step)
+            _step(head, optimizer, case["batch_size"], step)
         added = _status_bytes("VmHWM") - before
-        table = next(table for table in cluster.status().tables if table.name == "head")
-        print(json.dumps({"table_bytes": table.memory_bytes, "step_bytes": added}))
+        print(json.dumps({"table_bytes": _table_bytes(head, cluster), "step_bytes": added}))
+
+
+def _head(cluster: Any, name: str, case: dict[str, Any]) -> gt.ClassHead:
+    rows = case.get("rows", "pull")
+    return gt.ClassHead(
+        None if rows == "ranks" else cluster,
+        name,
+        num_classes=case["num_classes"],
+        dim=case["dim"],
+        select=gt.PartialFC(case["sample_rate"]) if case["sample_rate"] < 1 else gt.FullSoftmax(),
+        rows=rows,
+        dtype=case["dtype"],
+        slot_dtype=case.get("slot_dtype", "float32"),
+    )
+
+
+def _touch_every_row(head: gt.ClassHead, rows: str) -> None:
+    """Every row exists, and its momentum was touched."""
+    if rows == "ranks":
+        assert isinstance(head.table, RankTable)
+        assert head.table.slots_LD is not None
+        head.table.slots_LD.fill_(1e-3)
+        return
+    for start in range(0, head.num_classes, 8192):
+        ids = np.arange(start, min(head.num_classes, start + 8192))
+        head.table.push(ids, np.ones((len(ids), head.dim), np.float32))  # type: ignore[attr-defined]
+
+
+def _table_bytes(head: gt.ClassHead, cluster: Any) -> int:
+    if isinstance(head.table, RankTable):
+        assert head.table.slots_LD is not None
+        return head.table.rows_LD.nbytes + head.table.slots_LD.nbytes
+    return int(next(table for table in cluster.status().tables if table.name == "head").memory_bytes)
 
 
 def _step(head: gt.ClassHead, rows: gt.RowOptimizer, batch: int, seed: int) -> None:

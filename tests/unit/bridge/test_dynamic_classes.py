@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ def test_a_snapshot_goes_on_with_the_same_classes(rows: str, tmp_path: Path) -> 
         head.add_classes(1, rows=torch.randn(1, DIM))
         train(head, 2)
         assert isinstance(head.select, KNNSelection)
+        assert json.loads(json.dumps(head.get_extra_state())) == head.get_extra_state()  # as a job keeps it
         files = {"head": state_to_bytes(head.state_dict()), "graph": head.select.graph_to_bytes() or b""}
         snapshot = cluster.snapshot(tmp_path, files=files)
         expected = train(head, 3)
@@ -355,6 +357,7 @@ def test_two_ranks_agree_or_fail_together(tmp_path: Path) -> None:
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
     np.testing.assert_array_equal(first["rows"], second["rows"])
     np.testing.assert_array_equal(first["retired"], second["retired"])
+    np.testing.assert_array_equal(first["graph"], second["graph"])
     alone = make_head(None, "ranks", select=PartialFC(0.3, seed=5))
     expected = _changes(alone, 0, 1)
     np.testing.assert_allclose(first["losses"] + second["losses"], expected, rtol=1e-5)
@@ -405,6 +408,19 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
     pulled.add_classes(1, rows=torch.ones(1, DIM))
     wrote = (pulled.weights(torch.tensor([2])) == 1).all()  # each has a fake table of its own: rank 0 writes
     assert bool(wrote) == (rank == 0)
+    near = make_head(FakeCluster(), "pull", sync=True, select=KNNSoftmax(active=0.4, k=4))
+    near.rebuild_graph()
+    near.retire_classes(torch.tensor([7]))
+    near.add_classes(2, rows=near.weights(torch.tensor([10, 30])) + 1e-3)
+    assert isinstance(near.select, KNNSelection)
+    assert near.select.graph is not None
+    graph = near.select.graph.table.neighbours
     losses = _changes(here, rank, 2)
-    np.savez(f"{folder}/rank{rank}.npz", losses=losses, rows=here.weights().numpy(), retired=here.retired.numpy())
+    np.savez(
+        f"{folder}/rank{rank}.npz",
+        losses=losses,
+        graph=graph,
+        rows=here.weights().numpy(),
+        retired=here.retired.numpy(),
+    )
     dist.destroy_process_group()

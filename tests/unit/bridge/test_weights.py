@@ -176,6 +176,35 @@ def test_files_that_cannot_be_read_are_refused_by_name(
         gt.import_class_weights(head, [])
 
 
+def test_odd_arrays_are_refused_or_read_as_what_they_are(cluster: gt.Cluster, tmp_path: Path) -> None:
+    head, path = head_of(cluster), tmp_path / "w.npy"
+    np.save(path, np.asfortranarray(matrix().numpy().astype(">f4")))
+    gt.import_class_weights(head, path)
+    assert torch.equal(head.weights(), matrix())
+    np.save(path, matrix().numpy().astype(np.longdouble))
+    with pytest.raises(InvalidRows, match=r"w\.npy is of (float128|longdouble|float96)"):
+        gt.import_class_weights(head, path)
+    with path.open("wb") as file:
+        np.savez(file, a=matrix().numpy())
+    with pytest.raises(InvalidArgument, match=r"w\.npy is not a readable .npy file: it begins with b'PK"):
+        gt.import_class_weights(head, path)
+    for damage in (b"PK\x03\x04torn", b"\x93NUMPY\x01\x00\x10\x00{'descr': (      "):
+        path.write_bytes(damage)
+        with pytest.raises(InvalidArgument, match=r"w\.npy is not a readable"):
+            gt.import_class_weights(head, path)
+    for odd in (matrix().to_sparse(), torch.empty(CLASSES, DIM, device="meta")):
+        torch.save({"weight": odd}, tmp_path / "w.pt")
+        with pytest.raises(InvalidRows, match=r"w\.pt holds a torch\.\w+ tensor on \w+; save a dense one"):
+            gt.import_class_weights(head, tmp_path / "w.pt")
+
+
+def test_a_file_given_twice_is_refused(cluster: gt.Cluster, tmp_path: Path) -> None:
+    head = gt.ClassHead(cluster, "double", num_classes=2 * CLASSES, dim=DIM)
+    np.save(tmp_path / "w.npy", matrix().numpy())
+    with pytest.raises(InvalidArgument, match=r"w\.npy was given twice"):
+        gt.import_class_weights(head, [tmp_path / "w.npy", tmp_path / "." / "w.npy"])
+
+
 def test_values_that_are_not_finite_are_named_with_their_class(cluster: gt.Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster, dtype="float16"), matrix()
     weights[17, 3] = 1e6  # beyond float16
