@@ -114,6 +114,21 @@ def test_a_step_that_the_scaler_skips_updates_nothing() -> None:
             assert torch.equal(head.weights(), before) == (expected_step == 0)
 
 
+def test_a_feature_gradient_that_leaves_its_type_updates_nothing() -> None:
+    with local(2) as cluster:
+        head = head_of(cluster)
+        rows, before = RowOptimizer(head), head.weights()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        features, labels = batch()
+        narrow = features.detach().half().requires_grad_()
+        scaler.scale(head(narrow, labels)).backward()
+        assert narrow.grad is not None and not torch.isfinite(narrow.grad).all()
+        scaler.step(rows)  # as that of the network is skipped
+        assert head.step == 0 and torch.equal(head.weights(), before)
+        with pytest.raises(NonFinite, match="nothing was pushed"):
+            rows.step()
+
+
 def test_a_loss_that_is_not_finite_updates_nothing() -> None:
     with local(2) as cluster:
         head = head_of(cluster, margin=None, optimizer=SGD(1.0), initializer=Constant(1e3))
