@@ -15,6 +15,7 @@ from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
 from geartrain.bridge.heads.head_loss import HeadCall
 from geartrain.bridge.heads.held_rows import HeldRows
+from geartrain.bridge.heads.hosted_predict import hosted_top_classes
 from geartrain.bridge.heads.hosted_rows import Chosen, HostedRows
 from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
@@ -107,5 +108,7 @@ class ClusterPlace:
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""
         normalised = self._settings.margin is not None
+        if self._hosted is not None:
+            return hosted_top_classes(self._hosted, features, k, normalised=normalised)
         arithmetic = Arithmetic.of(features)
         return top_classes(self.table, features, k, normalised=normalised, arithmetic=arithmetic, pool=self._pool)

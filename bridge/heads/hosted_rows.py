@@ -4,7 +4,7 @@ Per training step and shard two requests, whatever the number of classes: the fo
 (4·B·D + 8·B bytes) and answers sums (4·B·D + 12·B) and the rows of the targets there (all shards together 4·B·D); the
 update takes features, labels, log-sum-exp and target weights (4·B·D + 16·B). With ranks or a batch in several calls a
 partial selection also takes the labels of all samples (8 bytes each). The features travel twice, so that a shard keeps
-nothing between the two (``docs/decisions/0015``). The shards compute in float32.
+nothing between the two (``docs/decisions/0015-hosted-models-keep-nothing.md``). The shards compute in float32.
 Legend: B samples, D width.
 """
 
