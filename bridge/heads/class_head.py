@@ -243,7 +243,7 @@ class ClassHead(nn.Module):
     def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
         """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
 
-        Best first. Streams all C rows once per 1,024 samples; the margin plays no part.
+        Best first; the margin plays no part. Streams all C rows once per 1,024 samples; hosted rows do not travel.
         """
         check_features(features, self.dim)
         if not 1 <= k <= self.num_living:

@@ -16,6 +16,7 @@ from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
 from geartrain.bridge.heads.head_loss import HeadCall
 from geartrain.bridge.heads.held_rows import HeldRows
+from geartrain.bridge.heads.hosted_predict import hosted_top_classes
 from geartrain.bridge.heads.hosted_rows import Chosen, HostedRows
 from geartrain.bridge.heads.inference import top_classes
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
@@ -112,6 +113,8 @@ class ClusterPlace:
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""
         normalised = self._settings.margin is not None
+        if self._hosted is not None:
+            return hosted_top_classes(self._hosted, features, k, normalised=normalised)
         arithmetic = Arithmetic.of(features)
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         return top_classes(

@@ -4,8 +4,8 @@ Per training step and shard two requests, whatever the number of classes: the fo
 (4·B·D + 8·B bytes) and answers sums (4·B·D + 12·B) and the rows of the targets there (all shards together 4·B·D); the
 update takes features, labels, log-sum-exp and target weights (4·B·D + 16·B). With ranks or a batch in several calls a
 partial selection also takes the labels of all samples (8 bytes each); with retired classes every request but those of
-KNN softmax takes their runs (16 bytes each). The features travel twice, so that a shard keeps
-nothing between the two (``docs/decisions/0015``). The shards compute in float32.
+KNN softmax takes their runs (16 bytes each). The features travel twice, so that a shard keeps nothing between the two
+(``docs/decisions/0015-hosted-models-keep-nothing.md``). The shards compute in float32.
 Legend: B samples, D width.
 """
 
@@ -93,7 +93,8 @@ class HostedRows:
         self._chosen = chosen
         self._required_sync = required_sync
         self._features_BD = np.ascontiguousarray(self._batch.features_BD.float().cpu().numpy())
-        self._gradient_check: Tensor | None = None
+        self._feature_dtype = features.dtype
+        self._gradient_BD: Tensor | None = None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Loss (0-dim) and feature gradient [B, D]."""
@@ -105,8 +106,7 @@ class HostedRows:
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
         loss, gradient_BD = softmax.finish()
-        if gradient_BD is not None:
-            self._gradient_check = (0 * gradient_BD).sum()
+        self._gradient_BD = gradient_BD
         return loss, gradient_BD
 
     def gradient(self, upstream: Tensor) -> tuple[HostedGradient, Tensor]:
@@ -114,8 +114,9 @@ class HostedRows:
         batch = self._batch
         factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
-        if self._gradient_check is not None:
-            checksum = checksum + self._gradient_check
+        if self._gradient_BD is not None:  # as it goes on to the network: loss scales overflow float16
+            checksum = checksum + (0 * (self._gradient_BD * upstream).to(self._feature_dtype)).sum()
+            self._gradient_BD = None
         return HostedGradient(self._calls, [_Pending(self, factor)]), checksum
 
     def discard(self) -> None:

@@ -27,9 +27,10 @@ from geartrain.ams.messages import Arrays, HostedInputs
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.selection import PartialFC
+from geartrain.bridge.hosted.top_classes import top_classes
 
 NAME = "class_head"
-FORWARD, SQUARED_NORM = "forward", "squared_norm"
+FORWARD, SQUARED_NORM, TOP = "forward", "squared_norm", "top"
 
 CHUNK_ROWS = 1536
 PARTS = 8
@@ -58,23 +59,28 @@ class ClassHeadModel:
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
-        """Answer ``forward`` of one batch, or ``squared_norm`` of the gradients of an update.
+        """Answer ``forward`` or ``top`` of one batch, or ``squared_norm`` of the gradients of an update.
 
         ``forward``: ``shift`` float32 [B], ``sum`` float64 [B] of exp2(logit − shift) over the active classes here but
         the targets, ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64
         [T] and ``target_rows`` float32 [T, D] of the samples whose class is here.
+        ``top`` takes ``features`` alone and the setting ``k``; see :func:`top_classes`.
         """
+        if operation in (FORWARD, TOP) and len(inputs) != 1:
+            raise InvalidArgument(f"{operation!r} takes the inputs of one batch; it was given {len(inputs)}")
         if operation == FORWARD:
-            if len(inputs) != 1:
-                raise InvalidArgument(f"'forward' takes the inputs of one batch; it was given {len(inputs)}")
             return _forward(rows, _Batch(rows, inputs[0]))
+        if operation == TOP:
+            return _top(rows, inputs[0])
         if operation == SQUARED_NORM:
             gradients = self.gradients(rows, inputs)
             squares = rows.side_by_side(
                 lambda chunk: float(np.square(gradients.make(chunk), dtype=np.float64).sum()), gradients.chunks
             )
             return {"squared_norm": np.array([math.fsum(squares)])}
-        raise InvalidArgument(f"the class head has no operation {operation!r}; it has 'forward' and 'squared_norm'")
+        raise InvalidArgument(
+            f"the class head has no operation {operation!r}; it has 'forward', 'squared_norm' and 'top'"
+        )
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
         """The row gradients of one step: of all its micro-batches, and of all ranks."""
@@ -244,6 +250,17 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
                 weighted_BD += part.weighted_BD * np.reshape(shrink_B, (-1, 1))
     joint = {"shift": shift_B, "sum": sum_B}
     return joint if weighted_BD is None else {**joint, "weighted": weighted_BD}
+
+
+def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
+    features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim))
+    k = _setting(inputs, "k", None)
+    if not k.is_integer():
+        raise InvalidArgument(f"k is {k!r}; it must be a whole number")
+    normalised = _setting(inputs, "normalised", 0.0) != 0
+    chunks = _chunks(rows.num_owned)
+    parts = max(1, min(PARTS, len(chunks)))
+    return top_classes(rows, features_BD, int(k), normalised=normalised, chunks=chunks, parts=parts)
 
 
 class _Update:

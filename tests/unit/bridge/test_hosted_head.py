@@ -12,6 +12,7 @@ from geartrain.ams import cluster as ams_cluster
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import InvalidArgument, InvalidIds, NonFinite
+from geartrain.ams.messages import HostedInputs
 from geartrain.ams.server import hosting
 from geartrain.ams.specs import SGD, Constant, Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
@@ -45,7 +46,7 @@ def batch(size: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def both(cluster: Cluster, **settings: Any) -> list[ClassHead]:
     # One seed and one initializer, yet initial values depend on the table's name.
     heads = [head_of(cluster, place, **settings) for place in ("pull", "hosted")]
-    heads[1].table.assign(np.arange(CLASSES), heads[0].weights())
+    heads[1].table.assign(np.arange(heads[0].num_classes), heads[0].weights())
     return heads
 
 
@@ -112,6 +113,21 @@ def test_a_step_that_the_scaler_skips_updates_nothing() -> None:
             scaler.update(2.0 if expected_step == 0 else None)
             assert head.step == expected_step
             assert torch.equal(head.weights(), before) == (expected_step == 0)
+
+
+def test_a_feature_gradient_that_leaves_its_type_updates_nothing() -> None:
+    with local(2) as cluster:
+        head = head_of(cluster)
+        rows, before = RowOptimizer(head), head.weights()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        features, labels = batch()
+        narrow = features.detach().half().requires_grad_()
+        scaler.scale(head(narrow, labels)).backward()
+        assert narrow.grad is not None and not torch.isfinite(narrow.grad).all()
+        scaler.step(rows)  # as that of the network is skipped
+        assert head.step == 0 and torch.equal(head.weights(), before)
+        with pytest.raises(NonFinite, match="nothing was pushed"):
+            rows.step()
 
 
 def test_a_loss_that_is_not_finite_updates_nothing() -> None:
@@ -238,11 +254,35 @@ def test_a_place_that_does_not_exist_is_named() -> None:
         head_of(cluster, "moon")
 
 
+@pytest.mark.parametrize("margin", [CosFace(8), None])
+@pytest.mark.parametrize(("classes", "k"), [(CLASSES, 5), (3, 3), (40, 40)])
+def test_the_best_classes_are_those_of_pulled_rows(margin: CosFace | None, classes: int, k: int) -> None:
+    config = ClientConfig(part_bytes=64 << 10)
+    with local(3, config=config) as cluster:
+        heads = both(cluster, num_classes=classes, margin=margin)
+        for size in (0, 1, 2500):
+            features = torch.randn(size, DIM, dtype=torch.float64 if size == 1 else torch.float32)
+            (scores, ids), (hosted_scores, hosted_ids) = (head.predict(features, k) for head in heads)
+            torch.testing.assert_close(hosted_scores, scores, rtol=1e-5, atol=1e-6)
+            assert (hosted_ids.shape, hosted_ids.dtype) == (ids.shape, ids.dtype)
+            assert (hosted_ids == ids).float().mean() > 0.999 if size > 1 else torch.equal(hosted_ids, ids)
+
+
+@pytest.mark.parametrize(("k", "message"), [(0.0, "k is 0"), (2.5, "whole"), (float("nan"), "whole"), (1e9, "at most")])
+def test_an_impossible_number_of_answers_is_refused_by_the_shard(k: float, message: str) -> None:
+    with local(1) as cluster:
+        calls = head_of(cluster).table.hosted("class_head")  # type: ignore[attr-defined]
+        inputs = (HostedInputs(arrays={"features": np.ones((2, DIM), np.float32)}, settings={"k": k}),)
+        with pytest.raises(InvalidArgument, match=message):
+            calls.compute("top", lambda _: inputs)
+
+
 def test_no_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     with local(2) as cluster:
         head = head_of(cluster)
-        for name in ("pull", "pull_into", "push", "prepare_push", "assign"):
+        for name in ("pull", "pull_into", "pull_into_async", "push", "prepare_push", "assign"):
             monkeypatch.setattr(type(head.table), name, None)
         head(*batch()).backward()
         RowOptimizer(head).step()
+        head.predict(batch()[0], k=3)
         assert head.step == 1

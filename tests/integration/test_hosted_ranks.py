@@ -1,0 +1,61 @@
+"""Ranks that train together on rows in a served cluster, pulled and hosted, against the float64 reference.
+
+Ranks are real processes (gloo) with uneven batches, one of them empty; the cluster has two shards behind sockets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from geartrain.ams.cluster import connect
+from tests.integration.conftest import ServedCluster
+from tests.unit.bridge.test_places import RANKS, Array, Case, joined, make_head, reference, train_share
+
+CASES: list[Case] = [
+    ("full", "arcface", "nesterov"),
+    ("partial", "cosface", "sparse"),
+    ("partial", "combined", "sparse"),
+    ("full", "none", "sparse"),
+]
+
+
+def _train_rank(rank: int, ranks: int, place: str, address: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    arrays: dict[str, Array] = {}
+    with connect(address) as cluster:
+        for case in CASES:
+            head = make_head(cluster, case, place, sync=True)
+            for step, (loss, gradient) in enumerate(train_share(head, rank, ranks)):
+                arrays[f"{case}/{step}/loss"], arrays[f"{case}/{step}/gradient"] = np.array(loss), gradient
+            dist.barrier()  # no rank reads the rows before the last update of all
+            arrays[f"{case}/rows"] = head.weights().numpy()
+        dist.barrier()
+    np.savez(f"{folder}/rank{rank}.npz", **arrays)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("place", ["hosted", pytest.param("pull", marks=pytest.mark.slow)])
+def test_ranks_on_served_shards_equal_the_float64_reference(place: str, tmp_path: Path) -> None:
+    served = ServedCluster(2)
+    try:
+        mp.spawn(_train_rank, args=(RANKS, place, served.address, str(tmp_path)), nprocs=RANKS)
+    finally:
+        served.stop()
+    parts = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(RANKS)]
+    for case in CASES:
+        truth = reference(case)
+        steps = range(len(truth.losses))
+        said = [[(float(part[f"{case}/{i}/loss"]), part[f"{case}/{i}/gradient"]) for i in steps] for part in parts]
+        outcome = joined(said, RANKS, parts[0][f"{case}/rows"])
+        for field in ("losses", "gradients", "rows"):
+            mine, theirs = getattr(outcome, field), getattr(truth, field)
+            np.testing.assert_allclose(
+                mine, theirs, rtol=0, atol=3e-4 * np.abs(theirs).max(), err_msg=f"{case} {field}"
+            )
