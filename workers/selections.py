@@ -39,11 +39,13 @@ class GraphLines:
         self._clock = clock
         self._started: float | None = None
         self._told = 0.0
+        self._done = 0
 
     def __call__(self, done: int, total: int) -> None:
         now = self._clock()
-        if self._started is None:
+        if self._started is None or done < self._done:  # the build before it was cancelled
             self._started = self._told = now
+        self._done = done
         seconds = now - self._started
         if done >= total:
             self._started = None

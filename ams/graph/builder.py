@@ -37,6 +37,7 @@ SAVE_SECONDS = 30.0
 """How often a part that is at work is saved to the resume folder."""
 _BLOCK_ROWS = 8192
 _FEWEST_ROWS = 64
+_BLOCKS_AT_ONCE = 4
 
 Progress = Callable[[int, int], None]
 
@@ -140,14 +141,17 @@ class _Plan:
         if left >= state_bytes * max(num_rows // 8, _FEWEST_ROWS):
             part_rows = left // state_bytes
             return cls(num_rows, keep, part_rows, min(_BLOCK_ROWS, part_rows), held=True)
-        block_rows = min(_BLOCK_ROWS, max(_FEWEST_ROWS, memory_bytes // (8 * row_bytes)))
-        part_rows = (memory_bytes - 2 * block_rows * row_bytes) // (state_bytes + row_bytes)
+        # Beside the part's rows: a block, the next one, and what the source reads it from.
+        block_rows = min(_BLOCK_ROWS, max(_FEWEST_ROWS, memory_bytes // (16 * row_bytes)))
+        part_rows = (memory_bytes - _BLOCKS_AT_ONCE * block_rows * row_bytes) // (state_bytes + row_bytes)
         if part_rows < _FEWEST_ROWS:
-            least = _FEWEST_ROWS * (state_bytes + 3 * row_bytes)
+            least = _FEWEST_ROWS * (state_bytes + (1 + _BLOCKS_AT_ONCE) * row_bytes)
             raise InvalidArgument(
                 f"memory_bytes is {memory_bytes}; rows of dim {source.dim} with k {k} need at least {least}"
             )
-        return cls(num_rows, keep, part_rows, min(block_rows, part_rows), held=False)
+        blocks = -(-part_rows // block_rows)
+        block_rows = part_rows // blocks
+        return cls(num_rows, keep, blocks * block_rows, block_rows, held=False)  # parts are of whole blocks
 
     def parts(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.num_rows, self.part_rows):
@@ -179,8 +183,13 @@ class _Watch:
     def advance(self, pairs: int, *, resumed: bool = False) -> None:
         self._done += pairs
         self.resumed_pairs += pairs if resumed else 0
-        if self._progress is not None:
+        if self._progress is not None and self._done < self._all:
             self._progress(self._done, self._all)
+
+    def finish(self) -> None:
+        """All is done: not before the last lists are made, which takes a while."""
+        if self._progress is not None:
+            self._progress(self._all, self._all)
 
     def check(self) -> None:
         if self._cancelled():
@@ -220,9 +229,10 @@ class _Build:
                 self.watch.advance(_pairs_of(stop - start, self.plan.num_rows), resumed=True)
                 continue
             self._part(part, start, stop, lists[start:stop])
-            if self.folder is not None:
-                self.folder.save_finished(part, lists[start:stop])
+            if (folder := self._saving()) is not None:
+                folder.save_finished(part, lists[start:stop])
             failpoints.reach("graph.part.after")
+        self.watch.finish()
         return lists
 
     def _part(self, part: int, start: int, stop: int, lists: npt.NDArray[np.int32]) -> None:
@@ -236,13 +246,18 @@ class _Build:
                 self.watch.check()
                 self._compare(recall, step, rows, start, loaded)
             self.watch.advance(step.pairs(), resumed=number < skipped)
-            if self.folder is not None and number >= skipped and time.monotonic() - saved_at >= SAVE_SECONDS:
-                self.folder.save_running(part, number + 1, recall.arrays())
+            due = number >= skipped and time.monotonic() - saved_at >= SAVE_SECONDS
+            if due and (folder := self._saving()) is not None:
+                folder.save_running(part, number + 1, recall.arrays())
                 saved_at = time.monotonic()
         self.watch.check()
         bound = self.engine.error_bound(self.blocks.dim)
         refiner = Refiner(self.blocks, self.k, num_threads=self.num_threads, check=self.watch.check)
         refiner.finish(rows, start, recall.candidates(), bound, lists)
+
+    def _saving(self) -> PartFolder | None:
+        """The folder, unless rows have changed: what follows is not of the rows by which it would be found again."""
+        return None if self.blocks.changed else self.folder
 
     def _take_up(self, part: int, recall: Recall) -> int:
         found = None if self.folder is None else self.folder.running(part)

@@ -102,6 +102,8 @@ class CoreProducts:
         by u·√D at most; and what flushing numbers below 2^-126 drops.
         """
         product = (dim + 1) * 2.0**-24
+        if product >= 1:
+            return math.inf  # nothing is certain; every row is redone exactly
         length = 1 + 2.0**-23 * math.sqrt(dim)
         return product / (1 - product) * length**2 + dim * 2.0**-120
 

@@ -5,6 +5,7 @@ Legend: C rows, D width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -18,10 +19,14 @@ from geartrain.ams.errors import InvalidArgument, InvalidRows, NonFinite
 __all__ = ["ArrayRows", "Blocks", "Floats", "RowSource", "UnitBlocks"]
 
 Floats = npt.NDArray[np.float32]
+_log = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
-    """Rows of classes 0 … num_rows - 1, readable in any order, more than once, always the same."""
+    """Rows of classes 0 … num_rows - 1, readable in any order, more than once.
+
+    Where they change between two readings a table that reads them again is of rows of several times.
+    """
 
     @property
     def num_rows(self) -> int:
@@ -88,10 +93,14 @@ class UnitBlocks:
         self._num_threads = num_threads
         self.num_rows, self.dim, self.block_rows = source.num_rows, source.dim, block_rows
         self._held: Floats | None = np.empty((self.num_rows, self.dim), np.float32) if held else None
+        self.changed = False
+        """Whether a block that was read again was another one: then the neighbours are of rows of several times."""
+        self._digests: list[bytes] = []
         seen = xxhash.xxh3_128()
         for start, stop in self.ranges():
             rows = self._read(start, stop)
             seen.update(rows.data)
+            self._digests.append(xxhash.xxh3_64_digest(rows.data))
             if self._held is not None:
                 self._held[start:stop] = rows
         self.fingerprint: str = seen.hexdigest()
@@ -108,8 +117,24 @@ class UnitBlocks:
         return self._held is not None
 
     def read(self, start: int, stop: int) -> Floats:
-        """Unit rows ``start`` … ``stop`` - 1, not to be changed: a view of those held, or read from the source."""
-        return self._read(start, stop) if self._held is None else self._held[start:stop]
+        """Unit rows ``start`` … ``stop`` - 1, not to be changed: a view of those held, or read from the source block by
+        block. ``start`` begins a block and ``stop`` ends one."""
+        if self._held is not None:
+            return self._held[start:stop]
+        if stop - start <= self.block_rows:
+            return self._read_again(start, stop)
+        rows = np.empty((stop - start, self.dim), np.float32)
+        for at in range(start, stop, self.block_rows):
+            end = min(at + self.block_rows, stop)
+            rows[at - start : end - start] = self._read_again(at, end)
+        return rows
+
+    def _read_again(self, start: int, stop: int) -> Floats:
+        rows = self._read(start, stop)
+        if not self.changed and xxhash.xxh3_64_digest(rows.data) != self._digests[start // self.block_rows]:
+            self.changed = True
+            _log.warning("rows %d to %d changed while a graph was built; it is of rows of several times", start, stop)
+        return rows
 
     def _read(self, start: int, stop: int) -> Floats:
         rows = np.array(self._source.read(start, stop), dtype=np.float32, order="C")

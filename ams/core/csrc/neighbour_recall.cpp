@@ -30,6 +30,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kTileBytes = int64_t{192} << 10;  // of rows that meet panel after panel, in a core's second-level cache
 constexpr int64_t kColumns = 512;                   // of one job
+constexpr int64_t kBandBytes = int64_t{16} << 20;   // of packed columns that all rows meet
 constexpr size_t kAlways = std::numeric_limits<size_t>::max();  // bytes: as many threads as are allowed
 
 float floor_of(const float& floor) { return std::atomic_ref(const_cast<float&>(floor)).load(std::memory_order_relaxed); }
@@ -82,7 +83,6 @@ void offer(const RunningBest& best, int64_t row, float score, int32_t id, std::v
 
 // What one thread needs for its jobs.
 struct Bench {
-  std::vector<float> panel;
   std::vector<float> tail;  // the last rows, filled up to a whole tile
   std::vector<float> row_floors;
   std::vector<float> column_floors;
@@ -90,13 +90,48 @@ struct Bench {
   std::vector<Candidate> scratch;
 };
 
+// Columns of b as panels, one behind the other: packed once, not again for every chunk of rows that meets them.
+class Band {
+ public:
+  Band(const UnitRows& b, int64_t dim, const NeighbourKernels& kernels) : b_(b), dim_(dim), kernels_(kernels) {
+    const int64_t width = std::clamp<int64_t>(kBandBytes / (dim * 4) / kColumns, 1, (b.count + kColumns - 1) / kColumns);
+    columns_ = width * kColumns;
+    panels_.resize(static_cast<size_t>(columns_ * dim));
+  }
+
+  int64_t columns() const { return columns_; }
+  int64_t first() const { return first_; }
+  int64_t last() const { return std::min(first_ + columns_, b_.count); }
+  const float* panel(int64_t column) const { return panels_.data() + (column - first_) * dim_; }
+
+  void pack(int64_t first, int64_t threads) {
+    first_ = first;
+    const int64_t width = kernels_.panel_columns, panels = (last() - first + width - 1) / width;
+    fan_out(panels, kAlways, std::clamp<int64_t>(threads, 1, panels), [&](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t column = first + i * width, count = std::min(width, last() - column);
+        kernels_.pack_panel(b_.rows + column * dim_, count, dim_, panels_.data() + i * width * dim_);
+      }
+    });
+  }
+
+ private:
+  const UnitRows& b_;
+  int64_t dim_;
+  const NeighbourKernels& kernels_;
+  int64_t columns_;
+  int64_t first_ = 0;
+  std::vector<float> panels_;
+};
+
 class PairsJob {
  public:
-  PairsJob(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, int64_t dim, bool same)
-      : a_(a), b_(b), best_a_(best_a), best_b_(best_b), dim_(dim), same_(same), kernels_(neighbour_kernels()) {
+  PairsJob(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, const Band& band,
+           int64_t dim, bool same)
+      : a_(a), b_(b), best_a_(best_a), best_b_(best_b), band_(band), dim_(dim), same_(same), kernels_(neighbour_kernels()) {
     const int64_t tile = kernels_.tile_rows;
     chunk_rows_ = std::clamp<int64_t>(kTileBytes / (dim * 4) / tile * tile, 4 * tile, 64 * tile);
-    column_jobs_ = (b.count + kColumns - 1) / kColumns;
+    column_jobs_ = (band.last() - band.first() + kColumns - 1) / kColumns;
     jobs_ = (a.count + chunk_rows_ - 1) / chunk_rows_ * column_jobs_;
   }
 
@@ -104,7 +139,7 @@ class PairsJob {
 
   void run(int64_t job, Bench& bench) const {
     const int64_t first_row = job / column_jobs_ * chunk_rows_, rows = std::min(chunk_rows_, a_.count - first_row);
-    const int64_t first = job % column_jobs_ * kColumns, last = std::min(first + kColumns, b_.count);
+    const int64_t first = band_.first() + job % column_jobs_ * kColumns, last = std::min(first + kColumns, band_.last());
     for (int64_t column = first; column < last; column += kernels_.panel_columns) {
       const int64_t columns = std::min(kernels_.panel_columns, last - column);
       const int64_t met = same_ ? std::min(rows, column + columns - 1 - first_row) : rows;  // pairs of a block: row < column
@@ -114,8 +149,7 @@ class PairsJob {
 
  private:
   void meet(int64_t first_row, int64_t rows, int64_t column, int64_t columns, Bench& bench) const {
-    bench.panel.resize(static_cast<size_t>(dim_ * kernels_.panel_columns));
-    kernels_.pack_panel(b_.rows + column * dim_, columns, dim_, bench.panel.data());
+    const float* panel = band_.panel(column);
     bench.column_floors.assign(static_cast<size_t>(kernels_.panel_columns), kInfinity);
     if (best_b_.exists())
       for (int64_t j = 0; j < columns; ++j) bench.column_floors[static_cast<size_t>(j)] = floor_of(best_b_.floors[column + j]);
@@ -126,13 +160,13 @@ class PairsJob {
 
     const int64_t whole = rows / kernels_.tile_rows * kernels_.tile_rows;
     const float* at = a_.rows + first_row * dim_;
-    drain(kernels_.panel_hits(at, whole, dim_, bench.panel.data(), bench.row_floors.data(), bench.column_floors.data(),
+    drain(kernels_.panel_hits(at, whole, dim_, panel, bench.row_floors.data(), bench.column_floors.data(),
                               bench.hits.data()),
           first_row, rows, column, columns, bench);
     if (whole == rows) return;
     bench.tail.assign(static_cast<size_t>(kernels_.tile_rows * dim_), 0.0f);
     std::copy(at + whole * dim_, at + rows * dim_, bench.tail.begin());
-    drain(kernels_.panel_hits(bench.tail.data(), kernels_.tile_rows, dim_, bench.panel.data(), bench.row_floors.data() + whole,
+    drain(kernels_.panel_hits(bench.tail.data(), kernels_.tile_rows, dim_, panel, bench.row_floors.data() + whole,
                               bench.column_floors.data(), bench.hits.data()),
           first_row + whole, rows - whole, column, columns, bench);
   }
@@ -154,6 +188,7 @@ class PairsJob {
   const UnitRows& b_;
   const RunningBest& best_a_;
   const RunningBest& best_b_;
+  const Band& band_;
   int64_t dim_;
   bool same_;
   const NeighbourKernels& kernels_;
@@ -166,14 +201,19 @@ class PairsJob {
 
 void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, int64_t dim,
                   bool same, int64_t threads) {
-  const PairsJob pairs(a, best_a, b, best_b, dim, same);
-  std::atomic<int64_t> next{0};
-  const int64_t slices = std::clamp<int64_t>(threads, 1, pairs.jobs());
-  fan_out(slices, kAlways, slices, [&](int64_t, int64_t, int64_t) {
-    FlushDenormals float_mode;
-    Bench bench;
-    for (int64_t job = next++; job < pairs.jobs(); job = next++) pairs.run(job, bench);
-  });
+  if (a.count == 0 || b.count == 0) return;
+  Band band(b, dim, neighbour_kernels());
+  for (int64_t first = 0; first < b.count; first += band.columns()) {
+    band.pack(first, threads);
+    const PairsJob pairs(a, best_a, b, best_b, band, dim, same);
+    std::atomic<int64_t> next{0};
+    const int64_t slices = std::clamp<int64_t>(threads, 1, pairs.jobs());
+    fan_out(slices, kAlways, slices, [&](int64_t, int64_t, int64_t) {
+      FlushDenormals float_mode;
+      Bench bench;
+      for (int64_t job = next++; job < pairs.jobs(); job = next++) pairs.run(job, bench);
+    });
+  }
 }
 
 void trim_best(const RunningBest& best, int64_t count, int64_t threads) {
