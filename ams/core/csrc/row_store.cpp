@@ -47,20 +47,20 @@ void in_bursts(int64_t count, Ahead&& ahead, Visit&& visit) {
   }
 }
 
-// positions[i] = position of ids[i], or -1, after meanwhile(i), which has the time the index takes to arrive.
+// positions[i] = position of ids[i], or -1. Calls meanwhile(begin, end) for bursts of them, which has the time the index takes
+// to arrive.
 template <class Meanwhile>
 void find_positions(const Directory& any_directory, const int64_t* ids, int64_t count, int64_t* positions,
                     Meanwhile&& meanwhile) {
   std::visit(
       [&](const auto& directory) {
         for (int64_t i = 0; i < std::min(count, kBurst); ++i) directory.prefetch(ids[i]);
-        in_bursts(
-            count,
-            [&](int64_t i) {
-              if (i + kBurst < count) directory.prefetch(ids[i + kBurst]);
-              meanwhile(i);
-            },
-            [&](int64_t i) { positions[i] = directory.find(ids[i]); });
+        for (int64_t begin = 0; begin < count; begin += kBurst) {
+          const int64_t end = std::min(count, begin + kBurst), next = std::min(count, end + kBurst);
+          for (int64_t i = end; i < next; ++i) directory.prefetch(ids[i]);
+          meanwhile(begin, end);
+          for (int64_t i = begin; i < end; ++i) positions[i] = directory.find(ids[i]);
+        }
       },
       any_directory);
 }
@@ -142,7 +142,7 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
   std::optional<CatchUp> catch_up = new_catch_up();
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, last - begin);
-    find_positions(directory_, ids + begin, size, found, [](int64_t) {});
+    find_positions(directory_, ids + begin, size, found, [](int64_t, int64_t) {});
     if (catch_up) reach_back(*catch_up, found, size);
     in_bursts(
         size,
@@ -178,8 +178,8 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const ch
   std::vector<uint32_t> largest(static_cast<size_t>(spec_.threads), 0);
   fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
     uint32_t seen = 0;
-    find_positions(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t i) {
-      seen = std::max(seen, max_abs_bits(row_of(values, begin + i, bytes), static_cast<size_t>(spec_.dim)));
+    find_positions(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
+      seen = std::max(seen, max_abs_bits(row_of(values, begin + from, bytes), static_cast<size_t>((to - from) * spec_.dim)));
     });
     largest[static_cast<size_t>(slice)] = seen;
   });

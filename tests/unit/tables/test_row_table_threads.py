@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.errors import NonFinite
-from geartrain.ams.specs import DTypeName, SparseMomentum, TableSpec
+from geartrain.ams.specs import DTypeName, SparseMomentum, TableSpec, Untouched
 from geartrain.ams.tables.row_table import RowTable
 
 BUCKETS = np.arange(4096)
@@ -14,9 +14,13 @@ NUM_IDS, DIM = 30_000, 64  # 7.7 MB of rows: above the threshold for three slice
 
 
 @pytest.mark.parametrize("num_rows", [None, 100_000])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_number_of_threads_gives_the_same_bits(num_rows: int | None, dtype: DTypeName) -> None:
-    optimizer = SparseMomentum(lr=0.1, momentum=0.9, weight_decay=0.01)
+@pytest.mark.parametrize(
+    ("dtype", "untouched"), [("float32", "freeze"), ("bfloat16", "freeze"), ("float32", "elapsed")]
+)
+def test_any_number_of_threads_gives_the_same_bits(
+    num_rows: int | None, dtype: DTypeName, untouched: Untouched
+) -> None:
+    optimizer = SparseMomentum(lr=0.1, momentum=0.9, weight_decay=0.01, untouched=untouched)
     spec = TableSpec(name="t", dim=DIM, optimizer=optimizer, num_rows=num_rows, dtype=dtype)
     one, three = (RowTable(spec, BUCKETS, threads=threads) for threads in (1, 3))
     rng = np.random.default_rng(2)
