@@ -21,6 +21,7 @@ from geartrain.ams.storage.snapshot_store import Place
 from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
 from geartrain.bridge.heads.class_changes import add_classes, retire_classes
 from geartrain.bridge.heads.cluster_place import ClusterPlace
+from geartrain.bridge.heads.eager import runs_eagerly
 from geartrain.bridge.heads.head_loss import head_loss
 from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
@@ -214,12 +215,13 @@ class ClassHead(nn.Module):
         """Row updates applied so far; decides, with the seed, which classes are sampled next."""
         return self.row_update.step
 
+    @runs_eagerly
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, both on any device.
 
         Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds, and NonFinite
         for features on the CPU, unless ranks train together. Looking would stall a GPU, and ranks must fail as one:
-        there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients.
+        there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients. ``torch.compile`` breaks its graph here.
         """
         training = self.training and torch.is_grad_enabled()
         # What is pulled outlives this call: it must not become an inference tensor.

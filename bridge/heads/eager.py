@@ -1,0 +1,31 @@
+"""Work that torch.compile must leave alone: compiled kernels, threads, requests to shards."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """Break the graph before ``function``, and trace nothing that it calls.
+
+    As ``torch.compiler.disable``, but importing this costs nothing: that loads the compiler, for about a second.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)  # nothing can have been compiled
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return call
