@@ -51,7 +51,7 @@ class ClassHead(nn.Module):
 
     With ranks (a ``process_group``, or ``sync=True`` under an initialised torch.distributed) labels are gathered so
     that all ranks share the active classes, each rank's loss is its local mean, and the shards sum the ranks' pushes by
-    sample count. Not thread-safe.
+    sample count. The backbone may be under DDP or FSDP2, with or without the head in the same module. Not thread-safe.
     """
 
     def __init__(

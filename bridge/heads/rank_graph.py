@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.graph.neighbours import NeighbourTable
+from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.rank_table import RankTable
 
 Progress = Callable[[int, int], None]
@@ -26,10 +27,15 @@ class RankGraphs:
         self._link = table.link.apart()
         self._one_at_a_time = threading.Lock()
 
-    def freeze(self) -> FrozenRows:
-        """The rows as they are now: 4·L·D bytes of the host. Waits for the device."""
-        rows_LD = np.array(self._table.rows_LD.detach().float().cpu().numpy(), dtype=np.float32, order="C")
-        return FrozenRows(self, rows_LD)
+    def freeze(self, ids: Ids | None = None) -> FrozenRows:
+        """The rows as they are now: 4·L·D bytes of the host. Waits for the device.
+
+        ``ids`` (None: all), rising and the same on every rank, are the classes that the graph is of; it names them by
+        their places in ``ids``.
+        """
+        table = self._table
+        rows_LD = table.rows_LD if ids is None else table.rows_LD[table.local(ids)[1]]
+        return FrozenRows(self, np.array(rows_LD.detach().float().cpu().numpy(), dtype=np.float32, order="C"))
 
     def build(
         self, rows_LD: npt.NDArray[np.float32], k: int, progress: Progress | None, cancelled: Callable[[], bool]

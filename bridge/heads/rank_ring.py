@@ -86,7 +86,7 @@ def build_on_ring(
         lists=lists,
     )
     try:
-        ring.normalise(num_threads)
+        ring.prepare(num_threads)
         if lists.shape[1]:
             work.run(memory_bytes)
         ring.serve()
@@ -160,12 +160,13 @@ class _Ring:
         self._firsts = np.cumsum([0, *sizes]).tolist()
         self.first: int = self._firsts[link.rank]
         self.num_rows, self.dim = sum(sizes), own.shape[1]
-        room = (max(sizes), self.dim) if link.world_size > 1 else (0, self.dim)
-        self._visiting: Floats = np.empty(room, np.float32)
+        self._visiting: Floats = own[:0]
         self._here, self._from = own, link.rank
 
-    def normalise(self, num_threads: int) -> None:
-        """Make unit rows of the own ones. Raises NonFinite."""
+    def prepare(self, num_threads: int) -> None:
+        """Make unit rows of the own ones, and room for a visiting block. Raises NonFinite."""
+        if self._link.world_size > 1:
+            self._visiting = np.empty((max(self._sizes), self.dim), np.float32)
         if len(self.own) and (bad := ops.make_unit_rows(self.own, num_threads)) >= 0:
             raise NonFinite(
                 f"the row of class {self.first + bad} holds NaN or infinity; a graph needs finite rows. Restore or "

@@ -133,6 +133,11 @@ def build_in_the_background(rank: int, ranks: int, folder: Path) -> None:
     select.cancel()
     head.rebuild_graph()
     assert (select.graph.version, select.graph_age) == (3, 0)
+    assert select._on_ranks is not None
+    some = np.setdiff1d(np.arange(CLASSES), [0, 7, 30, 31])
+    table = select._on_ranks.freeze(some).build(3, None, lambda: False)
+    nearest = reference.nearest_neighbours(head.weights(torch.from_numpy(some)).numpy(), 3)
+    np.testing.assert_array_equal(table.neighbours.reshape(-1, 3), nearest)
     head.eval()
     assert torch.isfinite(head(torch.ones(1, DIM), torch.tensor([rank])))
 
