@@ -1,7 +1,8 @@
 """KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
 
-The graph of nearest class centers is built on rank 0 from the rows as they are then, sent to all ranks, and used until
-it is built anew. So it is older than the rows it stands for; ``graph_age`` says by how many updates.
+The graph of nearest class centers is built on rank 0 (or by the graph service of the cluster, if that has one) from the
+rows as they are then, sent to all ranks, and used until it is built anew. So it is older than the rows it stands for;
+``graph_age`` says by how many updates.
 
 Legend: B labels, C classes, D width, k neighbours of a class.
 """
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.graph.calls import GraphCalls
 from geartrain.ams.graph.neighbours import NeighbourTable
+from geartrain.ams.graph.table_rows import TableRows
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.served_graph import ServedRows
 from geartrain.bridge.heads.tables import HeadTable
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 
@@ -42,7 +45,9 @@ class KNNSoftmax:
     budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the same.
 
     Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
-    step costs O(active). The first graph is built by the first training forward.
+    step costs O(active). The first graph is built by the first training forward. A cluster with a graph service
+    (``client.graph``) builds there. With ``"background"`` rows move while they are read: a graph that does not hold all
+    of them in memory is of a mixture of their versions.
     """
 
     active: float = 0.1
@@ -86,8 +91,18 @@ class Graph:
 class KNNSelection:
     """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
 
-    def __init__(self, settings: KNNSoftmax, table: HeadTable, ranks: Ranks | None, step: Callable[[], int]) -> None:
-        """``step`` tells the updates applied so far. Every rank makes the same calls in the same order."""
+    def __init__(
+        self,
+        settings: KNNSoftmax,
+        table: HeadTable,
+        ranks: Ranks | None,
+        step: Callable[[], int],
+        service: GraphCalls | None = None,
+    ) -> None:
+        """``step`` tells the updates applied so far; ``service`` builds the graphs, None: rank 0 does.
+
+        Every rank makes the same calls in the same order.
+        """
         self.settings = settings
         self.graph: Graph | None = None
         """The one in use; None before the first training step."""
@@ -98,6 +113,7 @@ class KNNSelection:
         self._table = table
         self._ranks = ranks
         self._step = step
+        self._service = service
         self._is_due = False
         self._prepared: int | None = None
         self._pending: _Building | None = None
@@ -159,10 +175,15 @@ class KNNSelection:
         building = _Building(self._step())
 
         def build() -> NeighbourTable:
-            building.run(self._table, self.settings.k, self.on_progress)
+            building.run(self._rows(), self.settings.k, self.on_progress)
             return building.result.result()
 
         self._install(_from_first(self._ranks, build), building.step)
+
+    def _rows(self) -> TableRows | ServedRows:
+        if self._service is not None:
+            return ServedRows(self._service, self._table.spec, self._step())
+        return TableRows(self._table)
 
     def cancel(self) -> None:
         """End a build in the background; the graph in use stays. Every rank calls it."""
@@ -243,7 +264,7 @@ class KNNSelection:
         self._is_due = False
         self._pending = building = _Building(self._step())
         if self._ranks is None or self._ranks.rank == 0:
-            arguments = (self._table, self.settings.k, self.on_progress)
+            arguments = (self._rows(), self.settings.k, self.on_progress)
             threading.Thread(target=building.run, args=arguments, name="geartrain-graph", daemon=True).start()
 
     def _take_finished(self) -> None:
@@ -272,10 +293,10 @@ class _Building:
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
-    def run(self, table: HeadTable, k: int, progress: Progress | None) -> None:
+    def run(self, rows: TableRows | ServedRows, k: int, progress: Progress | None) -> None:
         """Build; the result, or why there is none, is in ``result``."""
         try:
-            built = _build(TableRows(table), k, progress, self._cancelled.is_set)
+            built = _build(rows, k, progress, self._cancelled.is_set)
         except Exception as exc:
             self.result.set_exception(exc)
         else:
@@ -286,23 +307,12 @@ class _Building:
         self._cancelled.set()
 
 
-class TableRows:
-    """The rows of a head's table as the builder reads them, block by block."""
-
-    def __init__(self, table: HeadTable) -> None:
-        self._table = table
-        self.num_rows = table.spec.num_rows or 0
-        self.dim = table.spec.dim
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Rows ``start`` … ``stop`` − 1, float32 [N, D]: one pull."""
-        rows = np.empty((stop - start, self.dim), self._table.spec.numpy_dtype)
-        self._table.pull_into_async(np.arange(start, stop, dtype=np.int64), rows).result()
-        return rows.astype(np.float32, copy=False)
-
-
 # Only a head that selects by a graph loads the builder.
-def _build(rows: TableRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+def _build(
+    rows: TableRows | ServedRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]
+) -> NeighbourTable:
+    if isinstance(rows, ServedRows):
+        return rows.build(k, progress, cancelled)
     from geartrain.ams.graph.builder import build_neighbours
 
     return build_neighbours(rows, k, progress=progress, cancelled=cancelled)
