@@ -96,6 +96,14 @@ Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of th
 Scheduler = Annotated[
     str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
 ]
+Graph = Annotated[
+    str | None,
+    typer.Option(
+        "--graph",
+        help="With --select knn: host:port of the cluster's graph service.",
+        show_default="built in this process",
+    ),
+]
 Increments = Annotated[
     int, typer.Option("--increments", min=0, help="Snapshots of only the rows written since, between two of all rows.")
 ]
@@ -161,6 +169,7 @@ def glyphs(
     increments: Increments = 0,
     allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
+    graph: Graph = None,
     device: Device = "auto",
     mode: Mode = None,
     cache: Cache = Path(".cache"),
@@ -185,7 +194,7 @@ def glyphs(
     _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, scheduler, rows, device, mode)
+    options = _options(out, resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode)
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.jobs import train_glyphs
 
@@ -229,6 +238,7 @@ def classify(
     increments: Increments = 0,
     allow_fallback: AllowFallback = False,
     scheduler: Scheduler = None,
+    graph: Graph = None,
     device: Device = "auto",
     mode: Mode = None,
     as_json: Json = False,
@@ -253,7 +263,7 @@ def classify(
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, scheduler, rows, device, mode)
+    options = _options(out, resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 
@@ -293,13 +303,17 @@ def _options(
     overwrite: bool,
     steps: int | None,
     kept: _Kept,
-    scheduler: str | None,
+    roles: tuple[str | None, str | None],
     rows: str | None,
     device: str,
     mode: str | None,
 ) -> JobOptions:
-    given = configuration.flags(configuration.WHOLE, mode=mode)
-    failpoints.arm_from_environment(configuration.load(None, given).mode)
+    scheduler, graph = roles
+    given = configuration.flags(configuration.WHOLE, mode=mode) + configuration.flags("client", graph=graph)
+    config = configuration.load(None, given)
+    failpoints.arm_from_environment(config.mode)
+    if graph is not None and scheduler is None:
+        raise ConfigError(f"--graph is {graph}, but the rows are in this process; give --scheduler, or no --graph")
     if kept.allow_fallback and resume is None:
         raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
     if resume is not None and overwrite:
@@ -322,6 +336,7 @@ def _options(
         increments=kept.increments,
         scheduler=scheduler,
         rows=rows,
+        graph=None if scheduler is None else config.client.graph,
         device=device,
     )
 

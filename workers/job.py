@@ -17,6 +17,7 @@ import psutil
 from rich.console import Console
 
 from geartrain.ams.cluster import connect, local
+from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import ConfigError
 from geartrain.bridge.hosted.models import hosted_models
 from geartrain.workers.interruption import interruption
@@ -69,7 +70,12 @@ def _run_once(
         job, incarnation = _job_name(options, ranks), ranks.share(time.time_ns())
         stream = f"{job}/rank{ranks.rank}"
         cluster = stack.enter_context(
-            connect(options.scheduler, stream=stream, incarnation=incarnation)
+            connect(
+                options.scheduler,
+                config=ClientConfig(graph=options.graph),
+                stream=stream,
+                incarnation=incarnation,
+            )
             if options.scheduler
             else local(num_shards=1, models=hosted_models())
         )

@@ -54,6 +54,11 @@ class TimedCluster:
         self._cluster = cluster
         self.times = RowTimes()
 
+    @property
+    def graph_service(self) -> Any:
+        """See ``Cluster.graph_service``."""
+        return getattr(self._cluster, "graph_service", None)
+
     def create_table(self, name: str, **settings: Any) -> TimedTable:
         """See ``Cluster.create_table``."""
         return TimedTable(self._cluster.create_table(name, **settings), self.times)

@@ -96,6 +96,8 @@ class JobOptions:
     """Snapshots of only the rows written since the one before, between two of all rows."""
     scheduler: str | None = None
     """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
+    graph: str | None = None
+    """host:port of the cluster's graph service; by default a head that selects by a graph builds it here."""
     max_recoveries: int = 10
     """How often the job goes back to its last snapshot when shards were lost, before it gives up."""
     rows: str | None = None

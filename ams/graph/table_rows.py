@@ -11,7 +11,7 @@ import numpy.typing as npt
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.specs import Ids, TableSpec
 
-__all__ = ["PulledTable", "TableRows"]
+__all__ = ["Numbering", "PulledTable", "TableRows"]
 
 
 class PulledTable(Protocol):
@@ -27,21 +27,43 @@ class PulledTable(Protocol):
         ...
 
 
+class Numbering(Protocol):
+    """Some of the ids of a table, numbered from 0 in rising order."""
+
+    @property
+    def num_living(self) -> int:
+        """How many."""
+        ...
+
+    def ids(self, numbers: Ids) -> Ids:
+        """Ids [N] of these numbers [N]."""
+        ...
+
+
 class TableRows:
     """Implements :class:`geartrain.ams.graph.rows.RowSource` by pulls: as the rows are at that moment."""
 
-    def __init__(self, table: PulledTable) -> None:
-        """Raises InvalidArgument for a hashed table, whose rows cannot be counted through."""
+    def __init__(self, table: PulledTable, living: Numbering | None = None) -> None:
+        """The rows of all classes, or of the ``living`` ones, which are then numbered as that says.
+
+        Raises InvalidArgument for a hashed table, whose rows cannot be counted through.
+        """
         if table.spec.num_rows is None:
             raise InvalidArgument(
                 f"table {table.spec.name!r} is hashed; a graph needs a class table, made with num_rows=..."
             )
         self._table = table
-        self.num_rows = table.spec.num_rows
+        self._living = living
+        self.num_rows = table.spec.num_rows if living is None else living.num_living
         self.dim = table.spec.dim
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows ``start`` … ``stop`` - 1, float32 [N, D]: one pull, a request to each shard."""
-        rows = np.empty((stop - start, self.dim), self._table.spec.numpy_dtype)
-        self._table.pull_into_async(np.arange(start, stop, dtype=np.int64), rows).result()
+        return self.read_numbers(np.arange(start, stop, dtype=np.int64))
+
+    def read_numbers(self, numbers: Ids) -> npt.NDArray[np.float32]:
+        """Rows of these numbers [N], any order, float32 [N, D]: one pull."""
+        rows = np.empty((len(numbers), self.dim), self._table.spec.numpy_dtype)
+        ids = numbers if self._living is None else self._living.ids(numbers)
+        self._table.pull_into_async(ids, rows).result()
         return rows.astype(np.float32, copy=False)

@@ -70,8 +70,9 @@ class ClusterPlace:
         )
         self.update = RowUpdate(self.table, ranks)
         select = settings.select
+        service = getattr(cluster, "graph_service", None)  # none, of a cluster that knows nothing of graphs
         self.select: FullSoftmax | PartialFC | KNNSelection = (
-            KNNSelection(select, self.table, ranks, lambda: self.update.step)
+            KNNSelection(select, self.table, ranks, lambda: self.update.step, service)
             if isinstance(select, KNNSoftmax)
             else select
         )

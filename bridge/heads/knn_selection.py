@@ -1,7 +1,8 @@
 """KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
 
-The graph of nearest class centers is built from the rows as they are then, on rank 0, which sends it to all; of rows
-that lie on ranks, by all of them together. It is used until it is built anew, and so older than the rows it stands for;
+The graph of nearest class centers is built from the rows as they are then: on rank 0, or by the graph service of the
+cluster if that has one, and sent to all; of rows that lie on ranks, by all of them together. It is used until it is
+built anew, and so older than the rows it stands for;
 ``graph_age`` says by how many updates.
 
 Legend: B labels, C classes, D width, k neighbours of a class.
@@ -17,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.graph.calls import GraphCalls
 from geartrain.ams.graph.neighbours import NeighbourTable
+from geartrain.ams.graph.table_rows import TableRows
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.beside import begin_beside
 from geartrain.bridge.heads.graph_change import nearest_classes, renumbered, with_new
@@ -31,6 +33,7 @@ from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.served_graph import ServedRows
 from geartrain.bridge.heads.tables import ReadableTable
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 
@@ -48,10 +51,12 @@ class KNNSoftmax:
     are less than the budget, random other classes fill it. Labels are always kept: if they alone are more than the
     budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the same.
 
-    Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes.
-    With rows on the ranks it costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole
-    graph, 4·C·k + 8·C bytes of its host, on which it selects. A step costs O(active). The first graph is built by the
-    first training forward.
+    Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
+    cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
+    costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole graph, 4·C·k + 8·C bytes of
+    its host, on which it selects. A step costs O(active). The first graph is built by the first training forward. With
+    ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is of a mixture of
+    their versions.
     """
 
     active: float = 0.1
@@ -99,9 +104,17 @@ class KNNSelection:
     """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
 
     def __init__(
-        self, settings: KNNSoftmax, table: ReadableTable, ranks: Ranks | RankLink | None, step: Callable[[], int]
+        self,
+        settings: KNNSoftmax,
+        table: ReadableTable,
+        ranks: Ranks | RankLink | None,
+        step: Callable[[], int],
+        service: GraphCalls | None = None,
     ) -> None:
-        """``step`` tells the updates applied so far. Every rank makes the same calls in the same order."""
+        """``step`` tells the updates applied so far; ``service`` builds the graphs, None: rank 0 does.
+
+        Every rank makes the same calls in the same order.
+        """
         self.settings = settings
         self.living = LivingClasses(table.spec.num_rows or 0)
         """The classes that the head has; :meth:`follow` changes them."""
@@ -115,6 +128,7 @@ class KNNSelection:
         self._on_ranks = RankGraphs(table) if isinstance(table, RankTable) else None
         self._ranks = ranks if ranks is not None and ranks.world_size > 1 else None
         self._step = step
+        self._service = service
         self._is_due = False
         self._prepared: int | None = None
         self._pending: _Building | None = None
@@ -183,8 +197,12 @@ class KNNSelection:
 
         self._install(_from_first(self._ranks, build), building.step)
 
-    def _rows(self) -> TableRows | FrozenRows:
-        return TableRows(self._table, self.living) if self._on_ranks is None else self._on_ranks.freeze()
+    def _rows(self) -> TableRows | FrozenRows | ServedRows:
+        if self._on_ranks is not None:
+            return self._on_ranks.freeze()
+        if self._service is not None and self.living.are_all:
+            return ServedRows(self._service, self._table.spec, self._step())
+        return TableRows(self._table, self.living)
 
     def require_followers(self) -> None:
         """Raise InvalidArgument unless the graph can follow classes that come and go."""
@@ -355,7 +373,7 @@ class _Building:
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
-    def run(self, rows: TableRows | FrozenRows, k: int, progress: Progress | None) -> None:
+    def run(self, rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None) -> None:
         """Build; the result, or why there is none, is in ``result``."""
         try:
             built = _build(rows, k, progress, self._cancelled.is_set)
@@ -369,31 +387,11 @@ class _Building:
         self._cancelled.set()
 
 
-class TableRows:
-    """The rows of a head's living classes as the builder reads them, block by block."""
-
-    def __init__(self, table: ReadableTable, living: LivingClasses) -> None:
-        self._table = table
-        self._living = living
-        self.num_rows = living.num_living
-        self.dim = table.spec.dim
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Rows ``start`` … ``stop`` − 1, float32 [N, D]: one pull."""
-        return self.read_numbers(np.arange(start, stop, dtype=np.int64))
-
-    def read_numbers(self, numbers: Ids) -> npt.NDArray[np.float32]:
-        """Rows of the living classes with these numbers [N], float32 [N, D]: one pull."""
-        rows = np.empty((len(numbers), self.dim), self._table.spec.numpy_dtype)
-        self._table.pull_into_async(self._living.ids(numbers), rows).result()
-        return rows.astype(np.float32, copy=False)
-
-
 # Only a head that selects by a graph loads the builder.
 def _build(
-    rows: TableRows | FrozenRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]
+    rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]
 ) -> NeighbourTable:
-    if isinstance(rows, FrozenRows):
+    if isinstance(rows, FrozenRows | ServedRows):
         return rows.build(k, progress, cancelled)
     from geartrain.ams.graph.builder import build_neighbours
 

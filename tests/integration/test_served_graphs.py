@@ -1,0 +1,190 @@
+"""Heads that select by a graph have the graph service of their cluster build it, and train as if they had built it."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+import geartrain as gt
+from geartrain.ams.config import ClientConfig, GraphConfig
+from geartrain.ams.errors import Cancelled, ConfigError, InvalidArgument, SpecMismatch
+from geartrain.ams.failpoints import armed
+from geartrain.ams.graph.graphs import Graphs
+from geartrain.ams.graph.service import GraphServer
+from geartrain.bridge.heads import knn_selection
+from geartrain.bridge.heads.knn_selection import KNNSelection
+from geartrain.bridge.heads.served_graph import ServedRows
+from geartrain.cli import build_app
+from geartrain.graph_role import ConnectedCluster
+from geartrain.workers import jobs
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.recipe import Recipe
+from geartrain.workers.run import JobOptions
+from tests.integration.conftest import QUICK, ServedCluster
+
+CLASSES, DIM = 120, 6
+
+
+@pytest.fixture
+def graph_server(served: Callable[..., ServedCluster]) -> Iterator[tuple[str, str]]:
+    """Addresses of a scheduler and of a graph service, both of this process."""
+    scheduler = served(2).address
+    server = GraphServer(GraphConfig(listen="127.0.0.1:0"), ConnectedCluster(scheduler, QUICK))
+    yield scheduler, server.start()
+    server.stop(0)
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """What heads of this process have graphs built from."""
+    seen: list[type] = []
+    plain = knn_selection._build
+
+    def spy(rows: object, *arguments: object) -> object:
+        seen.append(type(rows))
+        return plain(rows, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(knn_selection, "_build", spy)
+    return seen
+
+
+def make_head(cluster: gt.Cluster, rebuild: str | int = 3, k: int = 4) -> gt.ClassHead:
+    select = gt.KNNSoftmax(active=0.2, k=k, rebuild=rebuild, seed=5)
+    return gt.ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, select=select, margin=gt.CosFace(8, 0.2))
+
+
+def train(head: gt.ClassHead, steps: int) -> list[float]:
+    rows, losses = gt.RowOptimizer(head, lr=0.1), []
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(head.step)
+        loss = head(torch.randn(4, DIM, generator=generator), torch.randint(CLASSES, (4,), generator=generator))
+        loss.backward()
+        rows.step()
+        rows.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_head_trains_on_the_graphs_of_the_service_as_on_its_own(
+    graph_server: tuple[str, str], sources: list[type]
+) -> None:
+    scheduler, graph = graph_server
+    with gt.local(2) as embedded:
+        expected = train(make_head(embedded), 8)
+    assert ServedRows not in sources
+    sources.clear()
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        head = make_head(cluster)
+        assert isinstance(head.select, KNNSelection)
+        told: list[tuple[int, int]] = []
+        head.select.on_progress = lambda done, total: told.append((done, total))
+        assert train(head, 8) == expected
+        assert sources == [ServedRows] * 3
+        assert [done for done, total in told if done == total] == [CLASSES * (CLASSES - 1) // 2] * 3
+        (info,) = cluster.graph.describe().graphs
+        assert (info.table, info.version, info.step, info.k) == ("classes", 3, 6, 4)
+        assert head.select.graph_age == 2
+
+
+def test_a_build_beside_the_training_is_taken_when_it_is_there(graph_server: tuple[str, str]) -> None:
+    scheduler, graph = graph_server
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        head = make_head(cluster, "background")
+        assert isinstance(head.select, KNNSelection)
+        train(head, 2)
+        head.next_epoch()
+        train(head, 1)
+        pending = head.select._pending
+        assert pending is not None
+        pending.result.result(30)
+        train(head, 1)
+        assert head.select.graph is not None and (head.select.graph.version, head.select.graph.step) == (2, 2)
+        assert cluster.graph.describe().graphs[0].step == 2
+
+
+def test_a_cancelled_build_ends_in_the_service_too(
+    graph_server: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, graph = graph_server
+    go_on, arrived, cancel = tmp_path / "go-on", threading.Event(), Graphs.cancel
+
+    def noted_cancel(self: Graphs, table: str) -> bool:
+        try:
+            return cancel(self, table)
+        finally:
+            arrived.set()
+
+    monkeypatch.setattr(Graphs, "cancel", noted_cancel)
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        head = make_head(cluster, "background")
+        assert isinstance(head.select, KNNSelection)
+        train(head, 1)
+        with armed(f"graph.part.after=pause({go_on})"):
+            head.next_epoch()
+            train(head, 1)
+            pending = head.select._pending
+            assert pending is not None
+            head.select.cancel()
+            is_told = arrived.wait(30)
+            go_on.touch()
+        assert is_told and isinstance(pending.result.exception(30), Cancelled)
+        assert [info.version for info in cluster.graph.describe().graphs] == [1]
+        assert train(head, 1)
+
+
+def test_two_jobs_that_share_a_table_but_not_k_are_told(graph_server: tuple[str, str]) -> None:
+    scheduler, graph = graph_server
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        head = make_head(cluster)
+
+        class Meddling:
+            """A service in which another job builds right after."""
+
+            def build(self, *_: object, **__: object) -> None:
+                cluster.graph.build("classes", 9)
+
+            def load(self, table: str) -> object:
+                return cluster.graph.load(table)
+
+        rows = ServedRows(Meddling(), head.table.spec, 0)  # type: ignore[arg-type]
+        with pytest.raises(SpecMismatch, match="k 9 now, not of 120 with k 4"):
+            rows.build(4, None, lambda: False)
+
+
+def test_a_workers_job_uses_the_service(graph_server: tuple[str, str], sources: list[type], tmp_path: Path) -> None:
+    scheduler, graph = graph_server
+    random = np.random.default_rng(0)
+    for number in range(6):
+        folder = tmp_path / "images" / str(number)
+        folder.mkdir(parents=True)
+        for copy in range(3):
+            Image.fromarray(random.integers(0, 255, (32, 32), np.uint8)).save(folder / f"{copy}.png")
+    recipe = Recipe(
+        steps=3, batch_size=6, width=8, dim=8, select="knn", sample_rate=0.5, neighbours=2, rebuild="2", warmup_steps=1
+    )
+    look = Preprocessing(kind="photo", size=32, channels=1)
+    options = JobOptions(
+        out=tmp_path / "run", recipe=recipe, preprocessing=look, device="cpu", scheduler=scheduler, graph=graph
+    )
+    said = io.StringIO()
+    jobs.train_folder(options, folder=tmp_path / "images", held_out=0.4, console=Console(file=said, width=200))
+    assert sources == [ServedRows] * 2
+    assert said.getvalue().count("Graph of 6 classes built in") == 2
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        assert cluster.graph.describe().graphs == ()  # it went with the job's table
+
+
+def test_a_worker_without_a_cluster_has_no_graph_service() -> None:
+    with pytest.raises(ConfigError, match="give --scheduler"):
+        build_app(["worker"])(["worker", "glyphs", "--graph=127.0.0.1:1"], standalone_mode=False)
+    with gt.local() as embedded, pytest.raises(InvalidArgument, match="hashed"):
+        embedded.create_table("t", dim=2, optimizer=gt.SGD(0.1))
+        embedded.graph.build("t", 3)
