@@ -115,7 +115,7 @@ class ClusterPlace:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""
         normalised = self._settings.margin is not None
         if self._hosted is not None:
-            return hosted_top_classes(self._hosted, features, k, normalised=normalised)
+            return hosted_top_classes(self._hosted, features, k, living=self.living, normalised=normalised)
         arithmetic = Arithmetic.of(features)
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         return top_classes(

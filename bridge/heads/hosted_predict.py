@@ -10,6 +10,7 @@ from torch import Tensor
 
 from geartrain.ams.messages import HostedInputs
 from geartrain.bridge.heads.batch import Arithmetic, normalise_
+from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.tables import HeadCalls
 from geartrain.bridge.hosted.class_head import TOP
 from geartrain.bridge.hosted.top_classes import MOST_ANSWERS
@@ -17,8 +18,11 @@ from geartrain.bridge.hosted.top_classes import MOST_ANSWERS
 _BYTES_PER_ANSWER = 12
 
 
-def hosted_top_classes(calls: HeadCalls, features: Tensor, k: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Scores [B, k] (computed in float32; float64 for float64 features) and class ids [B, k] of the best classes.
+def hosted_top_classes(
+    calls: HeadCalls, features: Tensor, k: int, *, living: LivingClasses, normalised: bool
+) -> tuple[Tensor, Tensor]:
+    """Scores [B, k] (computed in float32; float64 for float64 features) and class ids [B, k] of the best living
+    classes.
 
     Best first, on the features' device. One call to each shard, more where features or answers exceed ``part_bytes``.
     """
@@ -29,9 +33,10 @@ def hosted_top_classes(calls: HeadCalls, features: Tensor, k: int, *, normalised
     width = max(4 * own_BD.shape[1], _BYTES_PER_ANSWER * k)
     at_once = max(1, min(calls.part_bytes // width, MOST_ANSWERS // k))
     settings = {"normalised": float(normalised), "k": float(k)}
+    retired = {} if living.are_all else {"retired_runs": living.retired_runs.ravel()}
     scores, ids = [torch.empty(0, k, dtype=compute)], [torch.empty(0, k, dtype=torch.int64)]
     for part_BD in torch.split(own_BD.float().cpu().contiguous(), at_once) if len(own_BD) else ():
-        inputs = (HostedInputs(arrays={"features": part_BD.numpy()}, settings=settings),)
+        inputs = (HostedInputs(arrays={"features": part_BD.numpy(), **retired}, settings=settings),)
         answers = calls.compute(TOP, lambda _, inputs=inputs: inputs)  # type: ignore[misc]
         found = torch.cat([torch.tensor(arrays["scores"]) for arrays in answers], dim=1)
         classes = torch.cat([torch.tensor(arrays["ids"]) for arrays in answers], dim=1)

@@ -64,7 +64,7 @@ class ClassHeadModel:
         ``forward``: ``shift`` float32 [B], ``sum`` float64 [B] of exp2(logit − shift) over the active classes here but
         the targets, ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64
         [T] and ``target_rows`` float32 [T, D] of the samples whose class is here.
-        ``top`` takes ``features`` alone and the setting ``k``; see :func:`top_classes`.
+        ``top`` takes ``features``, the runs of retired classes and the setting ``k``; see :func:`top_classes`.
         """
         if operation in (FORWARD, TOP) and len(inputs) != 1:
             raise InvalidArgument(f"{operation!r} takes the inputs of one batch; it was given {len(inputs)}")
@@ -260,7 +260,15 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
     normalised = _setting(inputs, "normalised", 0.0) != 0
     chunks = _chunks(rows.num_owned)
     parts = max(1, min(PARTS, len(chunks)))
-    return top_classes(rows, features_BD, int(k), normalised=normalised, chunks=chunks, parts=parts)
+    return top_classes(
+        rows,
+        features_BD,
+        int(k),
+        living=LivingClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
+        normalised=normalised,
+        chunks=chunks,
+        parts=parts,
+    )
 
 
 class _Update:

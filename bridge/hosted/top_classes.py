@@ -16,6 +16,7 @@ from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.hosted import Float32, HostedRows
 from geartrain.ams.messages import Arrays
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.living import LivingClasses
 
 _LEAST_LENGTH = np.float32(1e-12)
 """Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
@@ -27,9 +28,16 @@ Best = tuple[Float32, Ids]
 
 
 def top_classes(
-    rows: HostedRows, features_BD: Float32, k: int, *, normalised: bool, chunks: Sequence[tuple[int, int]], parts: int
+    rows: HostedRows,
+    features_BD: Float32,
+    k: int,
+    *,
+    living: LivingClasses,
+    normalised: bool,
+    chunks: Sequence[tuple[int, int]],
+    parts: int,
 ) -> Arrays:
-    """``scores`` float32 and ``ids`` int64 [B, k'] of the best classes here, best first, k' = min(k, classes here).
+    """``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first, k' = min(k, those here).
 
     ``chunks`` of the owned rows are worked on in ``parts``, side by side. Raises InvalidArgument for an impossible k.
     """
@@ -42,6 +50,7 @@ def top_classes(
         best = nothing
         for start, stop in chunks[part::parts]:
             ids = rows.owned_ids(start, stop)
+            ids = ids if living.are_all else ids[living.holds(ids)]
             rows_ND = rows.read(ids)
             if normalised:
                 rows_ND /= np.maximum(np.linalg.norm(rows_ND, axis=1, keepdims=True), _LEAST_LENGTH)
