@@ -276,9 +276,9 @@ def restore_snapshot(
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
         names = [spec.name for spec in specs if spec.num_rows is not None]
-        service = graphs(any(entry.kind == GRAPH and entry.table in names for entry in snapshot.manifest.files))
-        if service is not None:
-            _restore_graphs(service, snapshot, names)
+        there_are_some = any(entry.kind == GRAPH and entry.table in names for entry in snapshot.manifest.files)
+        if (service := graphs(there_are_some)) is not None:
+            _restore_graphs(service, snapshot, names, there_are_some=there_are_some)
     except BaseException:
         for name in created:
             with suppress(GeartrainError):  # what went wrong first is what the caller must hear
@@ -287,9 +287,13 @@ def restore_snapshot(
     return snapshot
 
 
-def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Sequence[str]) -> None:
+def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Sequence[str], *, there_are_some: bool) -> None:
     try:
-        graphs.restore_snapshot(str(snapshot.path), tables)
+        if there_are_some:
+            graphs.restore_snapshot(str(snapshot.path), tables)
+            return
+        for table in tables:  # what is kept is of other rows; a service that is gone is not waited for
+            graphs.forget(table)
     except GraphUnavailable as exc:
         logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)
 
