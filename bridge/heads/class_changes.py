@@ -21,7 +21,6 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.bridge.heads.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.checks import check_class_ids, check_labels
 from geartrain.bridge.heads.imprint import feature_sums
-from geartrain.bridge.heads.knn_selection import KNNSelection
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.place import RowPlace
 from geartrain.bridge.heads.rank_link import RankLink
@@ -107,8 +106,6 @@ def wanted_and_rest(living: LivingClasses, ids: Tensor) -> tuple[Ids, LivingClas
 
 
 def _require_ready(place: RowPlace) -> None:
-    if isinstance(place.select, KNNSelection):
-        place.select.require_followers()
     if place.update.is_pending:
         raise InvalidArgument(
             "row gradients wait for RowOptimizer.step(); call it, or zero_grad(), before the classes change"

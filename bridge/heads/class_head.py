@@ -359,8 +359,6 @@ class ClassHead(nn.Module):
                 "no state_dict: restore() the snapshot() of that step first"
             )
         living = LivingClasses(self.num_classes, state.get("retired_runs", []))
-        if isinstance(self.select, KNNSelection) and not living.are_all:
-            self.select.require_followers()
         self.row_update.discard()
         self.row_update.step = int(state["step"])
         self.row_update.generation += 1

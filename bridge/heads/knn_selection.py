@@ -199,19 +199,10 @@ class KNNSelection:
 
     def _rows(self) -> TableRows | FrozenRows | ServedRows:
         if self._on_ranks is not None:
-            return self._on_ranks.freeze()
+            return self._on_ranks.freeze(None if self.living.are_all else self.living.all_ids)
         if self._service is not None and self.living.are_all:
             return ServedRows(self._service, self._table.spec, self._step())
         return TableRows(self._table, self.living)
-
-    def require_followers(self) -> None:
-        """Raise InvalidArgument unless the graph can follow classes that come and go."""
-        if self._on_ranks is not None:
-            raise InvalidArgument(
-                f"the rows of {self._table.spec.name!r} are on the ranks, where the graph of KNN softmax is that of "
-                "all classes; let classes come and go with PartialFC or FullSoftmax there, or with rows='pull' or "
-                "'hosted'"
-            )
 
     def follow(self, living: LivingClasses, added: Ids) -> None:
         """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
@@ -239,10 +230,9 @@ class KNNSelection:
         def search() -> Ids:
             return nearest_classes(rows.read_numbers, rows.num_rows, rows.dim, numbers, self.settings.k).ravel()
 
-        if ranks is None:
+        if not isinstance(ranks, Ranks):  # ranks that hold the rows read them together, and find the same
             return search()
         found = ranks.first_then_others(search, lambda: found)
-        assert isinstance(ranks, Ranks)
         nearest: Ids = ranks.array_from_first(found)
         return nearest
 

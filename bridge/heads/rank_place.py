@@ -44,8 +44,8 @@ class RankPlace:
             if isinstance(select, KNNSoftmax)
             else select
         )
-        if isinstance(self.select, KNNSelection) and not self.living.are_all:
-            self.select.require_followers()
+        if isinstance(self.select, KNNSelection):
+            self.select.living = self.living
         self._settings = settings
         self._logits_cache_bytes = logits_cache_bytes
 

@@ -19,7 +19,7 @@ import torch
 
 from geartrain.ams.cluster import local
 from geartrain.ams.core.reference import nearest_neighbours
-from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.errors import SpecMismatch
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.specs import DTypeName, Momentum, Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
@@ -288,12 +288,3 @@ def test_a_class_that_is_alone_has_no_loss_however_far_below_its_logit_is(place:
         assert features.grad is not None
         assert float(loss.detach()) == 0 and not features.grad.any()
         assert torch.equal(head.weights(), before)
-
-
-def test_the_graph_of_rows_on_ranks_says_that_it_follows_no_classes() -> None:
-    head = ClassHead(None, "classes", num_classes=8, dim=4, select=KNNSoftmax(active=0.5, k=2), rows="ranks")
-    with pytest.raises(InvalidArgument, match=r"on the ranks.*rows='pull'"):
-        head.retire_classes(torch.tensor([3]))
-    with pytest.raises(InvalidArgument, match=r"on the ranks.*rows='pull'"):
-        ClassHead(None, "some", num_classes=8, num_living=7, dim=4, select=KNNSoftmax(active=0.5, k=2), rows="ranks")
-    assert head.num_living == 8
