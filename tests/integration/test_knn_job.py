@@ -69,7 +69,7 @@ def test_a_stopped_job_goes_on_with_the_graph_it_had(
     newest = list_snapshots(in_two / "snapshots")[0].snapshot
     assert newest is not None
     state = JobState.read(newest)
-    assert state.head["graph"] == {"version": 2, "step": 4, "is_due": False}
+    assert state.head["graph"] == {"version": 2, "step": 4, "is_due": False, "classes": 0}
     assert state.graph is not None and state_from_bytes(state.graph)["step"] == 4
 
     resumed = io.StringIO()
@@ -86,7 +86,7 @@ def test_a_new_pass_over_the_data_renews_the_graph(tmp_path: Path, images: Path)
 
 
 def test_the_report_states_the_time_of_the_graphs_apart_from_that_of_the_steps(tmp_path: Path, images: Path) -> None:
-    train(tmp_path / "run", images, io.StringIO())
+    train(tmp_path / "run", images, io.StringIO(), RECIPE)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert {"projection", "imprint", "graph", "steps"} < set(report["phases"])
     parts = ("projection", "imprint", "graph", "steps")

@@ -44,10 +44,11 @@ def valid_requests() -> dict[str, bytes]:
         "Pull": framing.encode_framed(shard_pb2.PullRequest(table="t"), [(14, ids)]),
         "Push": framing.encode_framed(shard_pb2.PushRequest(table="t", context=context), [(14, ids), (15, rows)]),
         "Assign": framing.encode_framed(shard_pb2.AssignRequest(table="t", context=context), [(14, ids), (15, rows)]),
-        "ComputeHosted": hosted.compute_request(
+        "ComputeHosted": hosted.compute_parts(
             CallContext(),
             ComputeHosted(table="t", model="class_head", operation="forward", inputs=(hosted_inputs(),)),
-        ),
+            1 << 20,
+        )[0],
         "UpdateHosted": hosted.update_parts(
             CallContext(stream="s", sequence=1),
             UpdateHosted(table="t", model="class_head", inputs=(hosted_inputs(update=True),)),
