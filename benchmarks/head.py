@@ -28,8 +28,8 @@ from geartrain.ams.cluster import Cluster, local
 from geartrain.ams.specs import SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.native_types import has_native_bfloat16
 from geartrain.bridge.optimizer import RowOptimizer
-from geartrain.workers.devices import has_native_bfloat16
 
 NUM_CLASSES = 1_000_000
 DIM = 128

@@ -19,15 +19,6 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is computed by the device itself. Where it is emulated, it is slower than float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu":
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return False
-
-
 def images_at_once(device: torch.device) -> int:
     """Batch size of passes without gradients: on a CPU, what stays in its caches (four times as fast as 1,024)."""
     return 128 if device.type == "cpu" else 1024

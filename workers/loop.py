@@ -21,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.ams.errors import ConfigError
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.knn_selection import KNNSelection
+from geartrain.bridge.native_types import has_native_bfloat16
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import set_random_state
 from geartrain.workers.backbones import Projected, StrokeNet
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.data.streams import Cursor, JointOrder
-from geartrain.workers.devices import has_native_bfloat16, images_at_once
+from geartrain.workers.devices import images_at_once
 from geartrain.workers.discriminants import fit_projection
 from geartrain.workers.job_state import JobState, Progress
 from geartrain.workers.live import Events, LiveLine

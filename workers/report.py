@@ -15,10 +15,10 @@ import torch
 
 from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
+from geartrain.bridge.native_types import has_native_bfloat16
 from geartrain.workers.atomic import write_json
 from geartrain.workers.backbones import StrokeNet
 from geartrain.workers.data.images import ImageSet
-from geartrain.workers.devices import has_native_bfloat16
 from geartrain.workers.evaluate import Answers, answer, every_nth
 from geartrain.workers.live import Events
 from geartrain.workers.mistakes import draw_mistakes

@@ -15,6 +15,7 @@ from torch import Tensor
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.scratch import Scratch
+from geartrain.bridge.native_types import product_type
 
 LOG2_E = math.log2(math.e)
 
@@ -37,10 +38,11 @@ class Arithmetic:
 
     @staticmethod
     def of(features: Tensor) -> Arithmetic:
-        """The types that ``features`` and the current autocast state ask for."""
+        """The types that ``features`` and the current autocast state ask for, but none that a CPU would emulate."""
         kind = features.device.type
         compute = torch.float64 if features.dtype == torch.float64 else torch.float32
-        matmul = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else compute
+        autocast = torch.is_autocast_enabled(kind)
+        matmul = product_type(features.device, torch.get_autocast_dtype(kind), compute) if autocast else compute
         return Arithmetic(device=features.device, compute=compute, matmul=matmul)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from geartrain.ams.cluster import local
 from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
 from geartrain.ams.specs import SGD
+from geartrain.bridge import native_types
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CosFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -118,7 +119,8 @@ def test_a_second_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("select", [FullSoftmax(), PartialFC(0.3)])
-def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC) -> None:
+def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_types, "has_native_bfloat16", lambda _: True)
     exact, exact_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     rough, rough_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     features, labels = batch(64)
@@ -134,7 +136,19 @@ def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC) -
         RowOptimizer(head).step()
     assert float((features.grad - expected).norm() / expected.norm()) < 0.03
     error = merged_gradient(rough_table) - merged_gradient(exact_table)
-    assert np.linalg.norm(error) / np.linalg.norm(merged_gradient(exact_table)) < 0.03
+    assert 0 < np.linalg.norm(error) / np.linalg.norm(merged_gradient(exact_table)) < 0.03
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_cpu_that_would_emulate_the_products_of_autocast_makes_them_in_float32(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_types, "has_native_bfloat16", lambda _: False)
+    heads = [make_head(select=FullSoftmax())[0] for _ in range(2)]
+    features, labels = batch(16)
+    expected = heads[0](features, labels)
+    with torch.autocast("cpu", dtype=kind):
+        assert torch.equal(heads[1](features, labels), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
