@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,8 @@ class Outcome:
 Case = tuple[str, str, str]
 """Names of a selection, a margin and an optimizer."""
 CASES: list[Case] = [
-    *itertools.product(["full", "partial"], MARGINS, ["sparse"]),
+    *itertools.product(SELECTIONS, MARGINS, ["sparse"]),
     ("partial", "arcface", "nesterov"),
-    ("knn", "arcface", "sparse"),
-    ("knn", "none", "sparse"),
 ]
 
 
@@ -164,13 +163,13 @@ def reference(case: Case) -> Outcome:
     return Outcome(np.array(losses), np.array(gradients), rows.numpy())
 
 
-def pulled(cases: list[Case], folder: Path) -> dict[Case, Outcome]:
-    """rows="pull", one worker, two shards."""
+def in_cluster(cases: list[Case], folder: Path, *, rows: str) -> dict[Case, Outcome]:
+    """One worker, two shards."""
     del folder
     outcomes = {}
-    with local(num_shards=2) as cluster:
+    with hosting_cluster(2) as cluster:
         for case in cases:
-            head = make_head(cluster, case, "pull")
+            head = make_head(cluster, case, rows)
             said = train_share(head, 0, 1)
             outcomes[case] = joined([said], 1, head.weights().numpy())
     return outcomes
@@ -223,7 +222,8 @@ def joined(said: list[list[tuple[float, Array]]], ranks: int, rows: Array) -> Ou
 
 
 PLACES: dict[str, Callable[[list[Case], Path], dict[Case, Outcome]]] = {
-    "pull": pulled,
+    "pull": partial(in_cluster, rows="pull"),
+    "hosted": partial(in_cluster, rows="hosted"),
     "ranks": on_ranks,
     "one-rank": alone,
 }
