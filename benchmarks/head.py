@@ -4,6 +4,8 @@ A step is: pull or sample, loss, feature gradient, row gradients, update with mo
 (A B A B …) and figures are medians. Memory is what one step adds to the peak resident size of a fresh process, row
 copies included; its rival is the budget of 96 MiB.
 
+The rival's rows are in its own process, as those of ``rows="ranks"`` are; pulled ones are in an embedded shard.
+
 "bf16 compute" is our step under bfloat16 autocast against the same fp32 rival, on a CPU that has bfloat16 products:
 others emulate them.
 """
@@ -48,8 +50,9 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(THREADS)
     try:
         for select, rate, rounds, target in ((PartialFC(0.1), 0.1, 11, 5.0), (FullSoftmax(), 1.0, 3, 4.0)):
-            ours, theirs = _medians(select, rate, rounds * (5 if full else 1))
-            yield _time_result(_case(select), ours, theirs, target)
+            for place in ("pull", "ranks"):
+                ours, theirs = _medians(select, rate, rounds * (5 if full else 1), place=place)
+                yield _time_result(f"{_case(select)}, rows={place!r}", ours, theirs, target)
         if has_native_bfloat16(torch.device("cpu")):
             for select, rate, rounds in ((PartialFC(0.1), 0.1, 11), (FullSoftmax(), 1.0, 3)):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), bfloat16=True)
@@ -92,10 +95,12 @@ def _memory_result(select: Select) -> dict[str, Any]:
     }
 
 
-def _medians(select: Select, rate: float, rounds: int, *, bfloat16: bool = False) -> tuple[float, float]:
+def _medians(
+    select: Select, rate: float, rounds: int, *, place: str = "pull", bfloat16: bool = False
+) -> tuple[float, float]:
     rival = PublishedPartialFC(NUM_CLASSES, DIM, rate)
     with local() as cluster:
-        ours = _our_step(cluster, select)
+        ours = _our_step(None if place == "ranks" else cluster, select)
         steps: tuple[Step, Step] = (_autocast(ours) if bfloat16 else ours, rival.step)
         seconds: tuple[list[float], list[float]] = ([], [])
         for round_number in range(rounds + 1):
@@ -124,10 +129,17 @@ def _batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return features, torch.randint(NUM_CLASSES, (BATCH,), generator=generator)
 
 
-def _our_step(cluster: Cluster, select: Select) -> Step:
-    """A head with every row written, as after some training, and its whole step."""
-    optimizer = SparseMomentum(lr=0.1, momentum=0.9)
-    head = ClassHead(cluster, "bench", num_classes=NUM_CLASSES, dim=DIM, select=select, optimizer=optimizer)
+def _our_step(cluster: Cluster | None, select: Select) -> Step:
+    """A head with every row written, as after some training, and its whole step; no cluster: the rows are here."""
+    head = ClassHead(
+        cluster,
+        "bench",
+        num_classes=NUM_CLASSES,
+        dim=DIM,
+        select=select,
+        optimizer=SparseMomentum(lr=0.1, momentum=0.9),
+        rows="ranks" if cluster is None else "pull",
+    )
     rows = RowOptimizer(head)
     random = np.random.default_rng(0)
     for start in range(0, NUM_CLASSES, _FILL_ROWS):
