@@ -24,6 +24,7 @@ from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 from geartrain.hosting import local
+from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.reference import FakeCluster, plain_gradients
 
 CLASSES, DIM, BATCH = 60, 6, 9
@@ -424,3 +425,25 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
         retired=here.retired.numpy(),
     )
     dist.destroy_process_group()
+
+
+def test_ranks_refuse_a_retired_label_and_other_classes_together(tmp_path: Path) -> None:
+    run_ranks(_batches_on_a_rank, 2, tmp_path)
+
+
+def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+    for select in (PartialFC(0.3, seed=5), KNNSoftmax(active=0.4, k=4)):
+        head = make_head(FakeCluster(), "pull", sync=True, select=select)
+        features, labels = batch_of(head, 0)
+        wrong = labels.clone()
+        wrong[3] = [labels[3], 55][rank]  # never added; one rank alone reads it
+        with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"label 55|rank 1 was given"):
+            head(features.detach(), wrong)
+        losses = [float(head(features.detach(), labels).detach())]  # and both go on
+        state = head.get_extra_state()
+        head.set_extra_state({**state, "retired_runs": [[49 - rank, CLASSES]]})
+        with pytest.raises(SpecMismatch, match="different living classes"):
+            head(features.detach(), torch.zeros_like(labels))
+        head.set_extra_state(state)
+        losses.append(float(head(features.detach(), labels).detach()))
+        assert losses[0] == losses[1]
