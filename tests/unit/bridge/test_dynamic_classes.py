@@ -14,7 +14,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
+from geartrain.ams.errors import (
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    NonFinite,
+    ShardUnavailable,
+    SpecMismatch,
+    SyncError,
+)
 from geartrain.ams.specs import Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
@@ -292,6 +300,26 @@ def test_a_graph_of_other_classes_is_built_anew(cluster: Any, caplog: pytest.Log
     assert len(neighbours_of(head)) == 50
 
 
+def test_classes_live_once_where_their_neighbours_are_not_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = FakeCluster()
+    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4))
+    train(head, 1)
+    with monkeypatch.context() as gone:
+        gone.setattr(cluster.tables["classes"], "pull_into_async", _no_answer)
+        # An error would make the caller add them again.
+        assert head.add_classes(2, rows=torch.ones(2, DIM)).tolist() == [50, 51]
+    assert "nearest classes of the new ones were not found" in caplog.text
+    assert head.num_living == 52
+    train(head, 1)
+    assert len(neighbours_of(head)) == 52
+
+
+def _no_answer(*_: Any, **__: Any) -> Any:
+    raise ShardUnavailable("shard 1 did not answer")
+
+
 def test_changes_wait_for_the_step_and_a_backward_for_its_classes(cluster: Any) -> None:
     head = make_head(cluster)
     features, labels = batch_of(head, 0)
@@ -436,7 +464,7 @@ def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
         head = make_head(FakeCluster(), "pull", sync=True, select=select)
         features, labels = batch_of(head, 0)
         wrong = labels.clone()
-        wrong[3] = [labels[3], 55][rank]  # never added; one rank alone reads it
+        wrong[3] = 55 if rank == 1 else labels[3]  # never added; one rank alone reads it
         with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"label 55|rank 1 was given"):
             head(features.detach(), wrong)
         losses = [float(head(features.detach(), labels).detach())]  # and both go on
