@@ -95,6 +95,17 @@ class Ranks:
         dist.all_gather(parts, padded, group=self._group)
         return np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
 
+    def fail_together(self, failure: Exception | None, what: str) -> None:
+        """Raise on every rank if any gives a ``failure``: its own there, SyncError elsewhere. Two all-gathers.
+
+        ``what`` did not happen, as the start of a sentence.
+        """
+        sound = self.gather_labels(np.array([failure is None], np.int64)).tolist()
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise SyncError(f"{what}: rank {sound.index(0)} failed; its error tells why")
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, on the device of ``tensor``."""
         shared = tensor.detach().to(self._device, copy=True)

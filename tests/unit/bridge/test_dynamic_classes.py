@@ -475,3 +475,18 @@ def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
         head.set_extra_state(state)
         losses.append(float(head(features.detach(), labels).detach()))
         assert losses[0] == losses[1]
+
+
+def test_ranks_refuse_to_imprint_a_retired_class_together(tmp_path: Path) -> None:
+    run_ranks(_imprint_on_a_rank, 2, tmp_path)
+
+
+def _imprint_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+    for rows in ("pull", "ranks"):
+        head = make_head(FakeCluster(), rows, sync=rows == "pull")
+        before, images = head.weights(), torch.eye(DIM)[:2]
+        wrong = [(images, torch.tensor([3, 50 if rank == 1 else 4]))]
+        with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"label 50|rank 1 failed"):
+            head.imprint(wrong, nn.Identity())
+        assert torch.equal(head.weights(), before)
+        assert head.imprint([(images, torch.tensor([3, 4]))], nn.Identity()) == 2
