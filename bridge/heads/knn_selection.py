@@ -171,9 +171,11 @@ class KNNSelection:
         number here.
         """
         step = self._step()
-        if self.budget(self._num_classes) >= self._num_classes or step == self._prepared:
+        if self.budget(self._num_classes) >= self._num_classes:
             return
         self._drop_graph_of_others()
+        if step == self._prepared and self.graph is not None:
+            return
         if self.graph is None or self._is_old(step):
             self.rebuild()
         elif self.settings.rebuild == "background":
@@ -231,7 +233,7 @@ class KNNSelection:
                     self._table.spec.name,
                     exc,
                 )
-                self.graph = self._prepared = None
+                self.graph = None
                 return
             table = with_new(table, new, nearest.reshape(len(new), -1))
         self.graph = Graph(table, graph.version + 1, graph.step, living.fingerprint)

@@ -475,6 +475,14 @@ def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
         head.set_extra_state(state)
         losses.append(float(head(features.detach(), labels).detach()))
         assert losses[0] == losses[1]
+        if isinstance(head.select, KNNSelection):
+            graph = head.select.graph_to_bytes()
+            assert graph is not None
+            head.retire_classes(torch.tensor([48 if 48 not in labels else 47]))
+            head.select.graph_from_bytes(graph)  # of other classes, and this step was prepared before
+            assert np.isfinite(float(head(features.detach(), torch.zeros_like(labels)).detach()))
+            assert head.select.graph is not None
+            assert head.select.graph.table.num_classes == 49
 
 
 def test_ranks_refuse_to_imprint_a_retired_class_together(tmp_path: Path) -> None:
