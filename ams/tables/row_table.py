@@ -253,7 +253,8 @@ class RowTable:
             self._refuse(refused, ids)
 
     def make_room_to_keep(self, count: int) -> None:
-        """Reserve what a freeze under way takes to keep ``count`` rows that are written. Raises MemoryError."""
+        """Reserve what a freeze under way takes to keep ``count`` rows that are written, and those that the end of the
+        step moves. Raises MemoryError."""
         self._store.make_room_to_keep(count)
 
     def _checked_factors(self, lr: float | None, scale: float) -> float:

@@ -182,7 +182,8 @@ class ClassHead(nn.Module):
         pairs (images, labels [N] int64) with labels 0 … num − 1 for the classes to be; or, without either, the initial
         values of their ids. Momentum is zero. Ids of retired classes are given out again. They take part from the next
         step on, in the graph of KNN softmax too. With ranks, every rank calls it with equal ``num`` and ``rows`` (its
-        own ``examples``); several workers without a process group each call it, in the same order.
+        own ``examples``); several workers without a process group each call it, in the same order, and train on when
+        all have: each writes the rows anew, and what another had trained of them is lost.
 
         Costs an assign of the rows, with ranks one exchange; for KNN softmax see :meth:`KNNSelection.follow`. Raises
         InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,

@@ -11,7 +11,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidRows
+from geartrain.ams.errors import GeartrainError, InvalidRows
+from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Arithmetic, Batch
 from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
 from geartrain.bridge.heads.head_loss import HeadCall
@@ -85,16 +86,14 @@ class ClusterPlace:
         self._pool = BufferPool()
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
-        """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises InvalidRows, InvalidIds and NonFinite."""
+        """See :class:`geartrain.bridge.heads.place.RowPlace`.
+
+        Raises InvalidRows, InvalidIds and NonFinite; with ranks also SyncError for the input of another one, and
+        SpecMismatch for other living classes.
+        """
         living, margin = self.living, self._settings.margin
-        check_features(features, self._settings.dim)
-        labels_B = living.require(check_labels(labels, len(features), living.num_classes), "label")
         ranks = self.peers if in_training else None
-        if ranks is None:
-            check_finite(features)
-        if len(labels_B) == 0 and ranks is None:
-            raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
-        all_labels = labels_B if ranks is None else ranks.gather_labels(labels_B)
+        labels_B, all_labels = self._labels(features, labels, ranks)
         if in_training and isinstance(self.select, KNNSelection):
             self.select.prepare()
         required = None if ranks is None else ranks.sync_group(len(labels_B))
@@ -110,6 +109,26 @@ class ClusterPlace:
             else StreamedRows(self.table, active, self._pool, batch, labels_B, required)
         )
         return HeadCall(rows, self.update, len(labels_B), self._logits_cache_bytes, want_rows=want_rows)
+
+    def _labels(self, features: Tensor, labels: Tensor, ranks: Ranks | None) -> tuple[Ids, Ids]:
+        """Checked labels [B] of this rank, and those of all: ranks refuse a batch together, or some would wait."""
+        labels_B: Ids = np.empty(0, np.int64)
+        failure: GeartrainError | None = None
+        try:
+            check_features(features, self._settings.dim)
+            given = check_labels(labels, len(features), self.living.num_classes)
+            labels_B = self.living.require(given, "label")
+            if ranks is None:
+                check_finite(features)
+                if len(labels_B) == 0:
+                    raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
+        except GeartrainError as exc:
+            if ranks is None:
+                raise
+            failure = exc
+        if ranks is None:
+            return labels_B, labels_B
+        return labels_B, ranks.gather_labels(labels_B, failure=failure, classes=self.living.fingerprint)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""

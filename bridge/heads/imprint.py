@@ -47,12 +47,19 @@ def imprint_rows(
         images_read = 0
         for first in range(0, num_classes, part_classes):
             sums_PD = torch.zeros(min(part_classes, num_classes - first), dim)
-            for features_ND, labels_N in _features(loader, backbone, dim, living):
-                inside = (labels_N >= first) & (labels_N < first + len(sums_PD))
-                sums_PD.index_add_(0, labels_N[inside] - first, features_ND[inside])
-                images_read += len(labels_N)
-                report(images_read)
+            failure: Exception | None = None  # of any kind: the other ranks wait for this one
+            try:
+                for features_ND, labels_N in _features(loader, backbone, dim, living):
+                    inside = (labels_N >= first) & (labels_N < first + len(sums_PD))
+                    sums_PD.index_add_(0, labels_N[inside] - first, features_ND[inside])
+                    images_read += len(labels_N)
+                    report(images_read)
+            except Exception as exc:
+                if ranks is None:
+                    raise
+                failure = exc
             if ranks is not None:
+                ranks.fail_together(failure, f"the classes of table {table.spec.name!r} were not imprinted")
                 sums_PD = ranks.sum(sums_PD)
             write = functools.partial(_assign, table, sums_PD, first)
             if ranks is None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.graph.calls import GraphCalls
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.graph.table_rows import TableRows
@@ -171,9 +171,11 @@ class KNNSelection:
         number here.
         """
         step = self._step()
-        if self.budget(self._num_classes) >= self._num_classes or step == self._prepared:
+        if self.budget(self._num_classes) >= self._num_classes:
             return
         self._drop_graph_of_others()
+        if step == self._prepared and self.graph is not None:
+            return
         if self.graph is None or self._is_old(step):
             self.rebuild()
         elif self.settings.rebuild == "background":
@@ -209,7 +211,8 @@ class KNNSelection:
 
         Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
         until the next build. A build in the background, being of other classes, is begun again. Costs O(C·k), and with
-        new ones a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks.
+        new ones a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks. Where that pull fails
+        the graph is dropped, and the next training step builds another: the classes live already.
         """
         before, self.living = self.living, living
         if self._pending is not None:
@@ -221,7 +224,18 @@ class KNNSelection:
         table = renumbered(graph.table, before, living)
         if len(added):
             new = living.numbers(added)
-            table = with_new(table, new, self._nearest(new).reshape(len(new), -1))
+            try:
+                nearest = self._nearest(new)
+            except (GeartrainError, MemoryError) as exc:
+                logger.warning(
+                    "table %r: the nearest classes of the new ones were not found; the next step builds another "
+                    "graph: %s",
+                    self._table.spec.name,
+                    exc,
+                )
+                self.graph = None
+                return
+            table = with_new(table, new, nearest.reshape(len(new), -1))
         self.graph = Graph(table, graph.version + 1, graph.step, living.fingerprint)
 
     def _nearest(self, numbers: Ids) -> Ids:

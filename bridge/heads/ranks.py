@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.errors import SyncError
+from geartrain.ams.errors import SpecMismatch, SyncError
 from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
 
@@ -71,16 +71,40 @@ class Ranks:
         dist.broadcast(shared, group=self._group, group_src=0)
         return np.asarray(shared.cpu().numpy())
 
-    def gather_labels(self, labels: Ids) -> Ids:
-        """Labels of all ranks in rank order; batches may differ in size."""
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(labels)], device=self._device), group=self._group)
-        counts = [int(size.item()) for size in sizes]
+    def gather_labels(self, labels: Ids, *, failure: Exception | None = None, classes: int = 0) -> Ids:
+        """Labels of all ranks in rank order; batches may differ in size.
+
+        If any rank gives a ``failure`` every rank raises, its own there and SyncError elsewhere; if ``classes``, the
+        fingerprint of what the labels are numbers of, is not the same on all, SpecMismatch.
+        """
+        mine = torch.tensor([len(labels), failure is None, classes], dtype=torch.int64, device=self._device)
+        said = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(said, mine, group=self._group)
+        counts, sound, fingerprints = (list(column) for column in zip(*(one.tolist() for one in said), strict=True))
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise SyncError(f"rank {sound.index(0)} was given features or labels that it refused; its error tells why")
+        if len(set(fingerprints)) > 1:
+            raise SpecMismatch(
+                "the ranks have different living classes; add, retire and load the same ones on every rank"
+            )
         padded = torch.zeros(max(*counts, 1), dtype=torch.int64, device=self._device)
         padded[: len(labels)] = torch.from_numpy(labels)
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=self._group)
         return np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
+
+    def fail_together(self, failure: Exception | None, what: str) -> None:
+        """Raise on every rank if any gives a ``failure``: its own there, SyncError elsewhere. Two all-gathers.
+
+        ``what`` did not happen, as the start of a sentence.
+        """
+        sound = self.gather_labels(np.array([failure is None], np.int64)).tolist()
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise SyncError(f"{what}: rank {sound.index(0)} failed; its error tells why")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, on the device of ``tensor``."""

@@ -265,6 +265,10 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
 
 void RowStore::make_room_to_keep(int64_t count) {
   std::unique_lock lock(mutex_);
+  if (steps_) {  // the end of the step writes rows of its own
+    steps_->reserve();
+    count += rows_of_a_sweep(num_positions() + count);
+  }
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 

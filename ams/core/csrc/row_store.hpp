@@ -53,7 +53,8 @@ class RowStore {
   bool surely_takes(float largest, float lr, float scale) const;
   // Reserves the memory of those rows that are not there.
   void make_room(const int64_t* ids, int64_t count);
-  // Reserves what writes to `count` rows take beside them: a freeze under way keeps what they were.
+  // Reserves what a step that writes `count` rows takes beside them: a freeze under way keeps what they were, and with a
+  // window the rows of the sweep.
   void make_room_to_keep(int64_t count);
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows);
@@ -117,6 +118,7 @@ class RowStore {
     std::vector<int64_t> positions;
     int64_t sweep_at = 0;  // where the sweep goes on
   };
+  int64_t rows_of_a_sweep(int64_t count) const;
   Overdue next_overdue();
   void bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer);
   int64_t num_positions() const;

@@ -66,6 +66,9 @@ void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp
   k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
 }
 
+// How many of `count` rows a step looks at.
+int64_t RowStore::rows_of_a_sweep(int64_t count) const { return count * kSweepShare / spec_.window + 1; }
+
 // The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
 // it began.
 RowStore::Overdue RowStore::next_overdue() {
@@ -76,7 +79,7 @@ RowStore::Overdue RowStore::next_overdue() {
     sweep_began_ = now;
   }
   Overdue overdue;
-  overdue.sweep_at = std::min(count, sweep_at_ + count * kSweepShare / spec_.window + 1);
+  overdue.sweep_at = std::min(count, sweep_at_ + rows_of_a_sweep(count));
   for (int64_t position = sweep_at_; position < overdue.sweep_at; ++position) {
     if (!last_steps_->has(position)) continue;
     const int64_t last = last_step(position);

@@ -14,7 +14,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
+from geartrain.ams.errors import (
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    NonFinite,
+    ShardUnavailable,
+    SpecMismatch,
+    SyncError,
+)
 from geartrain.ams.specs import Normal, SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
@@ -24,6 +32,7 @@ from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import state_from_bytes, state_to_bytes
 from geartrain.hosting import local
+from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.reference import FakeCluster, plain_gradients
 
 CLASSES, DIM, BATCH = 60, 6, 9
@@ -291,6 +300,26 @@ def test_a_graph_of_other_classes_is_built_anew(cluster: Any, caplog: pytest.Log
     assert len(neighbours_of(head)) == 50
 
 
+def test_classes_live_once_where_their_neighbours_are_not_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = FakeCluster()
+    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4))
+    train(head, 1)
+    with monkeypatch.context() as gone:
+        gone.setattr(cluster.tables["classes"], "pull_into_async", _no_answer)
+        # An error would make the caller add them again.
+        assert head.add_classes(2, rows=torch.ones(2, DIM)).tolist() == [50, 51]
+    assert "nearest classes of the new ones were not found" in caplog.text
+    assert head.num_living == 52
+    train(head, 1)
+    assert len(neighbours_of(head)) == 52
+
+
+def _no_answer(*_: Any, **__: Any) -> Any:
+    raise ShardUnavailable("shard 1 did not answer")
+
+
 def test_changes_wait_for_the_step_and_a_backward_for_its_classes(cluster: Any) -> None:
     head = make_head(cluster)
     features, labels = batch_of(head, 0)
@@ -424,3 +453,48 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
         retired=here.retired.numpy(),
     )
     dist.destroy_process_group()
+
+
+def test_ranks_refuse_a_retired_label_and_other_classes_together(tmp_path: Path) -> None:
+    run_ranks(_batches_on_a_rank, 2, tmp_path)
+
+
+def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+    for select in (PartialFC(0.3, seed=5), KNNSoftmax(active=0.4, k=4)):
+        head = make_head(FakeCluster(), "pull", sync=True, select=select)
+        features, labels = batch_of(head, 0)
+        wrong = labels.clone()
+        wrong[3] = 55 if rank == 1 else labels[3]  # never added; one rank alone reads it
+        with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"label 55|rank 1 was given"):
+            head(features.detach(), wrong)
+        losses = [float(head(features.detach(), labels).detach())]  # and both go on
+        state = head.get_extra_state()
+        head.set_extra_state({**state, "retired_runs": [[49 - rank, CLASSES]]})
+        with pytest.raises(SpecMismatch, match="different living classes"):
+            head(features.detach(), torch.zeros_like(labels))
+        head.set_extra_state(state)
+        losses.append(float(head(features.detach(), labels).detach()))
+        assert losses[0] == losses[1]
+        if isinstance(head.select, KNNSelection):
+            graph = head.select.graph_to_bytes()
+            assert graph is not None
+            head.retire_classes(torch.tensor([48 if 48 not in labels else 47]))
+            head.select.graph_from_bytes(graph)  # of other classes, and this step was prepared before
+            assert np.isfinite(float(head(features.detach(), torch.zeros_like(labels)).detach()))
+            assert head.select.graph is not None
+            assert head.select.graph.table.num_classes == 49
+
+
+def test_ranks_refuse_to_imprint_a_retired_class_together(tmp_path: Path) -> None:
+    run_ranks(_imprint_on_a_rank, 2, tmp_path)
+
+
+def _imprint_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+    for rows in ("pull", "ranks"):
+        head = make_head(FakeCluster(), rows, sync=rows == "pull")
+        before, images = head.weights(), torch.eye(DIM)[:2]
+        wrong = [(images, torch.tensor([3, 50 if rank == 1 else 4]))]
+        with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"label 50|rank 1 failed"):
+            head.imprint(wrong, nn.Identity())
+        assert torch.equal(head.weights(), before)
+        assert head.imprint([(images, torch.tensor([3, 4]))], nn.Identity()) == 2

@@ -235,6 +235,63 @@ def test_a_freeze_that_has_no_room_for_an_update_stops_it_before_it_begins() -> 
     assert done.stdout.split("\n")[:2] == ["no room", "[-1.]"], done.stdout + done.stderr
 
 
+STEP = """
+import resource
+import sys
+
+import numpy as np
+
+sys.path.insert(0, {root!r})
+from geartrain.ams.hosted import Gradients
+from geartrain.ams.server import hosting
+from geartrain.ams.server.hosting import Hosting
+from geartrain.ams.specs import Constant, SparseMomentum, TableSpec
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.errors import GeartrainError
+from tests.unit.server import test_hosting as tests
+
+NUM, DIM, FEW = 20_000, 512, np.arange(10)
+
+
+class Few(tests.Add):
+    def gradients(self, rows, inputs):
+        make = lambda chunk: np.zeros((10, DIM), np.float32)
+        return Gradients(chunks=[0], ids=lambda chunk: FEW, make=make, num_rows=10, largest=0.0)
+
+
+hosting.HELD_BYTES = 0
+optimizer = SparseMomentum(0.1, untouched="elapsed")
+spec = TableSpec(name="t", dim=DIM, optimizer=optimizer, num_rows=NUM, initializer=Constant(0))
+table = RowTable(spec, np.arange(4096), window=4)
+table.push(np.arange(NUM), np.ones((NUM, DIM), np.float32))
+table.end_step()
+table.end_step()
+table.freeze()
+host = Hosting({{"add": Few()}}, np.arange(4096), threads=1)
+with open("/proc/self/statm") as file:
+    now = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (40 << 20), -1))  # half of what the freeze has to keep of the sweep
+for attempt in range(2):
+    try:
+        host.update(table, tests.update(1.0), lambda: print("changing"))
+        print(table.steps.now)
+    except MemoryError:
+        print("no room")
+    except GeartrainError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_freeze_that_has_no_room_for_the_end_of_a_step_stops_it_before_it_begins() -> None:
+    root = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", STEP.format(root=root)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split("\n")[:3] == ["no room", "changing", "4"], done.stdout + done.stderr
+
+
 def test_a_shard_that_may_be_anothers_changes_nothing(model: Add) -> None:
     lease = Lease(1, 1000.0)
     shard = make_shard(model, lease=lease)
