@@ -301,7 +301,7 @@ def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Sequence[str
             return
         for table in tables:  # what is kept is of other rows; a service that is gone is not waited for
             graphs.forget(table)
-    except GraphUnavailable as exc:
+    except (GraphUnavailable, StateError) as exc:  # its own trouble: a graph can be built again
         logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)
 
 
