@@ -70,6 +70,22 @@ class Ranks:
             raise SyncError(f"rank 0 of {self.job} failed; its error tells why")
         return others()
 
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run on every rank an ``action`` without collectives; if it fails on any, raise on every rank: its own error
+        there, elsewhere SyncError, which says that ``what`` did not happen."""
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(action())
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        sound = self.gather_labels(np.array([failure is None], np.int64)).tolist()
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise SyncError(f"{what}: rank {sound.index(0)} failed; its error tells why")
+        return results[0]
+
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """Tell the other ranks now and then, on a thread, that they are still to wait."""
