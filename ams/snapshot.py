@@ -25,6 +25,7 @@ from geartrain.ams.errors import (
     SnapshotError,
     SnapshotFailed,
     SnapshotNotFound,
+    StateError,
     TableExists,
     TableNotFound,
 )
@@ -153,7 +154,7 @@ def _finish(
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
         ]
-        files += _graph_files(graphs, staging, specs, calls.view.num_shards)
+        files += _graph_files(graphs, staging, specs, calls.view.num_shards, files)
         path = staging.commit(
             step=job.step,
             created=time.time(),
@@ -173,15 +174,21 @@ def _finish(
 
 
 def _graph_files(
-    graphs: GraphCalls | None, staging: Staging, specs: Sequence[TableSpec], num_shards: int
+    graphs: GraphCalls | None,
+    staging: Staging,
+    specs: Sequence[TableSpec],
+    num_shards: int,
+    others: Sequence[FileEntry],
 ) -> list[FileEntry]:
+    """The blocks of the graphs; none if the service is gone or cannot read them, since a graph can be built again."""
     sizes = {spec.name: spec.num_rows for spec in specs if spec.num_rows is not None}
     if graphs is None or not sizes:
         return []
     try:
         return graphs.write_snapshot(staging.path, staging.id, sizes, num_shards)
-    except GraphUnavailable as exc:
+    except (GraphUnavailable, StateError) as exc:
         logger.warning("snapshot %r holds no graph: %s", staging.name, exc)
+        staging.keep_only(others)  # it may have written some of its blocks
         return []
 
 
@@ -294,7 +301,7 @@ def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Sequence[str
             return
         for table in tables:  # what is kept is of other rows; a service that is gone is not waited for
             graphs.forget(table)
-    except GraphUnavailable as exc:
+    except (GraphUnavailable, StateError) as exc:  # its own trouble: a graph can be built again
         logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)
 
 

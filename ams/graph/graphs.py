@@ -223,6 +223,7 @@ class Graphs:
             if found is None:
                 self.forget(table)
                 continue
+            self.cancel(table)  # its rows, in part or all, are of before
             # The shards count the writes to a restored table from 0.
             self._keep(found[0], dataclasses.replace(found[1], table_version=0))
             restored.append(table)
@@ -270,7 +271,6 @@ class Graphs:
                 cancelled=lambda: build.is_cancelled,
                 resume=folder,
             )
-            build.check()
             version = self._keep_built(build, built, writes)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -291,11 +291,14 @@ class Graphs:
             built_unix_seconds=time.time(),
             graph_version=1 if older is None else older[1].graph_version + 1,
         )
-        self._keep(built.table, version)
+        self._keep(built.table, version, build.check)
         return version
 
-    def _keep(self, graph: NeighbourTable, version: RowsVersion) -> None:
+    def _keep(self, graph: NeighbourTable, version: RowsVersion, check: Callable[[], None] = lambda: None) -> None:
+        """Put a graph in place of the older one, unless ``check`` raises: who cancels a build, then forgets or restores
+        the graph, finds nothing of it later."""
         with self._store_lock:
+            check()
             if self._store is not None:
                 self._store.save(graph, version)
             self._loaded[version.table] = (graph, version)

@@ -108,6 +108,18 @@ class Staging:
             raise
         return final
 
+    def keep_only(self, files: Sequence[FileEntry]) -> None:
+        """Remove every other file, such as those of a writer that did not finish. Raises SnapshotFailed."""
+        store, listed = store_of(self.root), {entry.path for entry in files}
+        try:
+            for name in store.names(self._folder):
+                if name not in listed:
+                    store.drop(self._folder, name)
+        except FileNotFoundError:  # nothing is there, or it went by itself
+            return
+        except OSError as exc:
+            raise failed(f"snapshot {self.name!r} in {self.root} was not written", exc) from exc
+
     def abandon(self) -> None:
         """Remove the staging folder. What cannot be removed stays hidden until :func:`prune`."""
         store_of(self.root).discard(self._folder)

@@ -98,6 +98,10 @@ class SnapshotStore(ABC):
         """Write a file that appears whole and safe, or not at all; one of that name is replaced."""
 
     @abstractmethod
+    def drop(self, folder: Place, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError."""
+
+    @abstractmethod
     def sync(self, folder: Place) -> None:
         """Return once the names in the folder are safe."""
 
@@ -164,6 +168,9 @@ class _LocalStore(SnapshotStore):
 
     def write(self, folder: Place, name: str, data: bytes) -> None:
         write_file(Path(folder) / name, data)
+
+    def drop(self, folder: Place, name: str) -> None:
+        (Path(folder) / name).unlink()
 
     def sync(self, folder: Place) -> None:
         sync_folder(Path(folder))
@@ -264,6 +271,10 @@ class _UrlStore(SnapshotStore):
     def write(self, folder: Place, name: str, data: bytes) -> None:
         with _as_os_error():
             self._system.pipe_file(f"{folder}/{name}", data)
+
+    def drop(self, folder: Place, name: str) -> None:
+        with _as_os_error():
+            self._system.rm_file(f"{folder}/{name}")
 
     def sync(self, folder: Place) -> None:
         pass  # what was written is safe already

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,8 @@ class KNNSelection:
         self._is_due = False
         self._prepared: int | None = None
         self._pending: _Building | None = None
+        self._ending: _Building | None = None
+        """The last one that was cancelled: a service builds one graph of a table at a time."""
 
     def __repr__(self) -> str:
         return repr(self.settings)
@@ -191,7 +194,7 @@ class KNNSelection:
     def rebuild(self) -> None:
         """Build the graph now, from the rows as they are. Every rank calls it."""
         self.cancel()
-        building = _Building(self._step())
+        building = self._new_building()
 
         def build() -> NeighbourTable:
             building.run(self._rows(), self.settings.k, self.on_progress)
@@ -264,7 +267,7 @@ class KNNSelection:
         """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
         if self._pending is not None:
             self._pending.cancel()
-            self._pending = None
+            self._pending, self._ending = None, self._pending
             self._is_due = True
 
     def state(self) -> dict[str, Any]:
@@ -345,10 +348,14 @@ class KNNSelection:
     def _begin(self) -> None:
         """Begin to build beside the training."""
         self._is_due = False
-        self._pending = building = _Building(self._step())
+        self._pending = building = self._new_building()
         if self._ranks is None or self._ranks.rank == 0 or self._on_ranks is not None:
             arguments = (self._rows(), self.settings.k, self.on_progress)
             begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
+
+    def _new_building(self) -> _Building:
+        after, self._ending = self._ending, None
+        return _Building(self._step(), after)
 
     def _take_finished(self) -> None:
         """Use what was built beside the training, if those who build have it."""
@@ -372,13 +379,18 @@ class KNNSelection:
 class _Building:
     """One build of a graph."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, after: _Building | None) -> None:
+        """``after`` was cancelled; a graph service is asked for this one when it knows of that."""
         self.step = step
+        self._after = after
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
     def run(self, rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None) -> None:
         """Build; the result, or why there is none, is in ``result``."""
+        after, self._after = self._after, None
+        if after is not None and isinstance(rows, ServedRows):
+            wait_for([after.result])
         try:
             built = _build(rows, k, progress, self._cancelled.is_set)
         except Exception as exc:

@@ -40,8 +40,9 @@ def snapshot_rows(
 ) -> Place:
     """Write the rows and slots of all ranks as the snapshot ``root``/``name``; return its folder, on every rank.
 
-    Every rank writes its rows, synced; rank 0 adds ``values`` (JSON) and ``files`` and commits. If any rank fails, no
-    snapshot appears and every rank raises: its own error, or SnapshotFailed. Memory: two blocks of 8 MiB.
+    Every rank names the same folder and writes its rows there, synced; rank 0 adds ``values`` (JSON) and ``files`` and
+    commits. If any rank fails, no snapshot appears and every rank raises: its own error, or SnapshotFailed. Memory: two
+    blocks of 8 MiB.
     """
     link = table.link
     what = f"snapshot {name!r} was not written"
@@ -53,10 +54,13 @@ def snapshot_rows(
             staging = new_staging(root, name)
     except Exception as exc:
         failure = exc
-    told = link.gather_json(None if staging is None else [staging.path, staging.id])[0]
+    final = None if staging is None else str(within(staging.root, name))
+    told = link.gather_json(None if staging is None else [staging.path, staging.id, final])[0]
     try:
         if told is not None:
-            entries = list(_write(table, *told))
+            if (here := str(within(place(root), name))) != told[2]:
+                raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
+            entries = list(_write(table, told[0], told[1]))
             if link.rank == 0:
                 entries += [
                     write_job_file(told[0], snapshot_id=told[1], name=k, data=data) for k, data in files.items()

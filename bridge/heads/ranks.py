@@ -6,8 +6,10 @@ number. Rows and their gradients travel between ranks only through the shards.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +23,10 @@ from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
 
 T = TypeVar("T")
+
+TELL_SECONDS = 5.0
+"""How often rank 0 tells those who wait for it that it is at work: below any sensible time limit of a group."""
+_FAILED, _SUCCEEDED, _AT_WORK = range(3)
 
 
 class Ranks:
@@ -45,18 +51,58 @@ class Ranks:
         return int(shared.item())
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0 and, once it succeeded, ``others`` on the other ranks."""
+        """Run ``action``, without collectives, on rank 0 and, once it succeeded, ``others`` on the other ranks.
+
+        It may take longer than the time limit of the process group, as the building of a graph does.
+        """
         if self.rank == 0:
-            succeeded = 0
+            succeeded = _FAILED
             try:
-                result = action()
-                succeeded = 1
+                with self._telling():
+                    result = action()
+                succeeded = _SUCCEEDED
             finally:
                 self._from_first(succeeded)
             return result
-        if not self._from_first(0):
+        while (said := self._from_first(_FAILED)) == _AT_WORK:
+            pass
+        if said == _FAILED:
             raise SyncError(f"rank 0 of {self.job} failed; its error tells why")
         return others()
+
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run on every rank an ``action`` without collectives; if it fails on any, raise on every rank: its own error
+        there, elsewhere SyncError, which says that ``what`` did not happen."""
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(action())
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        sound = self.gather_labels(np.array([failure is None], np.int64)).tolist()
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise SyncError(f"{what}: rank {sound.index(0)} failed; its error tells why")
+        return results[0]
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the other ranks now and then, on a thread, that they are still to wait."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # a rank is lost: what is said last meets that, too
+                while not ended.wait(TELL_SECONDS):
+                    self._from_first(_AT_WORK)
+
+        thread = threading.Thread(target=tell, name="geartrain-at-work", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def agree(self, value: bool) -> bool:
         """Rank 0's ``value``, on every rank."""

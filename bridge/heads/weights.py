@@ -73,10 +73,12 @@ def import_class_weights(
     if isinstance(table, RankTable):
         return _import_on_ranks(table, paths, key)
     ranks = head.row_update.ranks
-    parts = _open_parts(_files(paths), table, key)
     if ranks is None:
+        parts = _open_parts(_files(paths), table, key)
         _assign_all(table, parts)
     else:
+        what = f"class weights of table {table.spec.name!r} were not imported"
+        parts = ranks.run_together(lambda: _open_parts(_files(paths), table, key), what)
         ranks.first_then_others(lambda: _assign_all(table, parts), lambda: None)
     return _told(parts)
 

@@ -186,6 +186,8 @@ def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
     with pytest.raises(SnapshotError if rank == 0 else SnapshotFailed):
         head.snapshot(folder / "taken", "name", files={})
     root = folder / "sound"
+    with pytest.raises(SpecMismatch if rank == 1 else SnapshotFailed):
+        head.snapshot(root if rank == 0 else folder / "another", "s")
     path = head.snapshot(root, "s")
     if rank == 1:
         path = folder / "elsewhere"
