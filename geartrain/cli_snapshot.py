@@ -13,7 +13,7 @@ import typer
 from geartrain import configuration
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.words import counted
-from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
+from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,10 +45,14 @@ def create(
     ] = None,
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
+    graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Snapshot the tables of a running cluster, at a moment at which no worker is in the middle of a step."""
-    with _connected(file, scheduler) as cluster:
+    """Snapshot the tables of a running cluster, at a moment at which no worker is in the middle of a step.
+
+    Their graphs are in it if the graph service is named.
+    """
+    with _connected(file, scheduler, graph) as cluster:
         path = cluster.snapshot(root, name, step=step, tables=table or None, parent=parent).result()
     from geartrain.ams.storage.snapshot_folder import open_snapshot
 
@@ -110,13 +114,17 @@ def restore(
     ] = False,
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
+    graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot's tables, rows and slots, on a running cluster of any number of shards."""
+    """Make a snapshot's tables, rows and slots, on a running cluster of any number of shards.
+
+    Its graphs come back if the graph service is named.
+    """
     from geartrain.ams.storage.snapshot_folder import latest
 
     path = where if _is_snapshot(where) else latest(_folder(where), allow_fallback=allow_fallback).path
-    with _connected(file, scheduler) as cluster:
+    with _connected(file, scheduler, graph) as cluster:
         facts = _facts(cluster.restore(path, tables=table or None, replace=replace))
     print(json.dumps(facts) if as_json else f"restored {path}: {_summary(facts)}")
 
@@ -176,8 +184,9 @@ def _is_snapshot(path: str) -> bool:
 
 
 @contextmanager
-def _connected(file: Path | None, scheduler: str | None) -> Iterator[Cluster]:
-    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+def _connected(file: Path | None, scheduler: str | None, graph: str | None) -> Iterator[Cluster]:
+    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
+    config = configuration.load(file, given)
     from geartrain.ams.cluster import connect  # after the settings are known to be right: it is slower
 
     with connect(config.server.scheduler, config=config.client) as cluster:
@@ -205,10 +214,12 @@ def _listed(listed: Listed) -> dict[str, Any]:
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    from geartrain.ams.storage.snapshot_manifest import GRAPH, ROWS
+
     manifest = snapshot.manifest
     rows: dict[str, int] = {str(spec["name"]): 0 for spec in manifest.tables}
     for entry in manifest.files:
-        if entry.table is not None:
+        if entry.table is not None and entry.kind == ROWS:
             rows[entry.table] += entry.num_rows
     return {
         "name": snapshot.name,
@@ -218,6 +229,7 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "num_shards": manifest.num_shards,
         "parent": None if manifest.parent is None else manifest.parent.name,
         "rows": rows,
+        "graphs": sorted({str(entry.table) for entry in manifest.files if entry.kind == GRAPH}),
         "bytes": sum(entry.bytes for entry in manifest.files),
     }
 
@@ -227,5 +239,6 @@ def _summary(facts: dict[str, Any]) -> str:
     return (
         f"step {facts['step']}, {facts['created']}, {counted(tables, 'table')}, {counted(rows, 'row')}, "
         f"{facts['bytes'] / 2**20:.1f} MiB from {counted(facts['num_shards'], 'shard')}"
+        + (f", {counted(len(facts['graphs']), 'graph')}" if facts["graphs"] else "")
         + (f", added to {facts['parent']}" if facts["parent"] else "")
     )

@@ -26,7 +26,7 @@ find_python() {
       return
     fi
   done
-  die "no Python here has geartrain; run 'make' in the repository, or name one that has it: PYTHON=/path/to/python"
+  die "no Python here has geartrain; run 'make install' in the repository, or name one that has it: PYTHON=/path/to/python"
 }
 
 # flag NAME VALUE: adds --NAME=VALUE to the array `flags` unless VALUE is empty.

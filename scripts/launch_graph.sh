@@ -5,6 +5,7 @@
 #
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
 #   LISTEN      HOST:PORT to serve on
+#   DATA        folder in which graphs, half-built ones too, outlive a kill
 #   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
@@ -18,6 +19,7 @@ need_address SCHEDULER "${SCHEDULER:-}" "the address that the scheduler printed"
 [ -z "${LISTEN:-}" ] || need_address LISTEN "$LISTEN" "the address to serve on"
 flag scheduler "$SCHEDULER"
 flag listen "${LISTEN:-}"
+flag data "${DATA:-}"
 insecure_flag
 find_python
 exec "$PYTHON" -m geartrain graph "${flags[@]}" "$@"

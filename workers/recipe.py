@@ -92,7 +92,9 @@ class Recipe:
         if self.rows not in PLACES:
             raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
         if self.select == "knn" and self.sample_rate == 1:
-            raise ConfigError("select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (0.1)")
+            raise ConfigError(
+                "select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (--active 0.1)"
+            )
         if self.rebuild not in ("epoch", "background") and not (self.rebuild.isdecimal() and int(self.rebuild) >= 1):
             raise ConfigError(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number of steps")
         if not 0 <= self.seed < 2**31:

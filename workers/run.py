@@ -399,7 +399,8 @@ class TrainingRun:
     def _stopped_line(self) -> str:
         step, last = self._trainer.progress.step, self._snapshots.last
         scheduler = f" --scheduler {self._options.scheduler}" if self._options.scheduler else ""
-        how = f"geartrain worker {self._data.source['job']} --resume {self._options.out}{scheduler}"
+        graph = f" --graph {self._options.graph}" if self._options.graph else ""
+        how = f"geartrain worker {self._data.source['job']} --resume {self._options.out}{scheduler}{graph}"
         if last is None or last.progress.step != step:
             return (
                 f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. Go on with: {how}"

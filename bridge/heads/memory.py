@@ -185,7 +185,7 @@ def memory_report(
         batch=batch_size,
         shards=0 if rows == "ranks" else num_shards,
         ranks=num_ranks,
-        device=torch.device(device),
+        device=_checked_device(device),
         threads=(num_threads or torch.get_num_threads()) if device == "cpu" else 1,
         rows_cache_bytes=rows_cache_bytes,
         logits_cache_bytes=logits_cache_bytes,
@@ -364,6 +364,12 @@ class _Plan:
             ("features and gradients, packed, joined", others * wide, f"{others}·B·D·4"),
             ("scratch of the threads", int(self.threads * chunk), "chunks of rows and logits, a few a thread"),
         ]
+
+
+def _checked_device(name: str) -> torch.device:
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device is {name!r}; it must be 'cpu' or 'cuda'")
+    return torch.device(name)
 
 
 def _in_step(holder: Holder, *parts: tuple[str, int, str]) -> list[MemoryPart]:

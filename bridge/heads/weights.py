@@ -121,6 +121,8 @@ def export_class_weights(head: ClassHead, path: str | Path) -> Path:
 def export_rows(table: ReadableTable, path: Path) -> Path:
     """:func:`export_class_weights` of any dense table."""
     spec = table.spec
+    if path.is_dir() or path.suffix != ".safetensors":
+        raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
     _write_file(spec, path, _blocks(table))
@@ -242,8 +244,10 @@ def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
         # mapped where the file allows it: files of before torch 1.6 are no archives
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as exc:  # torch raises errors of many unrelated kinds on a damaged or forbidden file
-        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else repr(exc)
-        raise InvalidArgument(f"{path} cannot be loaded with weights_only=True: {reason}") from exc
+        raise InvalidArgument(
+            f"{path} cannot be read as tensors alone ({type(exc).__name__}); save a tensor or a state dict of tensors "
+            "with torch.save, or use .safetensors or .npy"
+        ) from exc
     tensors: dict[str, Tensor] = {"": held} if isinstance(held, Tensor) else {}
     if isinstance(held, dict):
         tensors = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}

@@ -224,7 +224,9 @@ def test_an_open_network_needs_consent() -> None:
         cli("graph", "--listen=0.0.0.0:0")
 
 
-def test_graphs_travel_in_snapshots_onto_other_shards(served: Callable[..., ServedCluster], tmp_path: Path) -> None:
+def test_graphs_travel_in_snapshots_onto_other_shards(
+    served: Callable[..., ServedCluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with gt.local(3) as embedded:
         with_faces(embedded)
         embedded.create_table("other", dim=4, num_rows=10, optimizer=gt.SGD(0.1))
@@ -242,6 +244,11 @@ def test_graphs_travel_in_snapshots_onto_other_shards(served: Callable[..., Serv
         again = cluster.snapshot(tmp_path, "again").result()
         cluster.restore(bare, replace=True)
         assert cluster.graph.describe().graphs == ()
+        where = ("--scheduler", address, "--graph", graph)
+        cli("snapshot", "restore", str(again), "--replace", *where)
+        cli("snapshot", "create", str(tmp_path), "--name", "told", *where)
+        told = capsys.readouterr().out
+        assert told.count(", 1 graph") == 2 and told.count("1,500 rows") == 2
     with gt.local() as embedded:
         embedded.restore(again)
         np.testing.assert_array_equal(embedded.graph.load("faces")[0].neighbours, expected.neighbours)
