@@ -88,7 +88,7 @@ class SyncGroups:
         """Add one rank's push; return the pushes of all ranks in rank order once they are complete, else None."""
         member = _member(push)
         group = self._group(push.table, member)
-        first = next(iter(group.waiting.values()), None)
+        first = next((part for rank, part in group.waiting.items() if rank != member.rank), None)
         if first is not None and (first[1].lr != push.lr):
             raise StepMismatch(
                 f"rank {member.rank} of job {member.job!r} pushes with lr {push.lr}, another rank with {first[1].lr}; "

@@ -67,6 +67,15 @@ def test_a_retried_rank_joins_and_a_late_retry_is_a_duplicate(shard: Shard) -> N
     assert pulled(shard, [1]) == [-1.0]
 
 
+def test_a_rank_that_gave_its_push_up_may_send_another_one(shard: Shard) -> None:
+    given_up = replace(push(0, 1, [5], 1.0), lr=0.5)
+    shard.submit(context(0, 1), given_up)
+    replaced = [shard.submit(context(rank, 2), push(rank, 1, [5], 2.0)) for rank in range(2)]
+    for future in replaced:
+        future.result(timeout=10)
+    assert pulled(shard, [5]) == [-2.0]
+
+
 def test_a_rank_at_another_step_is_told(shard: Shard) -> None:
     for rank in (0, 1):
         done = shard.submit(context(rank, 1), push(rank, 1, [1], 1.0))
