@@ -27,11 +27,16 @@ def joint_steps(known: Sequence[TableSteps]) -> TableSteps:
     """Return the steps of the most advanced of several shards, as far back as any of them remembers.
 
     How far depends on when a shard's oldest rows were last caught up, and rows of several may come together now.
+    Raises InvalidArgument for a step between that none remembers.
     """
     latest = max(known, key=lambda steps: (steps.now, len(steps.lrs)))
-    furthest = min(known, key=lambda steps: steps.now - len(steps.lrs))
-    missing = max(0, (latest.now - len(latest.lrs)) - (furthest.now - len(furthest.lrs)))
-    return latest._replace(lrs=[*furthest.lrs[:missing], *latest.lrs])
+    rates: dict[int, float] = {}
+    for steps in (*known, latest):  # what the latest says holds
+        rates.update(enumerate(steps.lrs, steps.now - len(steps.lrs)))
+    wanted = range(min(rates, default=latest.now), latest.now)
+    if unknown := [step for step in wanted if step not in rates]:
+        raise InvalidArgument(f"no shard remembers the learning rate of step {unknown[0] + 1}")
+    return latest._replace(lrs=[rates[step] for step in wanted])
 
 
 def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:

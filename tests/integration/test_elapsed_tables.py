@@ -165,6 +165,8 @@ def test_a_snapshot_that_does_not_know_the_steps_is_refused() -> None:
     behind = TableSteps(4, [0.1, 0.2, 0.3, 0.4], (1.0, 0.0))
     assert joint_steps([steps, older]) == joint_steps([older, steps]) == older
     assert joint_steps([steps, behind]).lrs == [0.1, 0.2, 0.3, 0.4, 0.5]
+    with pytest.raises(errors.InvalidArgument, match="remembers the learning rate of step 3"):
+        joint_steps([steps, TableSteps(2, [0.1, 0.2], (1.0, 0.0))])
     optimizer = SparseMomentum(0.1, untouched="elapsed")
     table = RowTable(TableSpec(name="t", dim=2, optimizer=optimizer), np.arange(4096))
     for marks in ({}, {"steps": {}}, {"steps": {"t": [5, [-1.0], [1.0, 0.0]]}}, {"steps": {"t": [1, "x", [1, 0]]}}):
