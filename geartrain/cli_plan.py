@@ -23,6 +23,10 @@ def plan(
     ] = None,
     momentum: Annotated[bool, typer.Option("--momentum/--sgd", help="Whether rows have momentum.")] = True,
     sample_rate: Annotated[float, typer.Option("--sample-rate", help="Part of the classes active in a step.")] = 0.1,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="partial FC"),
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a rank.")] = 128,
     shards: Annotated[int, typer.Option("--shards", help="Shards of the cluster.")] = 1,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks that train together.")] = 1,
@@ -30,6 +34,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Print the memory of a class head by part, for each shard and rank, before anything is started."""
+    from geartrain.bridge.heads.knn_selection import KNNSoftmax
     from geartrain.bridge.heads.memory import memory_report  # loads torch
     from geartrain.bridge.heads.selection import PartialFC
 
@@ -40,7 +45,7 @@ def plan(
         dtype=cast(Any, dtype),
         slot_dtype=cast(Any, slot_dtype or "float32"),
         optimizer=SparseMomentum(lr=0.1) if momentum else SGD(lr=0.1),
-        select=PartialFC(sample_rate=sample_rate),
+        select=PartialFC(sample_rate) if k is None else KNNSoftmax(sample_rate, k=k),
         batch_size=batch_size,
         num_shards=shards,
         num_ranks=ranks,

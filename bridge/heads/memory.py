@@ -17,6 +17,7 @@ from geartrain.ams.specs import DTYPES, DTypeName, RowOptimizerSpec, SparseMomen
 from geartrain.bridge.heads import held_rows, streamed_rows
 from geartrain.bridge.heads.batch import chunk_rows_for
 from geartrain.bridge.heads.chunk_pass import CompiledPass
+from geartrain.bridge.heads.knn_selection import KNNSoftmax
 from geartrain.bridge.heads.selection import PartialFC
 from geartrain.bridge.heads.stream import NUM_BUFFERS, block_rows_for
 from geartrain.bridge.hosted.class_head import CHUNK_ROWS as HOSTED_CHUNK_ROWS
@@ -191,6 +192,8 @@ def memory_report(
         logits_cache_bytes=logits_cache_bytes,
     )
     parts = {"pull": plan.pull, "hosted": plan.hosted, "ranks": plan.on_ranks}[rows]()
+    if isinstance(select, KNNSoftmax) and plan.active < num_classes:
+        parts.append(_graph(num_classes, select.k))
     return MemoryReport(
         num_classes=num_classes,
         dim=dim,
@@ -370,6 +373,12 @@ def _checked_device(name: str) -> torch.device:
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise InvalidArgument(f"device is {name!r}; it must be 'cpu' or 'cuda'")
     return torch.device(name)
+
+
+def _graph(num_classes: int, k: int) -> MemoryPart:
+    """The lists of a :class:`NeighbourTable` and where they begin, which every rank keeps."""
+    size = num_classes * 4 * min(k, num_classes - 1) + (num_classes + 1) * 8
+    return MemoryPart(name="graph of classes", holder="rank", bytes=size, standing=True, formula="4·C·k + 8·C")
 
 
 def _in_step(holder: Holder, *parts: tuple[str, int, str]) -> list[MemoryPart]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.ams.graph.builder import ArrayRows, build_neighbours
 
 GIB = 2**30
 BF16: dict[str, Any] = {"dtype": "bfloat16", "slot_dtype": "bfloat16"}
@@ -70,6 +71,16 @@ def test_plscs_published_figures_come_out() -> None:
 def test_sixteen_bits_with_momentum_take_two_kibibytes_a_class() -> None:
     report = gt.memory_report(num_classes=1_000_000, dim=512, dtype="float16", slot_dtype="float16")
     assert 2048 <= report.bytes_per_class <= 2048 * 1.01
+
+
+@pytest.mark.parametrize("k", [5, 2000])
+def test_the_graph_of_knn_softmax_is_counted_as_large_as_it_is(k: int) -> None:
+    select = gt.KNNSoftmax(active=0.1, k=k)
+    graph = build_neighbours(ArrayRows(np.eye(300, 300, dtype=np.float32)), k)
+    (part,) = [one for one in gt.memory_report(num_classes=300, dim=300, select=select).parts if "graph" in one.name]
+    assert (part.holder, part.standing, part.bytes) == ("rank", True, graph.num_bytes)
+    everything = gt.memory_report(num_classes=300, dim=300, select=gt.KNNSoftmax(active=1.0, k=k))
+    assert not [one for one in everything.parts if "graph" in one.name]
 
 
 def test_the_last_step_of_each_row_takes_eight_bytes() -> None:
