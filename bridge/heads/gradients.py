@@ -53,15 +53,11 @@ class Writer(Protocol):
         ...
 
 
-class RowGradient(Protocol):
+class CollectedGradient(Protocol):
     """The row gradients of one or several micro-batches."""
 
-    def merge(self, other: RowGradient) -> None:
-        """Add the gradient of another micro-batch, which is used up."""
-        ...
-
-    def push(self, writer: Writer) -> None:
-        """Send all of it; a second call after an error goes on behind what was prepared."""
+    def merge(self, other: Any) -> None:
+        """Add the gradient of another micro-batch, of the same kind, which is used up."""
         ...
 
     def squared_norm(self) -> float:
@@ -70,6 +66,14 @@ class RowGradient(Protocol):
 
     def discard(self) -> None:
         """Give the memory back."""
+        ...
+
+
+class RowGradient(CollectedGradient, Protocol):
+    """Those of rows in a cluster."""
+
+    def push(self, writer: Writer) -> None:
+        """Send all of it; a second call after an error goes on behind what was prepared."""
         ...
 
 

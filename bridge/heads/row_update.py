@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -14,26 +14,9 @@ from torch import Tensor
 from geartrain.ams.errors import NonFinite
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.gradients import RowGradient
+from geartrain.bridge.heads.gradients import CollectedGradient, RowGradient
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.tables import HeadTable, HeadWrite, ReadableTable
-
-
-class CollectedGradient(Protocol):
-    """The row gradients of some micro-batches."""
-
-    def merge(self, other: Any) -> None:
-        """Add those of another micro-batch, which are used up."""
-        ...
-
-    def squared_norm(self) -> float:
-        """Σ g² over all rows."""
-        ...
-
-    def discard(self) -> None:
-        """Let go of the memory."""
-        ...
-
 
 G = TypeVar("G", bound=CollectedGradient)
 
