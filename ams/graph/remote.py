@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -17,6 +18,8 @@ from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_graph import GrpcGraphCarrier
 
 __all__ = ["RemoteGraphs"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _AGAIN_SECONDS = 0.2
@@ -119,6 +122,7 @@ class RemoteGraphs:
         """Call until there is an answer; ``heard`` tells when (time.monotonic) there was a sign of life on the way."""
         wait = self._config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         began = time.monotonic()
+        told = False
         while True:
             try:
                 return call()
@@ -126,4 +130,7 @@ class RemoteGraphs:
                 silent = time.monotonic() - max(began, heard())
                 if silent >= wait:
                     raise GraphUnavailable(f"{exc} (for {silent:.1f} s); {self._remedy}") from exc
+                if not told:
+                    logger.warning("%s; trying again for up to %.0f s. Else %s", exc, wait, self._remedy)
+                    told = True
             time.sleep(_AGAIN_SECONDS)

@@ -198,7 +198,7 @@ def test_damage_on_disk_is_named_and_an_empty_folder_is_enough_to_build_again(
 
 
 def test_a_service_that_is_not_there_is_named(
-    served: Callable[..., ServedCluster], capsys: pytest.CaptureFixture[str]
+    served: Callable[..., ServedCluster], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     address = served(1).address
     with graph_role(address) as (_, gone):
@@ -206,6 +206,7 @@ def test_a_service_that_is_not_there_is_named(
     with connected(address, gone, recovery_timeout_seconds=0.3) as cluster:
         with pytest.raises(GraphUnavailable, match=f"geartrain graph --listen {gone}"):
             cluster.graph.describe()
+        assert caplog.text.count("trying again for up to 0 s. Else start it") == 1, "who waits is told why, once"
         with pytest.raises(GraphUnavailable):
             cluster.graph.build("faces", 3)
     with pytest.raises(SystemExit, match="1"):
