@@ -24,6 +24,7 @@ NUM_ROWS = 2_000_000
 DIM = 128
 LR, MOMENTUM = 0.1, 0.9
 FILL_BATCH = 100_000
+WARM_UP_SECONDS, TIMED_SECONDS = 2.0, 8.0
 
 
 @functools.cache
@@ -41,23 +42,30 @@ def tables() -> tuple[RowTable, torch.Tensor, torch.Tensor]:
     for begin in range(0, NUM_ROWS, FILL_BATCH):
         part = rows[begin : begin + FILL_BATCH].normal_(0, 0.01)
         table.assign(row_ids()[begin : begin + FILL_BATCH], part.numpy())
-    return table, rows, torch.zeros(NUM_ROWS, DIM)
+    # Written, not only zero: else its pages would first come into being while somebody is timed.
+    return table, rows, torch.empty(NUM_ROWS, DIM).zero_()
 
 
 def alternate(
     ours: Callable[[Any], object], theirs: list[Callable[[Any], object]], draw: Callable[[], Any]
 ) -> list[float]:
-    """Median seconds of ours and of each rival, called in turn on the same fresh draw, for about eight seconds."""
+    """Median seconds of ours and of each rival, called in turn on fresh draws, for about eight seconds.
+
+    Two seconds before that do not count: the first rounds of either side may be half as fast.
+    """
     sides = [ours, *theirs]
     times: list[list[float]] = [[] for _ in sides]
-    deadline = time.perf_counter() + 8
-    while time.perf_counter() < deadline or len(times[0]) < 7:
+    counted = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + WARM_UP_SECONDS + TIMED_SECONDS or len(times[0]) < counted + 7:
+        if time.perf_counter() < start + WARM_UP_SECONDS:
+            counted = len(times[0]) + 1
         for i, side in enumerate(sides):
             sample = draw()
             begin = time.perf_counter()
             side(sample)
             times[i].append(time.perf_counter() - begin)
-    return [statistics.median(side[2:]) for side in times]
+    return [statistics.median(side[counted:]) for side in times]
 
 
 def one_thread(measure: Callable[[int], Result]) -> Callable[[int], Result]:
