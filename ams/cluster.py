@@ -6,30 +6,29 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams import failpoints
 from geartrain.ams.client import ShardCalls, Table
-from geartrain.ams.config import ClientConfig, split_address
+from geartrain.ams.cluster_status import ClusterStatus, describe_cluster
+from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import (
     ClusterNotReady,
     ConfigError,
-    GeartrainError,
     GraphUnavailable,
     SchedulerUnavailable,
     TableNotFound,
 )
 from geartrain.ams.hosted import HostedModels
-from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
+from geartrain.ams.messages import Fence
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.streams import DataStreams
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
+from geartrain.ams.transport.dial import REMEDY, dial
 from geartrain.ams.writes import ClientStream, checked_name
 
 if TYPE_CHECKING:
@@ -38,49 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-_DESCRIBE_TIMEOUT_SECONDS = 2.0
-_REMEDY = "start a cluster with 'geartrain up', or correct the address"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardStatus:
-    """One shard, as scheduler and shard describe it."""
-
-    shard: int
-    address: str
-    state: ShardCondition
-    incarnation: int
-    rows: int
-    memory_bytes: int
-    uptime_seconds: float
-    heartbeat_age_seconds: float
-    clock_ahead_seconds: float | None = None
-    """How far its clock is ahead of this process's, to half a round trip; None: it did not tell."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableStatus:
-    """One table over all shards that answered."""
-
-    name: str
-    dim: int
-    num_rows: int | None
-    """Number of ids of a dense table; None for a hashed one."""
-    rows: int
-    """Rows present."""
-    memory_bytes: int
-    pushes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterStatus:
-    """The whole cluster at one moment."""
-
-    cluster_version: int
-    num_shards: int
-    ready: bool
-    shards: tuple[ShardStatus, ...]
-    tables: tuple[TableStatus, ...]
 
 
 class Cluster:
@@ -443,120 +399,13 @@ def connect(
     failpoints.arm_from_environment()
     config = config or ClientConfig()
     writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
-    scheduler, open_carrier = _grpc_carriers(address, config)
+    scheduler, open_carrier = dial(address, config)
     try:
         view = _await_ready(scheduler, address, config)
         return Cluster(scheduler, view, open_carrier, config, stream=writes, remote=True)
     except BaseException:
         scheduler.close()
         raise
-
-
-def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
-    """Return the state of the cluster at ``address``, whether it is ready or not.
-
-    Raises ConfigError or SchedulerUnavailable.
-    """
-    config = config or ClientConfig()
-    scheduler, open_carrier = _grpc_carriers(address, config)
-    try:
-        return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
-    except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {_REMEDY}") from exc
-    finally:
-        scheduler.close()
-
-
-def describe_cluster(
-    scheduler: SchedulerCarrier, open_carrier: Callable[[str], ShardCarrier], timeout_seconds: float = 10.0
-) -> ClusterStatus:
-    """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
-    view = scheduler.describe(timeout_seconds)
-    started = time.time()
-    answered: dict[int, float] = {}
-
-    def note(shard: int) -> Callable[[object], object]:
-        return lambda _: answered.setdefault(shard, time.time())
-
-    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state in ("up", "silent")}
-    try:
-        asked = {
-            shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)
-            for shard, carrier in carriers.items()
-        }
-        for shard, future in asked.items():
-            future.add_done_callback(note(shard))
-        states = {shard: state for shard, future in asked.items() if (state := _state_or_none(future)) is not None}
-    finally:
-        for carrier in carriers.values():
-            carrier.close()
-    ahead = {
-        shard: state.unix_seconds - (started + answered.get(shard, started)) / 2
-        for shard, state in states.items()
-        if state.unix_seconds
-    }
-    return _joint_status(view, states, ahead)
-
-
-def _state_or_none(future: Future[Reply]) -> ShardState | None:
-    try:
-        reply = future.result()
-    except (AttemptFailed, GeartrainError):
-        return None
-    return reply if isinstance(reply, ShardState) else None
-
-
-def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[int, float]) -> ClusterStatus:
-    shards = []
-    for entry in view.shards:
-        state = states.get(entry.shard)
-        tables = () if state is None else state.tables
-        shards.append(
-            ShardStatus(
-                shard=entry.shard,
-                address=entry.address,
-                state=entry.state,
-                incarnation=entry.incarnation,
-                rows=sum(table.rows for table in tables),
-                memory_bytes=sum(table.memory_bytes for table in tables),
-                uptime_seconds=0.0 if state is None else state.uptime_seconds,
-                heartbeat_age_seconds=entry.heartbeat_age_seconds,
-                clock_ahead_seconds=ahead.get(entry.shard),
-            )
-        )
-    held = [table for state in states.values() for table in state.tables]
-    tables_status = []
-    for spec in view.tables:
-        parts = [table for table in held if table.spec.name == spec.name]
-        tables_status.append(
-            TableStatus(
-                name=spec.name,
-                dim=spec.dim,
-                num_rows=spec.num_rows,
-                rows=sum(part.rows for part in parts),
-                memory_bytes=sum(part.memory_bytes for part in parts),
-                pushes=sum(part.pushes for part in parts),
-            )
-        )
-    return ClusterStatus(
-        cluster_version=view.cluster_version,
-        num_shards=view.num_shards,
-        ready=view.ready,
-        shards=tuple(shards),
-        tables=tuple(tables_status),
-    )
-
-
-def _grpc_carriers(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
-    if split_address(address)[1] == 0:
-        raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
-    # An embedded cluster never loads gRPC.
-    from geartrain.ams.transport.grpc_client import GrpcCarrier, GrpcSchedulerCarrier
-
-    def open_carrier(shard_address: str) -> ShardCarrier:
-        return GrpcCarrier(shard_address, part_bytes=config.part_bytes, max_message_bytes=config.max_message_bytes)
-
-    return GrpcSchedulerCarrier(address, max_message_bytes=config.max_message_bytes), open_carrier
 
 
 def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig) -> ClusterView:
@@ -570,7 +419,7 @@ def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig
                 return answered
         except AttemptFailed as exc:
             if waited >= config.connect_timeout_seconds:
-                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {_REMEDY}") from exc
+                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {REMEDY}") from exc
         if answered is not None and waited >= config.recovery_timeout_seconds:
             absent = [f"{entry.shard} ({entry.state})" for entry in answered.shards if entry.state != "up"]
             which = f"shard {absent[0]}" if len(absent) == 1 else f"shards {', '.join(absent)}"

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from geartrain.ams.cluster import Cluster, cluster_status, connect
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.errors import GeartrainError
 from geartrain.ams.specs import SparseMomentum
 

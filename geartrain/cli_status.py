@@ -16,7 +16,7 @@ from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddre
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from geartrain.ams.cluster import ClusterStatus
+    from geartrain.ams.cluster_status import ClusterStatus
     from geartrain.ams.config import ClientConfig
     from geartrain.ams.graph_messages import GraphsState
 
@@ -30,7 +30,7 @@ def status(
     """Show shards and tables of a running cluster, and its graphs with --graph; exits with 1 if it is not ready."""
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)
-    from geartrain.ams.cluster import cluster_status  # after the settings are known to be right: it is slower
+    from geartrain.ams.cluster_status import cluster_status  # after the settings are known to be right: it is slower
 
     found = cluster_status(config.server.scheduler, config=config.client)
     graphs, complaint = (None, None) if config.client.graph is None else _graphs(config.client.graph, config.client)

@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a runni
 def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
     """List the tables of a cluster. A job drops its own at its end; one that was killed leaves it."""
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
-    from geartrain.ams.cluster import cluster_status  # after the settings are known to be right: it is slower
+    from geartrain.ams.cluster_status import cluster_status  # after the settings are known to be right: it is slower
 
     tables = cluster_status(config.server.scheduler, config=config.client).tables
     if as_json:

@@ -152,7 +152,7 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
     if scheduler is None:
         yield Finding("cluster", "ok", "skipped: no --scheduler HOST:PORT was given")
         return
-    from geartrain.ams.cluster import cluster_status
+    from geartrain.ams.cluster_status import cluster_status
 
     try:
         status = cluster_status(scheduler, config=ClientConfig(connect_timeout_seconds=_ANSWER_SECONDS))

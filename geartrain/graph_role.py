@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from geartrain.ams.cluster import Cluster, ClusterStatus, cluster_status, connect
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.cluster_status import ClusterStatus, cluster_status
 from geartrain.ams.config import ClientConfig
 
 _STATUS_SECONDS = 2.0

@@ -111,13 +111,26 @@ class Targets:
         return self._order[low:high], self._sorted[low:high] - start
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceTargets:
+    """Where the target rows are, known to the device alone: every chunk looks at every sample."""
+
+    positions_B: Tensor
+    """int64 [B]; −1: in no chunk."""
+
+    def rows(self, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """(rows [B] counted from ``start``, within the chunk; bool [B], whether that is the sample's target)."""
+        rows_B = self.positions_B - start
+        return rows_B.clamp(0, num_rows - 1), (rows_B >= 0) & (rows_B < num_rows)
+
+
 @dataclass(kw_only=True)
 class Batch:
     """O(B·D) numbers, enough to make the gradient of any row once the log-sum-exp is known."""
 
     arithmetic: Arithmetic
     margin: CombinedMargin | None
-    targets: Targets
+    targets: Targets | DeviceTargets
     features_BD: Tensor
     """x̂ (x without a margin), compute dtype."""
     inverse_lengths_B: Tensor | None
@@ -131,9 +144,13 @@ class Batch:
 
     @staticmethod
     def of(
-        features_BD: Tensor, positions_B: Ids, margin: CombinedMargin | None, num_rows: int, arithmetic: Arithmetic
+        features_BD: Tensor,
+        targets: Targets | DeviceTargets,
+        margin: CombinedMargin | None,
+        num_rows: int,
+        arithmetic: Arithmetic,
     ) -> Batch:
-        """Prepare a batch whose targets are at ``positions_B`` of ``num_rows`` active rows."""
+        """Prepare a batch with these targets among ``num_rows`` active rows."""
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
             inverse_B = None if margin is None else normalise_(own_BD)
@@ -141,7 +158,7 @@ class Batch:
         return Batch(
             arithmetic=arithmetic,
             margin=margin,
-            targets=Targets(positions_B),
+            targets=targets,
             features_BD=own_BD,
             inverse_lengths_B=inverse_B,
             shifted=not fits or arithmetic.matmul == torch.float16,

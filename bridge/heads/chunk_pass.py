@@ -9,13 +9,15 @@ Legend: B samples, D width, N rows of one chunk.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from geartrain.ams.core.ops import ClassPass
-from geartrain.bridge.heads.batch import Batch, Workspace, chunk_rows_for, inverse_lengths
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.batch import Batch, DeviceTargets, Targets, Workspace, chunk_rows_for, inverse_lengths
 from geartrain.bridge.heads.softmax import PartialSums
 
 
@@ -46,6 +48,8 @@ class ChunkPass(Protocol):
 def pass_for(batch: Batch) -> ChunkPass:
     """The fastest pass for the batch's types and device."""
     arithmetic = batch.arithmetic
+    if isinstance(batch.targets, DeviceTargets):
+        return TensorPass(batch)
     if arithmetic.device.type == "cpu" and arithmetic.matmul == arithmetic.compute == torch.float32 and batch.size > 0:
         return CompiledPass(batch)
     return TensorPass(batch)
@@ -66,7 +70,7 @@ class CompiledPass:
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :class:`ChunkPass`."""
         del work
-        samples, rows = self._batch.targets.within(start, start + len(rows_ND))
+        samples, rows = self._targets(start, start + len(rows_ND))
         self._compiled.forward(
             rows_ND.numpy(),
             target_rows=rows,
@@ -84,7 +88,7 @@ class CompiledPass:
         """See :class:`ChunkPass`."""
         del work
         batch = self._batch
-        samples, rows = batch.targets.within(start, start + len(rows_ND))
+        samples, rows = self._targets(start, start + len(rows_ND))
         check = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
@@ -95,6 +99,11 @@ class CompiledPass:
             factor=float(factor),
         )
         return torch.tensor(check)
+
+    def _targets(self, start: int, stop: int) -> tuple[Ids, Ids]:
+        targets = self._batch.targets
+        assert isinstance(targets, Targets), "a compiled pass is the host's"
+        return targets.within(start, stop)
 
 
 class TensorPass:
@@ -122,9 +131,8 @@ class TensorPass:
             kept_NB.copy_(logits_NB)
         found = self._targets(start, len(rows_ND))
         if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
-            samples, rows = found
-            sums.target_rows_BD[samples] = unit_ND[rows]
-            logits_NB[rows, samples] = -torch.inf
+            found.note_rows(unit_ND, sums.target_rows_BD)
+            found.fill(logits_NB, -torch.inf)
         if sums.shift_B is not None:
             highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
             sums.lift(highest_B)
@@ -149,12 +157,10 @@ class TensorPass:
         logits_NB.sub_(batch.lse2_B).exp2_()
         found = self._targets(start, len(rows_ND))
         if found is not None:
-            samples, rows = found
-            logits_NB[rows, samples] = 0
+            found.fill(logits_NB, 0.0)
         gradient_ND = work.product("unit gradient", work.narrow("narrow exponentials", logits_NB), self._key_BD)
         if found is not None:  # by itself and in the compute dtype: it is the largest part by far
-            weighted = batch.features_BD[samples] * (batch.target_weight_B * self._weights_B)[samples].unsqueeze(1)
-            gradient_ND.index_put_((rows,), weighted, accumulate=True)
+            found.add_weighted(gradient_ND, batch.features_BD, batch.target_weight_B * self._weights_B)
         if inverse_N is None:
             return torch.mul(gradient_ND, factor, out=rows_ND).sum()
         weight_N = inverse_N * factor
@@ -172,10 +178,46 @@ class TensorPass:
     def _logits(self, work: Workspace, operand_ND: Tensor) -> Tensor:
         return work.product("logits", operand_ND, self._query_BD.t())
 
-    def _targets(self, start: int, num_rows: int) -> tuple[Tensor, Tensor] | None:
-        """(samples, rows of the chunk) on the device, or None if there are none."""
-        samples, rows = self._batch.targets.within(start, start + num_rows)
+    def _targets(self, start: int, num_rows: int) -> _Found | None:
+        """The targets in a chunk, on the device; None if the host knows that there are none."""
+        targets, device = self._batch.targets, self._batch.arithmetic.device
+        if isinstance(targets, DeviceTargets):
+            rows_B, here_B = targets.rows(start, num_rows)
+            return _Found(torch.arange(self._batch.size, device=device), rows_B, here_B)
+        samples, rows = targets.within(start, start + num_rows)
         if len(samples) == 0:
             return None
-        device = self._batch.arithmetic.device
-        return torch.from_numpy(samples).to(device), torch.from_numpy(rows).to(device)
+        return _Found(torch.from_numpy(samples).to(device), torch.from_numpy(rows).to(device), None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Samples [b] and rows [b] of a chunk, which are their targets where ``here`` is true (None: everywhere).
+
+    Fixed shapes: if only the device knows which targets are in the chunk, all samples are gone through.
+    """
+
+    samples: Tensor
+    rows: Tensor
+    here: Tensor | None
+
+    def note_rows(self, unit_ND: Tensor, target_rows_BD: Tensor) -> None:
+        """Copy the targets' rows."""
+        found = unit_ND[self.rows]
+        if self.here is not None:
+            found = torch.where(self.here.unsqueeze(1), found, target_rows_BD)
+        target_rows_BD[self.samples] = found
+
+    def fill(self, logits_NB: Tensor, value: float) -> None:
+        """Overwrite the targets' logits."""
+        if self.here is None:
+            logits_NB[self.rows, self.samples] = value
+        else:
+            logits_NB[self.rows, self.samples] = logits_NB[self.rows, self.samples].masked_fill(self.here, value)
+
+    def add_weighted(self, gradient_ND: Tensor, features_BD: Tensor, weight_B: Tensor) -> None:
+        """Add weight · feature of each sample to its target's gradient."""
+        weighted = features_BD[self.samples] * weight_B[self.samples].unsqueeze(1)
+        if self.here is not None:
+            weighted.masked_fill_(~self.here.unsqueeze(1), 0.0)
+        gradient_ND.index_put_((self.rows,), weighted, accumulate=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from geartrain.ams.errors import GeartrainError, InvalidRows
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.batch import Arithmetic, Batch
+from geartrain.bridge.heads.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.heads.checks import check_features, check_finite, check_labels
 from geartrain.bridge.heads.head_loss import HeadCall
 from geartrain.bridge.heads.held_rows import HeldRows
@@ -102,7 +102,7 @@ class ClusterPlace:
             hosted = HostedRows(self._hosted, features, labels_B, margin, chosen, required)
             return HeadCall(hosted, self.update, len(labels_B), 0, want_rows=want_rows)
         active = living.select(self.select, all_labels, self.update.step)
-        batch = Batch.of(features, active.positions(labels_B), margin, active.num, Arithmetic.of(features))
+        batch = Batch.of(features, Targets(active.positions(labels_B)), margin, active.num, Arithmetic.of(features))
         rows = (
             HeldRows(self.table, active, self._pool, batch, required)
             if self.select.budget(living.num_living) * self.table.spec.row_bytes <= self._rows_cache_bytes

@@ -25,7 +25,7 @@ from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.messages import HostedInputs, SyncGroup
 from geartrain.ams.placement import split_by_shard
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.batch import Arithmetic, Batch
+from geartrain.bridge.heads.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.heads.gradients import RowGradient, Writer
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import CombinedMargin
@@ -85,7 +85,7 @@ class HostedRows:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
         self._batch = Batch.of(
-            features, np.zeros(len(labels_B), np.int64), margin, chosen.living.num_living, arithmetic
+            features, Targets(np.zeros(len(labels_B), np.int64)), margin, chosen.living.num_living, arithmetic
         )
         self._batch.shifted = True  # a shard that needs no shift answers with 0
         self._calls = calls

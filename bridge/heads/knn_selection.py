@@ -55,9 +55,9 @@ class KNNSoftmax:
     Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
     cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
     costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole graph, 4·C·k + 8·C bytes of
-    its host, on which it selects. A step costs O(active). The first graph is built by the first training forward. With
-    ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is of a mixture of
-    their versions.
+    its host and, if its rows are on a device, as many there, where it selects (``torch_selection.py``). A step costs
+    O(active). The first graph is built by the first training forward. With ``"background"`` rows move while they are
+    read: a graph that does not hold all of them in memory is of a mixture of their versions.
     """
 
     active: float = 0.1
@@ -144,6 +144,11 @@ class KNNSelection:
         """Updates of the rows since the graph in use was begun; None: there is none yet."""
         return None if self.graph is None else self._step() - self.graph.step
 
+    @property
+    def seed(self) -> int:
+        """See :class:`KNNSoftmax`."""
+        return self.settings.seed
+
     def budget(self, num_classes: int) -> int:
         """See :class:`KNNSoftmax`."""
         return self.settings.budget(num_classes)
@@ -154,6 +159,12 @@ class KNNSelection:
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
+        ids = self.graph_in_use().table.select(labels, budget, seed=self.seed, step=step)
+        self.enlarged += len(ids) > budget
+        return ActiveClasses(len(ids), ids)
+
+    def graph_in_use(self) -> Graph:
+        """The graph to select by; see :meth:`select`."""
         self._drop_graph_of_others()
         if self.graph is None:
             if self._ranks is not None:
@@ -163,9 +174,7 @@ class KNNSelection:
                 )
             self.rebuild()
         assert self.graph is not None
-        ids = self.graph.table.select(labels, budget, seed=self.settings.seed, step=step)
-        self.enlarged += len(ids) > budget
-        return ActiveClasses(len(ids), ids)
+        return self.graph
 
     def prepare(self) -> None:
         """Before a training step selects: build or exchange the graph if that is due.

@@ -26,8 +26,9 @@ _NONE = np.empty((0, 2), np.int64)
 class LivingClasses:
     """The classes of a table of C rows that are not retired. Immutable; memory O(R), time O(log R) an id.
 
-    Attributes: ``num_classes`` (C), ``retired_runs`` int64 [R, 2] of (first, last + 1), rising, with a living class
-    between any two.
+    Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), rising, with a living class
+    between any two; ``jumps`` int64 [R], the number of the first living class behind each run; ``retired_before``
+    int64 [R + 1], how many are retired before it.
     """
 
     def __init__(self, num_classes: int, retired_runs: Any = _NONE) -> None:
@@ -45,9 +46,8 @@ class LivingClasses:
         lengths = runs[:, 1] - runs[:, 0]
         self.num_classes = num_classes
         self.retired_runs = runs
-        self._before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self._jumps = runs[:, 0] - self._before[:-1]
-        """The number of the first living class behind each run."""
+        self.retired_before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self.jumps = runs[:, 0] - self.retired_before[:-1]
         if self.num_living < 1:
             raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one living class at least")
 
@@ -66,7 +66,7 @@ class LivingClasses:
     @property
     def num_living(self) -> int:
         """L."""
-        return self.num_classes - int(self._before[-1])
+        return self.num_classes - int(self.retired_before[-1])
 
     @property
     def are_all(self) -> bool:
@@ -85,11 +85,11 @@ class LivingClasses:
 
     def ids(self, numbers: Ids) -> Ids:
         """Ids [N] of the living classes with these numbers [N]."""
-        return numbers + self._before[np.searchsorted(self._jumps, numbers, side="right")]
+        return numbers + self.retired_before[np.searchsorted(self.jumps, numbers, side="right")]
 
     def numbers(self, ids: Ids) -> Ids:
         """Numbers [N] of living class ids [N]."""
-        return ids - self._before[np.searchsorted(self.retired_runs[:, 0], ids, side="right")]
+        return ids - self.retired_before[np.searchsorted(self.retired_runs[:, 0], ids, side="right")]
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of the class ids [N] live."""

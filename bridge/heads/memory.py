@@ -1,11 +1,12 @@
 """Will it fit? Bytes of a class head by part, for each place of the rows, from the formulas that its code follows.
 
-Legend: C classes, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one shard or rank.
+Legend: C classes, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one shard or rank,
+O < C what C lacks to a power of two.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from geartrain.bridge.heads.chunk_pass import CompiledPass
 from geartrain.bridge.heads.knn_selection import KNNSoftmax
 from geartrain.bridge.heads.selection import PartialFC
 from geartrain.bridge.heads.stream import NUM_BUFFERS, block_rows_for
+from geartrain.bridge.heads.torch_selection import choice_bytes
 from geartrain.bridge.hosted.class_head import CHUNK_ROWS as HOSTED_CHUNK_ROWS
 from geartrain.bridge.hosted.class_head import PART_BYTES as HOSTED_PART_BYTES
 from geartrain.bridge.hosted.class_head import PARTS as HOSTED_PARTS
@@ -194,6 +196,8 @@ def memory_report(
     parts = {"pull": plan.pull, "hosted": plan.hosted, "ranks": plan.on_ranks}[rows]()
     if isinstance(select, KNNSoftmax) and plan.active < num_classes:
         parts.append(_graph(num_classes, select.k))
+    if rows == "ranks" and plan.device.type != "cpu" and plan.active < num_classes:
+        parts += _choice_on_device(plan, select.k if isinstance(select, KNNSoftmax) else 0)
     return MemoryReport(
         num_classes=num_classes,
         dim=dim,
@@ -379,6 +383,17 @@ def _graph(num_classes: int, k: int) -> MemoryPart:
     """The lists of a :class:`NeighbourTable` and where they begin, which every rank keeps."""
     size = num_classes * 4 * min(k, num_classes - 1) + (num_classes + 1) * 8
     return MemoryPart(name="graph of classes", holder="rank", bytes=size, standing=True, formula="4·C·k + 8·C")
+
+
+def _choice_on_device(plan: _Plan, k: int) -> list[MemoryPart]:
+    """What rows on ranks' devices take there to choose the classes: the graph once more, and candidates."""
+    num_classes = plan.num_classes
+    size = choice_bytes(num_classes, plan.active, min(num_classes, plan.batch * plan.ranks), k)
+    name = "choosing of the active classes"
+    parts = [
+        MemoryPart(name=name, holder="rank", bytes=size, standing=False, formula="40·(B·R·(1 + k) + A) + 75·(A + O)")
+    ]
+    return [replace(_graph(num_classes, k), name="graph of classes, on the device"), *parts] if k else parts
 
 
 def _in_step(holder: Holder, *parts: tuple[str, int, str]) -> list[MemoryPart]:

@@ -18,6 +18,7 @@ from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.place import HeadSettings
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
+from geartrain.bridge.heads.rank_selector import RankSelector
 from geartrain.bridge.heads.rank_table import RankTable, require_supported
 from geartrain.bridge.heads.rank_update import RankStep, RankUpdate
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -46,6 +47,7 @@ class RankPlace:
         )
         if isinstance(self.select, KNNSelection):
             self.select.living = self.living
+        self.selector = RankSelector(self.table, self.select)
         self._settings = settings
         self._logits_cache_bytes = logits_cache_bytes
 
@@ -54,6 +56,7 @@ class RankPlace:
         step = RankStep(
             update=self.update,
             select=self.select,
+            selector=self.selector,
             living=self.living,
             margin=self._settings.margin,
             training=want_rows,

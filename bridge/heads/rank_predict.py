@@ -10,7 +10,7 @@ from torch import Tensor
 
 from geartrain.bridge.heads.batch import Arithmetic, Workspace, chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.heads.chunk_pool import CHUNKS
-from geartrain.bridge.heads.rank_rows import LocalActive
+from geartrain.bridge.heads.rank_active import HostActive
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.scratch import Scratch
 from geartrain.bridge.heads.selection import ActiveClasses
@@ -29,7 +29,7 @@ def top_classes_on_ranks(
     own_BD = link.gather(features_SD.detach().to(arithmetic.compute, copy=True).contiguous(), sizes)
     if normalised:
         normalise_(own_BD)
-    scores, ids = _top_here(table, LocalActive.of(active, table.first, table.stop), own_BD, k, normalised, arithmetic)
+    scores, ids = _top_here(table, HostActive.of(active, table.first, table.stop), own_BD, k, normalised, arithmetic)
     most = [len(scores)] * link.world_size
     all_scores = link.gather(scores, most).view(link.world_size, -1, k)
     all_ids = link.gather(ids, most).view(link.world_size, -1, k)
@@ -42,7 +42,7 @@ def top_classes_on_ranks(
 
 
 def _top_here(
-    table: RankTable, active: LocalActive, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic
+    table: RankTable, active: HostActive, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
     """The best of the rows here, filled up to k with scores of −inf."""
     batch, places = len(query_BD), active.places(table.device)

@@ -22,69 +22,19 @@ from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds
+from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.heads.chunk_pass import ChunkPass, TensorPass, pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.rank_active import LocalActive
 from geartrain.bridge.heads.rank_softmax import RankSoftmax
 from geartrain.bridge.heads.rank_table import Place, RankTable
 from geartrain.bridge.heads.scratch import Scratch
-from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.transfers import upload
 
 T = TypeVar("T")
 
 PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
-
-
-@dataclass(frozen=True, eq=False)
-class LocalActive:
-    """The active classes among this rank's rows, in rising order."""
-
-    num: int
-    """A."""
-    numbers_A: Ids | None
-    """Their row numbers, rising; None: all rows."""
-
-    @staticmethod
-    def of(active: ActiveClasses, first: int, stop: int) -> LocalActive:
-        """Those of the classes ``first`` … ``stop`` − 1."""
-        if active.sorted_ids is None:
-            return LocalActive(stop - first, None)
-        low, high = np.searchsorted(active.sorted_ids, (first, stop))
-        return LocalActive(int(high - low), active.sorted_ids[low:high] - first)
-
-    def positions(self, numbers_B: Ids) -> Ids:
-        """Position of each row number [B] among the active; −1 for the rows of other ranks (numbers outside [0, L))."""
-        if self.numbers_A is None:
-            return np.where((numbers_B >= 0) & (numbers_B < self.num), numbers_B, -1)
-        found = np.searchsorted(self.numbers_A, numbers_B)
-        clipped = np.minimum(found, max(self.num - 1, 0))
-        here = self.numbers_A[clipped] == numbers_B if self.num else np.zeros(len(numbers_B), np.bool_)
-        return np.where(here, clipped, -1)
-
-    def union(self, other: LocalActive) -> LocalActive:
-        """Those active in either."""
-        if self.numbers_A is None or other.numbers_A is None:
-            return self if self.numbers_A is None else other
-        if np.array_equal(self.numbers_A, other.numbers_A):
-            return self
-        numbers = np.union1d(self.numbers_A, other.numbers_A)
-        return LocalActive(len(numbers), numbers)
-
-    def places(self, device: torch.device) -> LocalPlaces:
-        """Where chunks of them lie."""
-        return LocalPlaces(None if self.numbers_A is None else torch.from_numpy(self.numbers_A).to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class LocalPlaces:
-    """Row numbers of the active classes on the device."""
-
-    numbers_A: Tensor | None
-
-    def chunk(self, start: int, stop: int) -> Place:
-        """The rows at positions ``start`` … ``stop`` − 1."""
-        return slice(start, stop) if self.numbers_A is None else self.numbers_A[start:stop]
 
 
 class RankRows:
@@ -93,19 +43,19 @@ class RankRows:
     def __init__(
         self,
         table: RankTable,
-        active: ActiveClasses,
+        active: LocalActive,
         batch: Batch,
-        labels_B: Ids,
+        numbers_B: Ids,
         sizes: Sequence[int],
         wants_gradient: bool,
     ) -> None:
+        """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks."""
         self._table = table
         self._wants_gradient = wants_gradient
         self._batch = batch
         self._sizes = sizes
-        self._active = LocalActive.of(active, table.first, table.stop)
-        self._numbers_B = labels_B - table.first
-        batch.targets = Targets(self._active.positions(self._numbers_B))
+        self._active = active
+        self._numbers_B = numbers_B
         self._pass = pass_for(batch)
         self._kept: dict[int, Tensor] = {}
 
@@ -121,7 +71,7 @@ class RankRows:
         softmax = RankSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
         self._reserve(chunks, keep_bytes)
         places = self._active.places(table.device)
-        reads_in_place = self._active.numbers_A is None and table.rows_LD.dtype == arithmetic.compute
+        reads_in_place = places.numbers_A is None and table.rows_LD.dtype == arithmetic.compute
 
         def add_part(scratch: Scratch, part: int) -> None:
             work = Workspace(arithmetic, scratch)
@@ -161,7 +111,7 @@ class RankRows:
         if table.link.world_size > 1 and not (
             upstream_R.device.type == "cpu" and bool((upstream_R == upstream_R[0]).all())
         ):
-            counts_R = torch.tensor(self._sizes, device=upstream_R.device)
+            counts_R = upload(np.array(self._sizes), upstream_R.device)
             weights_B = upstream_R.repeat_interleave(counts_R, output_size=batch.size)
             chunk_pass = TensorPass(batch, weights_B.to(batch.arithmetic.compute))
             factor = torch.ones_like(factor) * (batch.scale / batch.divisor)
@@ -277,11 +227,8 @@ class _Part:
         self._present_U: Tensor | None = None
         if union is factors.active or union.num == factors.active.num:
             return
-        factors.batch.targets = Targets(union.positions(factors.numbers_B))
-        numbers = np.arange(union.num) if union.numbers_A is None else union.numbers_A
-        assert factors.active.numbers_A is not None, "a part of the union"
-        present = np.isin(numbers, factors.active.numbers_A)
-        self._present_U = torch.from_numpy(present).to(factors.batch.arithmetic.device)
+        factors.batch.targets = union.targets(factors.numbers_B)
+        self._present_U = factors.active.holds(union, factors.batch.arithmetic.device)
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, stop: int, kept_NB: Tensor | None) -> None:
         self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)

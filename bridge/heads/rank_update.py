@@ -27,9 +27,11 @@ from geartrain.bridge.heads.knn_selection import KNNSelection
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.rank_rows import RankGradient, RankRows
+from geartrain.bridge.heads.rank_selector import RankSelector
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.row_update import PendingUpdate
 from geartrain.bridge.heads.selection import Selection
+from geartrain.bridge.heads.transfers import Readback
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -48,6 +50,7 @@ class RankUpdate(PendingUpdate[RankGradient]):
         self.table = table
         self.takes_any_step = False
         """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
+        self._refused = Readback()
 
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
@@ -60,14 +63,16 @@ class RankUpdate(PendingUpdate[RankGradient]):
             return
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(lr, self.carrier.grad[0])
+            self._refused.begin(self.table.refused)
         self.step += 1
         self.takes_any_step = False
         self.discard()
 
     def take_refused(self) -> int:
-        """How many rows the updates since the last look left as they were. Waits for the last step."""
-        refused = int(self.table.refused)
-        if refused:
+        """How many rows the updates since the last look left as they were. Waits for the last one, not for what was
+        begun after it.
+        """
+        if refused := self._refused.result():
             self.table.refused.zero_()
         return refused
 
@@ -78,6 +83,7 @@ class RankStep:
 
     update: RankUpdate
     select: Selection
+    selector: RankSelector
     living: LivingClasses
     margin: CombinedMargin | None
     training: bool
@@ -94,11 +100,11 @@ class RankStep:
         labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
         if self.training and isinstance(self.select, KNNSelection):
             self.select.prepare()
-        active = self.living.select(self.select, labels_B, self.update.step)
-        arithmetic = Arithmetic.of(features)
-        no_positions = np.full(len(labels_B), -1, np.int64)
-        batch = Batch.of(joint_features_BD, no_positions, self.margin, active.num, arithmetic)
-        return RankRows(self.update.table, active, batch, labels_B, sizes, wants_gradient), sizes[link.rank]
+        table, arithmetic = self.update.table, Arithmetic.of(features)
+        num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
+        numbers_B = labels_B - table.first
+        batch = Batch.of(joint_features_BD, here.targets(numbers_B), self.margin, num_active, arithmetic)
+        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient), sizes[link.rank]
 
     def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
         """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, cluster_status, connect
+from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError
 from geartrain.ams.placement import bucket_of

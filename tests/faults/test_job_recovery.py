@@ -17,7 +17,7 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams import errors
-from geartrain.ams.cluster import cluster_status
+from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.storage.snapshot_folder import list_snapshots
 from geartrain.workers import job, jobs

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams import errors
-from geartrain.ams.cluster import cluster_status, connect
+from geartrain.ams.cluster import connect
+from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer

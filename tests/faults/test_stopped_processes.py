@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster, cluster_status, connect, local
+from geartrain.ams.cluster import Cluster, connect, local
+from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.messages import CallContext, Push
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler

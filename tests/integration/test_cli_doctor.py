@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from geartrain import doctor
-from geartrain.ams import cluster as ams_cluster
+from geartrain.ams import cluster_status as ams_cluster_status
 from geartrain.ams.cluster import local
 from geartrain.ams.config import ClusterConfig, SchedulerConfig
 from geartrain.ams.failpoints import VARIABLE
@@ -86,7 +86,7 @@ def test_a_clock_that_is_off_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
         status = cluster.status()
         assert all(abs(shard.clock_ahead_seconds or 9) < 1 for shard in status.shards)
         shards = (status.shards[0], replace(status.shards[1], clock_ahead_seconds=-90.0))
-        monkeypatch.setattr(ams_cluster, "cluster_status", lambda *_, **__: replace(status, shards=shards))
+        monkeypatch.setattr(ams_cluster_status, "cluster_status", lambda *_, **__: replace(status, shards=shards))
         clock = list(doctor.check_cluster("anywhere:1"))[-1]
     assert (clock.state, clock.found) == ("warn", "that of shard 1 is 90.000 s behind ours")
 

@@ -10,7 +10,10 @@ import torch
 
 import geartrain as gt
 from geartrain.ams.graph.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.bridge.graph_products import TorchProducts
+from geartrain.bridge.heads.torch_selection import TorchGraph, select_on
+from geartrain.bridge.heads.transfers import upload
 
 pytestmark = pytest.mark.cuda
 
@@ -66,3 +69,35 @@ def test_rows_on_a_device_train_and_are_restored_as_on_the_cpu(tmp_path: Path) -
     expected_losses, expected_weights = trained("cpu", tmp_path)
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_a_device_chooses_the_classes_that_the_host_chooses(with_graph: bool) -> None:
+    random = np.random.default_rng(2)
+    k = 7 if with_graph else 0
+    lists = random.integers(0, CLASSES, CLASSES * k, dtype=np.int32)
+    table = NeighbourTable(np.arange(CLASSES + 1, dtype=np.int64) * k, lists, 7)
+    device = torch.device("cuda")
+    graph = TorchGraph.of(table, device)
+    for step, budget in enumerate([BATCH, 200, 2_999]):
+        labels = random.integers(0, CLASSES, BATCH)
+        distinct = upload(np.unique(labels), device)
+        found = select_on(distinct, graph, CLASSES, budget, seed=5, step=step)
+        np.testing.assert_array_equal(found.cpu().numpy(), table.select(labels, budget, seed=5, step=step))
+
+
+@pytest.mark.parametrize("select", [gt.KNNSoftmax(0.2, k=8), gt.PartialFC(0.2), gt.FullSoftmax()], ids=repr)
+def test_no_host_waits_in_a_step(select: gt.KNNSoftmax | gt.PartialFC | gt.FullSoftmax) -> None:
+    head = gt.ClassHead(None, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(), rows="ranks")
+    head.to("cuda")
+    rows = gt.RowOptimizer(head)
+    features = torch.randn(BATCH, DIM, device="cuda", requires_grad=True)
+    try:
+        for step in range(5):
+            torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")  # the first ones build and reserve
+            head(features, torch.randint(CLASSES, (BATCH,))).backward()
+            rows.step()
+            rows.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert features.grad is not None and bool(features.grad.isfinite().all())

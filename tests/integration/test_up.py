@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import geartrain as gt
-from geartrain.ams.cluster import cluster_status
+from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig
 from geartrain.launcher import MAX_RESTARTS
 

@@ -33,7 +33,11 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     # What gt.local embeds: the services on threads of the client's process.
     "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
     "snapshot": ("client", "graph", "storage"),
-    "cluster": ("client", "snapshot", "storage", "streams", "writes", "embedded", "graph", "placement", "transport"),
+    "cluster_status": ("transport",),
+    "cluster": (
+        *("client", "snapshot", "storage", "streams", "writes", "embedded", "graph", "placement", "transport"),
+        "cluster_status",
+    ),
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.

@@ -133,3 +133,14 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], message: str
     settings: dict[str, Any] = {"num_classes": 10, "dim": 8, **wrong}
     with pytest.raises(gt.errors.InvalidArgument, match=message):
         gt.memory_report(**settings)
+
+
+def test_choosing_on_a_device_is_counted_there() -> None:
+    def parts(**settings: Any) -> dict[str, int]:
+        report = gt.memory_report(num_classes=40_000, dim=8, device="cuda", rows="ranks", **settings)
+        return {part.name: part.bytes for part in report.parts}
+
+    with_graph = parts(select=gt.KNNSoftmax(0.1, k=4))
+    assert with_graph["graph of classes, on the device"] == with_graph["graph of classes"] > 4 * 4 * 40_000
+    assert parts()["choosing of the active classes"] < with_graph["choosing of the active classes"] < 8 << 20
+    assert "choosing of the active classes" not in parts(select=gt.FullSoftmax())

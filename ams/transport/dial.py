@@ -1,0 +1,28 @@
+"""Where a program reaches the processes of a cluster: carriers over gRPC, which is loaded only when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from geartrain.ams.config import ClientConfig, split_address
+from geartrain.ams.errors import ConfigError
+from geartrain.ams.transport.carrier import SchedulerCarrier, ShardCarrier
+
+REMEDY = "start a cluster with 'geartrain up', or correct the address"
+"""What to do if nobody answers."""
+
+
+def dial(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
+    """Return a carrier to the scheduler at ``address`` ("host:port"), and what opens one to a shard. Nothing is sent.
+
+    Raises ConfigError if the address is malformed.
+    """
+    if split_address(address)[1] == 0:
+        raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
+    # An embedded cluster never loads gRPC.
+    from geartrain.ams.transport.grpc_client import GrpcCarrier, GrpcSchedulerCarrier
+
+    def open_carrier(shard_address: str) -> ShardCarrier:
+        return GrpcCarrier(shard_address, part_bytes=config.part_bytes, max_message_bytes=config.max_message_bytes)
+
+    return GrpcSchedulerCarrier(address, max_message_bytes=config.max_message_bytes), open_carrier
