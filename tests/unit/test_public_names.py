@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "SGD",
     "Momentum",
     "SparseMomentum",
+    "Adam",
     "Constant",
     "Uniform",
     "Normal",
