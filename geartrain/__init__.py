@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from geartrain.ams.client import Table
     from geartrain.ams.cluster import Cluster, connect
     from geartrain.ams.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+    from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
     from geartrain.bridge.heads.knn_selection import KNNSoftmax
@@ -37,6 +38,7 @@ __all__ = [
     "CombinedMargin",
     "Constant",
     "CosFace",
+    "DenseTable",
     "FullSoftmax",
     "KNNSoftmax",
     "Momentum",
@@ -50,6 +52,7 @@ __all__ = [
     "TableSpec",
     "Uniform",
     "__version__",
+    "attach",
     "class_center_sample",
     "connect",
     "errors",
@@ -66,6 +69,7 @@ _HOMES = {
     "geartrain.ams.client": ("Table",),
     "geartrain.ams.cluster": ("Cluster", "connect"),
     "geartrain.ams.specs": ("SGD", "Adam", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
+    "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.heads.knn_selection": ("KNNSoftmax",),

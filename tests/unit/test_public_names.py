@@ -28,6 +28,8 @@ PUBLIC_NAMES = {
     "Constant",
     "Uniform",
     "Normal",
+    "attach",
+    "DenseTable",
     "ClassHead",
     "RowOptimizer",
     "FullSoftmax",
