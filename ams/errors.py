@@ -14,6 +14,7 @@ GeartrainError
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
+│   ├── StoreUnavailable             a key-value server did not answer
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
@@ -96,6 +97,10 @@ class SchedulerUnavailable(Unavailable):
 
 class GraphUnavailable(Unavailable):
     """The graph service did not answer within ``recovery_timeout_seconds``."""
+
+
+class StoreUnavailable(Unavailable):
+    """A key-value server (Redis) did not answer. The message names its URL."""
 
 
 class ClusterNotReady(Unavailable):
