@@ -15,6 +15,7 @@ GeartrainError
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
+│   ├── StoreUnavailable             a key-value server did not answer
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
@@ -104,6 +105,10 @@ class GraphUnavailable(Unavailable):
 
 class GearUnavailable(Unavailable):
     """No slow gear answered for some ids within ``recovery_timeout_seconds``."""
+
+
+class StoreUnavailable(Unavailable):
+    """A key-value server (Redis) did not answer. The message names its URL."""
 
 
 class ClusterNotReady(Unavailable):

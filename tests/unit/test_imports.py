@@ -45,8 +45,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_reflection": GRPC_FILES,
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
     "fsspec": ("ams/storage/*.py",),
-    "lmdb": ("ams/storage/lmdb*.py",),
-    "redis": ("ams/storage/redis*.py",),
+    "lmdb": ("ams/storage/lmdb*.py", "ams/storage/feature_lmdb.py"),
+    "redis": ("ams/storage/redis*.py", "ams/storage/feature_redis.py"),
     "socket": ("ams/*", "geartrain/*"),
     "pickle": (),
 }
