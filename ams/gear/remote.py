@@ -20,7 +20,7 @@ import xxhash
 
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, GearUnavailable, InvalidArgument, NotHolder, SchedulerUnavailable
-from geartrain.ams.gear.ledger import GearLedger, gear_key
+from geartrain.ams.gear.ledger import GearLedger
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
 from geartrain.ams.specs import Ids
@@ -172,7 +172,7 @@ class RemoteGears:
                 refused = []
                 for part, call in calls:
                     try:
-                        self._taken(part, call())
+                        self._taken(call())
                         parts.remove(part)
                     except (AttemptFailed, NotHolder) as exc:
                         patience.note(exc)
@@ -283,11 +283,9 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, part: _Part, taken: Taken) -> None:
+    def _taken(self, taken: Taken) -> None:
         self._heard(taken.dense_version)
-        if part.address is not None:
-            key = gear_key(part.address, taken.incarnation)
-            self._ledger.note(key, taken.account, is_durable=self._is_durable)
+        self._ledger.note(taken.journal, taken.account)
 
     def _again(self, part: _Part, ids: Ids, is_refused: bool) -> Iterable[_Part]:
         """Where a part goes that was not acknowledged."""

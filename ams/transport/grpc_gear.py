@@ -65,7 +65,7 @@ class GrpcGearCarrier:
             return Taken(
                 account=account_from_pb(told.account),
                 dense_version=told.dense_version,
-                incarnation=told.incarnation,
+                journal=told.journal,
             )
 
         return settle
@@ -225,7 +225,7 @@ def state_to_pb(state: GearState) -> gear_pb2.DescribeGearReply:
         name=state.name,
         dim=state.dim,
         address=state.address,
-        incarnation=state.incarnation,
+        journal=state.journal,
         partitions=state.partitions,
         dense_version=state.dense_version,
         cache_hits=state.cache_hits,
@@ -246,7 +246,7 @@ def state_from_pb(state: gear_pb2.DescribeGearReply) -> GearState:
         name=state.name,
         dim=state.dim,
         address=state.address,
-        incarnation=state.incarnation,
+        journal=state.journal,
         partitions=tuple(state.partitions),
         dense_version=state.dense_version,
         cache_hits=state.cache_hits,

@@ -94,6 +94,10 @@ class Batcher(Protocol):
         """What became of the gradients."""
         ...
 
+    def report(self) -> dict[str, Any]:
+        """``sources``: the last (incarnation, sequence) of each."""
+        ...
+
 
 class FeatureCache(Protocol):
     """A cache of dense features (``dense_cache``)."""
@@ -104,6 +108,10 @@ class FeatureCache(Protocol):
 
     def insert(self, ids: Ids, features: DenseFeatures) -> None:
         """Keep features."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """``hits``, ``misses`` and more."""
         ...
 
 
@@ -122,13 +130,14 @@ class DenseEngine:
         batcher: Batcher,
         *,
         cache: FeatureCache | None = None,
-        numbered: bool = False,
+        acknowledge: Callable[[int], None] | None = None,
         max_wait_seconds: float = 0.0,
         refresh_seconds: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``numbered``: dense pushes carry the number of their batch, so that one that is repeated changes nothing
-        (the cluster's stream needs a name). ``max_wait_seconds``: how long a batch of features waits for company."""
+        """With ``acknowledge`` (``cluster.acknowledge``, of a stream with a name) dense pushes carry the number of
+        their batch, so that one that is repeated, even by another process, changes nothing. ``max_wait_seconds``: how
+        long a batch of features waits for company."""
         if not (max_wait_seconds >= 0 and refresh_seconds >= 0):
             raise InvalidArgument(
                 f"max_wait_seconds is {max_wait_seconds}, refresh_seconds {refresh_seconds}; both must be >= 0"
@@ -137,7 +146,7 @@ class DenseEngine:
         self.cache = cache
         self._pass = dense_pass
         self._dense = dense
-        self._numbered = numbered
+        self._acknowledge = acknowledge
         self._refresh_seconds = refresh_seconds
         self._clock = clock
         self._refreshed: float | None = None
@@ -192,15 +201,8 @@ class DenseEngine:
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
         StaleClient for an incarnation that was superseded.
         """
-        family = family_of(delivery.source)
         with self._adding:
-            latest = self._incarnations.setdefault(family, delivery.incarnation)
-            if delivery.incarnation < latest:
-                raise StaleClient(
-                    f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
-                    "process has its name; stop this one"
-                )
-            self._incarnations[family] = delivery.incarnation
+            self.fence(delivery)
             return self.batcher.add(
                 delivery.source,
                 _ANY_INCARNATION,
@@ -211,6 +213,22 @@ class DenseEngine:
                 dense_version=self.dense_version,
                 lr=delivery.lr,
             )
+
+    def fence(self, delivery: Delivery) -> None:
+        """Raise StaleClient if a higher incarnation of its fast gear was here, and shut lower ones out."""
+        family = family_of(delivery.source)
+        latest = self._incarnations.setdefault(family, delivery.incarnation)
+        if delivery.incarnation < latest:
+            raise StaleClient(
+                f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
+                "process has its name; stop this one"
+            )
+        self._incarnations[family] = delivery.incarnation
+
+    def has_counted(self, delivery: Delivery) -> bool:
+        """Whether it was counted before: it is sent again because the answer was lost."""
+        mark = self.batcher.report()["sources"].get(delivery.source)
+        return mark is not None and delivery.sequence <= mark[1]
 
     def apply_due(self, limit: int | None = None) -> bool:
         """Make one dense update of the gradients that are due; False if there are none.
@@ -248,12 +266,25 @@ class DenseEngine:
         """What became of the gradients of ``source``; None: of all."""
         return account_of(self.batcher.account(source))
 
+    def family_account(self, family: str | None) -> GearAccount:
+        """What became of the gradients of all series of deliveries of a fast gear; None: of all fast gears."""
+        if family is None:
+            return self.account()
+        series = [source for source in self.batcher.report()["sources"] if family_of(source) == family]
+        return sum((self.account(source) for source in series), GearAccount())
+
+    def families(self) -> list[str]:
+        """The fast gears that have delivered."""
+        return sorted({family_of(source) for source in self.batcher.report()["sources"]})
+
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         with self._pass.lock:
-            self._refresh(needed=self._numbered)
+            self._refresh()
             failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+            if self._acknowledge is not None:  # earlier numbers are done with
+                self._acknowledge(batch.number)
             if len(failures) < len(batch.ids):
-                self._dense.push(sequence=batch.number if self._numbered else None, lr=batch.lr)
+                self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
                 self._refresh(needed=True)
             return failures
 
