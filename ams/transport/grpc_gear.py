@@ -130,7 +130,8 @@ def decode_freshness(request: gear_pb2.FeaturesRequest) -> Freshness:
     age = request.max_age_seconds if request.HasField("max_age_seconds") else None
     if age is not None and not age >= 0:
         raise InvalidArgument(f"max_age_seconds is {age!r}; it must be >= 0")
-    return Freshness(age, request.max_version_lag if request.HasField("max_version_lag") else None)
+    lag = min(request.max_version_lag, 2**62) if request.HasField("max_version_lag") else None
+    return Freshness(age, lag)
 
 
 def encode_features(reply: FeatureReply) -> bytes:
@@ -186,10 +187,11 @@ def decode_delivery(data: bytes, dim: int) -> tuple[gear_pb2.PushFeatureGradient
     gradients_KD = framing.rows_from(raw.get(_GRADIENTS), num_ids, dim, _FLOAT32)
     lr = header.lr if header.HasField("lr") else None
     _require_distinct(ids)
-    if not 1 <= len(header.source) <= _MAX_SOURCE or header.sequence < 1 or not 1 <= header.incarnation < 2**63:
+    numbers = (header.incarnation, header.sequence)
+    if not 1 <= len(header.source) <= _MAX_SOURCE or not all(1 <= number < 2**63 for number in numbers):
         raise InvalidArgument(
-            f"source {header.source!r}, incarnation {header.incarnation}, sequence {header.sequence}: a source has "
-            f"1 … {_MAX_SOURCE} characters, an incarnation and a sequence are >= 1"
+            f"source {header.source[:_MAX_SOURCE]!r}, incarnation and sequence {numbers}: a source has 1 … "
+            f"{_MAX_SOURCE} characters, the numbers lie in [1, 2^63)"
         )
     if lr is not None and not (np.isfinite(lr) and lr >= 0):
         raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0")
