@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, StaleClient, StateFailed
+from geartrain.ams.errors import (
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    SpecMismatch,
+    StaleClient,
+    StateDamaged,
+    StateFailed,
+)
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
 from geartrain.bridge.gear.gradient_batcher import Account, DueBatch, GradientBatcher
 
@@ -224,6 +233,27 @@ def test_each_source_has_its_own_account() -> None:
     assert one.account("a") + one.account("b") == one.account()
 
 
+def test_threads_may_add_while_another_takes() -> None:
+    one = batcher(2, store=MemoryStore())
+    sources = [f"s{number}" for number in range(4)]
+
+    def send(source: str) -> None:
+        for sequence in range(50):
+            add(one, sequence, dict.fromkeys(range(20), 1.0), source=source)
+
+    threads = [threading.Thread(target=send, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or one.report()["ids_due"]:
+        batch = one.due(7)
+        if batch is not None:
+            np.testing.assert_array_equal(batch.gradients[:, 0], 1.0)
+            one.done(batch.number)
+    assert [one.account(source).received for source in sources] == [1000] * 4
+    account = one.account()
+    assert account.applied + account.waiting == 4000 and account.due == 0
+
+
 def no_change(call: Callable[[], object], one: GradientBatcher, error: type[Exception], match: str) -> None:
     before = one.account()
     with pytest.raises(error, match=match):
@@ -301,6 +331,32 @@ def test_every_kind_of_call_survives_a_restart() -> None:
     again().done(1)
     assert again().account() == Account(received=5, applied=2, dropped_failed=1, non_finite=2)
     assert again().due() is None and add(again(), 2, {4: 1.0}).received == 5
+
+
+def test_batchers_share_a_store_under_prefixes_of_their_own() -> None:
+    store = MemoryStore()
+    for prefix in ("p/1/", "p/10/", "p/"):
+        add(batcher(5, store=store, prefix=prefix), 1, {len(prefix): 1.0})
+    for prefix in ("p/1/", "p/10/", "p/"):
+        again = GradientBatcher.restored(store, DIM, gradients_per_id=5, prefix=prefix)
+        again.flush()
+        assert taken(again).ids.tolist() == [len(prefix)]
+    with pytest.raises(InvalidArgument, match="prefix is 'p'; it must end with '/'"):
+        batcher(5, store=store, prefix="p")
+
+
+def test_a_journal_with_a_gap_is_damaged() -> None:
+    store = MemoryStore()
+    one = batcher(5, store=store)
+    for sequence in range(3):
+        add(one, sequence, {1: 1.0})
+    names = sorted(store.read_all())
+    store.write({names[1]: None})
+    with pytest.raises(StateDamaged, match=r"'gradients/' are not whole: 'event/0+1' is missing"):
+        GradientBatcher.restored(store, DIM, gradients_per_id=5)
+    store.write({names[1]: b"nonsense"})
+    with pytest.raises(StateDamaged, match=r"'gradients/event/0+1' is no record of a gradient batcher"):
+        GradientBatcher.restored(store, DIM, gradients_per_id=5)
 
 
 class FailingStore(MemoryStore):

@@ -78,7 +78,7 @@ def check(batcher: GradientBatcher, last_heard: int) -> None:
     assert batcher.account() == Account(received=account.received, applied=account.received)
 
 
-@pytest.mark.parametrize("steps", [1, 30, 61])
+@pytest.mark.parametrize("steps", [1, 60])
 def test_a_killed_gear_loses_nothing_that_was_acknowledged(tmp_path: Path, steps: int) -> None:
     url = f"lmdb:{tmp_path}"
     with working_gear(url) as gear:
