@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, SchedulerUnavailable
+from geartrain.ams.gear.status import describe_gears
+from geartrain.ams.gear_messages import GearState
 from geartrain.ams.messages import CallContext, Describe, Reply, ShardState
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
 from geartrain.ams.transport.dial import REMEDY, dial
@@ -66,6 +68,25 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     scheduler, open_carrier = dial(address, config)
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"{exc}; {REMEDY}") from exc
+    finally:
+        scheduler.close()
+
+
+def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tuple[list[GearState], list[str]]:
+    """Describe the slow gears of all dense tables of the cluster at ``address``; and say which do not answer.
+
+    Raises ConfigError or SchedulerUnavailable.
+    """
+    config = config or ClientConfig()
+    scheduler, _ = dial(address, config)
+    from geartrain.ams.transport.grpc_gear import GrpcGearCarrier  # as dial: not before it is needed
+
+    seconds = config.connect_timeout_seconds
+    try:
+        names = [spec.name for spec in scheduler.describe(seconds).tables]
+        return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds), GrpcGearCarrier)
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {REMEDY}") from exc
     finally:

@@ -76,7 +76,7 @@ class Mark:
 class BatchState:
     """See the head of this file. Not thread-safe.
 
-    Memory: (4 D + 8 S + 96) bytes a slot.
+    Memory: (4 D + 8 S + 112) bytes a slot.
     """
 
     def __init__(self, dim: int, gradients_per_id: int) -> None:

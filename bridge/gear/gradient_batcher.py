@@ -76,7 +76,8 @@ class GradientBatcher:
     """See the head of this file. Thread-safe.
 
     Shapes: N ids of an add, K of a due batch, D width. An add of 1,000 ids of D = 64 takes about 0.3 ms, with a store
-    also the writing of its bytes. Memory: (4 D + 8 · sources + 112) bytes an id that waits.
+    also the writing of its bytes. Memory: (4 D + 8 · sources + 112) bytes an id that waits; ``flush_seconds``
+    bounds how many do. What was needed once is kept for the next.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class GradientBatcher:
             max_gradient_lag: for ``stale="drop"``: the largest lag that is taken.
             store: where it is kept, or None: it ends with the process. Stays the caller's to close; a
                 :class:`geartrain.ams.storage.kv.LockedStore` where batchers share it.
-            prefix: of its keys there.
+            prefix: of its keys there; ends with "/".
             clock: unix seconds. Set back, a batch waits at most ``flush_seconds`` from then on.
 
         Raises:

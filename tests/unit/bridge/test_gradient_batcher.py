@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, StaleClient, StateFailed
+from geartrain.ams.errors import (
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    SpecMismatch,
+    StaleClient,
+    StateDamaged,
+    StateFailed,
+)
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
 from geartrain.bridge.gear.gradient_batcher import Account, DueBatch, GradientBatcher
 
@@ -174,6 +183,14 @@ def test_stale_gradients_follow_the_rule() -> None:
     )
 
 
+def test_a_gradient_may_be_stale_beside_one_that_is_not_finite() -> None:
+    one = batcher(1, stale="drop", max_gradient_lag=2)
+    values = {1: 1.0, 2: np.nan, 3: 1.0, 4: np.nan}
+    add(one, 1, values, versions=[10, 10, 5, 5], dense_version=10)
+    assert of(taken(one)) == {1: (1.0, 1)}
+    assert one.account() == Account(received=4, due=1, dropped_stale=1, non_finite=2)
+
+
 def test_the_newest_learning_rate_and_the_lowest_version_travel_with_the_batch() -> None:
     one = batcher(2)
     add(one, 1, {1: 1.0}, versions=[5], dense_version=9, lr=0.1)
@@ -214,6 +231,27 @@ def test_each_source_has_its_own_account() -> None:
     assert one.account("b") == Account(received=2, applied=1, waiting=1)
     assert one.account("c") == Account()
     assert one.account("a") + one.account("b") == one.account()
+
+
+def test_threads_may_add_while_another_takes() -> None:
+    one = batcher(2, store=MemoryStore())
+    sources = [f"s{number}" for number in range(4)]
+
+    def send(source: str) -> None:
+        for sequence in range(50):
+            add(one, sequence, dict.fromkeys(range(20), 1.0), source=source)
+
+    threads = [threading.Thread(target=send, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or one.report()["ids_due"]:
+        batch = one.due(7)
+        if batch is not None:
+            np.testing.assert_array_equal(batch.gradients[:, 0], 1.0)
+            one.done(batch.number)
+    assert [one.account(source).received for source in sources] == [1000] * 4
+    account = one.account()
+    assert account.applied + account.waiting == 4000 and account.due == 0
 
 
 def no_change(call: Callable[[], object], one: GradientBatcher, error: type[Exception], match: str) -> None:
@@ -273,6 +311,52 @@ def test_a_restart_goes_on_where_it_stopped() -> None:
     with pytest.raises(SpecMismatch, match="of dim 3"):
         GradientBatcher.restored(store, DIM + 1, gradients_per_id=2)
     assert GradientBatcher.restored(store, DIM + 1, gradients_per_id=2, prefix="other/").due() is None
+
+
+def test_every_kind_of_call_survives_a_restart() -> None:
+    store = MemoryStore()
+
+    def again() -> GradientBatcher:
+        return GradientBatcher.restored(store, DIM, gradients_per_id=2, reduction="sum")
+
+    add(again(), 1, {1: 1.0, 2: 2.0, 3: 3.0, 4: 1.5e38})
+    add(again(), 2, {4: 1e38})
+    again().flush()
+    assert again().account() == Account(received=5, due=5)
+    assert of(taken(again())) == {1: (1.0, 1), 2: (2.0, 1), 3: (3.0, 1)}
+    assert again().account() == Account(received=5, due=3, non_finite=2)
+    again().failed(1, {2: "no sample"})
+    assert of(taken(again())) == {1: (1.0, 1), 3: (3.0, 1)}
+    again().done(1)
+    again().done(1)
+    assert again().account() == Account(received=5, applied=2, dropped_failed=1, non_finite=2)
+    assert again().due() is None and add(again(), 2, {4: 1.0}).received == 5
+
+
+def test_batchers_share_a_store_under_prefixes_of_their_own() -> None:
+    store = MemoryStore()
+    for prefix in ("p/1/", "p/10/", "p/"):
+        add(batcher(5, store=store, prefix=prefix), 1, {len(prefix): 1.0})
+    for prefix in ("p/1/", "p/10/", "p/"):
+        again = GradientBatcher.restored(store, DIM, gradients_per_id=5, prefix=prefix)
+        again.flush()
+        assert taken(again).ids.tolist() == [len(prefix)]
+    with pytest.raises(InvalidArgument, match="prefix is 'p'; it must end with '/'"):
+        batcher(5, store=store, prefix="p")
+
+
+def test_a_journal_with_a_gap_is_damaged() -> None:
+    store = MemoryStore()
+    one = batcher(5, store=store)
+    for sequence in range(3):
+        add(one, sequence, {1: 1.0})
+    names = sorted(store.read_all())
+    store.write({names[1]: None})
+    with pytest.raises(StateDamaged, match=r"'gradients/' are not whole: 'event/0+1' is missing"):
+        GradientBatcher.restored(store, DIM, gradients_per_id=5)
+    store.write({names[1]: b"nonsense"})
+    with pytest.raises(StateDamaged, match=r"'gradients/event/0+1' is no record of a gradient batcher"):
+        GradientBatcher.restored(store, DIM, gradients_per_id=5)
 
 
 class FailingStore(MemoryStore):
