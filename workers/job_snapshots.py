@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, count
 
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.errors import GeartrainError, SchedulerUnavailable, SnapshotError, SnapshotFailed, TableNotFound
@@ -130,7 +131,8 @@ class JobSnapshots:
     def _free_name(self, step: int) -> str:
         """A name for this step. Another one has it if the job went back behind a damaged snapshot of it."""
         name, taken = f"step-{step:09}", {listed.name for listed in list_snapshots(self._root)}
-        return next(free for free in (name, *(f"{name}-{again}" for again in range(2, 10**6))) if free not in taken)
+        names = chain([name], (f"{name}-{again}" for again in count(2)))
+        return next(free for free in names if free not in taken)
 
     def _tell(self, moment: Moment, exc: GeartrainError) -> None:
         self._failure = exc

@@ -1,9 +1,10 @@
-"""A training job for test_sync_training: fixed data, a GroupNorm backbone, fp32. Runs alone or under torchrun."""
+"""Training jobs for test_sync_training: fixed data, a GroupNorm backbone, fp32. Run alone or under torchrun."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 
 CLASSES, DIM, JOINT_BATCH, STEPS = 500, 16, 24, 6
+SELECTIONS = {"full": gt.FullSoftmax(), "partial": gt.PartialFC(sample_rate=0.2)}
 
 
 def backbone() -> nn.Module:
@@ -23,11 +25,21 @@ def backbone() -> nn.Module:
     )
 
 
-def main(scheduler: str, select: str, out: str) -> None:
+def main(scheduler: str, out: str) -> None:
+    """Train with either selection; rank 0 writes losses, rows and the backbone to ``out``."""
     torch.set_num_threads(1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         dist.init_process_group("gloo")
+    trained = {f"{select}/{name}": array for select in SELECTIONS for name, array in train(scheduler, select, ranks)}
+    if ranks == 1 or dist.get_rank() == 0:
+        np.savez(out, **trained)
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def train(scheduler: str, select: str, ranks: int) -> list[tuple[str, np.ndarray[Any, Any]]]:
     rank = dist.get_rank() if ranks > 1 else 0
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(STEPS, JOINT_BATCH, 1, 8, 8, generator=generator)
@@ -38,10 +50,10 @@ def main(scheduler: str, select: str, out: str) -> None:
     with gt.connect(scheduler) as cluster:
         head = gt.ClassHead(
             cluster,
-            "classes",
+            select,
             num_classes=CLASSES,
             dim=DIM,
-            select=gt.FullSoftmax() if select == "full" else gt.PartialFC(sample_rate=0.2),
+            select=SELECTIONS[select],
             margin=gt.ArcFace(scale=16, margin=0.2),
             optimizer=gt.SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3),
             initializer=gt.Normal(std=0.1),
@@ -63,12 +75,10 @@ def main(scheduler: str, select: str, out: str) -> None:
         if ranks > 1:
             dist.all_reduce(joint)
             joint /= ranks
-        if rank == 0:
-            dense = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-            np.savez(out, losses=joint.numpy(), rows=head.weights().numpy(), dense=dense.numpy())
+        dense = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         if ranks > 1:
             dist.barrier()
-            dist.destroy_process_group()
+        return [("losses", joint.numpy()), ("rows", head.weights().numpy()), ("dense", dense.numpy())]
 
 
 if __name__ == "__main__":

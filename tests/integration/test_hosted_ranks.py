@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from geartrain.ams.cluster import connect
 from tests.integration.conftest import ServedCluster
+from tests.unit.bridge.rank_processes import run_ranks
 from tests.unit.bridge.test_places import RANKS, Array, Case, joined, make_head, reference, train_share
 
 CASES: list[Case] = [
@@ -25,9 +24,7 @@ CASES: list[Case] = [
 ]
 
 
-def _train_rank(rank: int, ranks: int, place: str, address: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str) -> None:
     arrays: dict[str, Array] = {}
     with connect(address) as cluster:
         for case in CASES:
@@ -37,15 +34,14 @@ def _train_rank(rank: int, ranks: int, place: str, address: str, folder: str) ->
             dist.barrier()  # no rank reads the rows before the last update of all
             arrays[f"{case}/rows"] = head.weights().numpy()
         dist.barrier()
-    np.savez(f"{folder}/rank{rank}.npz", **arrays)
-    dist.destroy_process_group()
+    np.savez(folder / f"rank{rank}.npz", **arrays)
 
 
 @pytest.mark.parametrize("place", ["hosted", pytest.param("pull", marks=pytest.mark.slow)])
 def test_ranks_on_served_shards_equal_the_float64_reference(place: str, tmp_path: Path) -> None:
     served = ServedCluster(2)
     try:
-        mp.spawn(_train_rank, args=(RANKS, place, served.address, str(tmp_path)), nprocs=RANKS)
+        run_ranks(train_rank, RANKS, tmp_path, place, served.address)
     finally:
         served.stop()
     parts = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(RANKS)]

@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional
 
 from geartrain.ams.errors import ConfigError
+from geartrain.workers import discriminants
 from geartrain.workers.backbones import StrokeNet, build_backbone
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.devices import choose_device
@@ -69,6 +70,22 @@ def test_few_classes_or_one_image_each_still_give_finite_useful_features(num_cla
     fit_projection(net, train.batches(64, torch.device("cpu")), num_classes)
     assert bool(torch.isfinite(net.projection.weight).all())
     assert nearest_mean_accuracy(net, train, noisy_set(num_classes, 4), num_classes) > 0.8
+
+
+@pytest.mark.parametrize(("num_classes", "each", "dim"), [(12, 4, 5), (3, 4, 8), (30, 1, 40)])
+def test_few_classes_give_the_directions_that_many_would(
+    num_classes: int, each: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for with_shortcut in (True, False):
+        torch.manual_seed(0)
+        net = StrokeNet(dim=dim, width=8)
+        if not with_shortcut:
+            monkeypatch.setattr(discriminants, "_of_few_classes", lambda *_: None)
+        fit_projection(net, noisy_set(num_classes, each).batches(64, torch.device("cpu")), num_classes)
+        found.append(net.projection.weight.detach().double())
+    shortcut, whole = (weight.T @ weight for weight in found)  # whatever the signs
+    torch.testing.assert_close(shortcut, whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
 
 
 def test_a_class_without_images_does_not_spoil_the_fit() -> None:
