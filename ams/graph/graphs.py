@@ -217,6 +217,7 @@ class Graphs:
     def restore_snapshot(self, folder: str, tables: Sequence[str]) -> list[str]:
         """See :class:`GraphCalls`."""
         snapshot = open_snapshot(place(folder))
+        state = self._state()
         restored = []
         for table in tables:
             found = read_graph(snapshot, table)
@@ -224,8 +225,9 @@ class Graphs:
                 self.forget(table)
                 continue
             self.cancel(table)  # its rows, in part or all, are of before
-            # The shards count the writes to a restored table from 0.
-            self._keep(found[0], dataclasses.replace(found[1], table_version=0))
+            # Writes count on from those that the snapshot holds, on each of however many shards there are now.
+            writes = (_writes(state, table) or 0) if state is not None else 0
+            self._keep(found[0], dataclasses.replace(found[1], table_version=writes))
             restored.append(table)
         return restored
 
