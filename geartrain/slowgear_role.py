@@ -90,7 +90,7 @@ class SlowGearRole:
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         partitions = HeldPartitions(streams, before_release=self._flush)
-        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
+        ticker = Ticker(partitions.tick, lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
         dense_pass = self._dense_pass()
         self._await_partitions(partitions)  # before its journal is opened: nobody takes over what has a holder
@@ -111,13 +111,11 @@ class SlowGearRole:
         )
         self._handler = handler
         self._server.serve(handler)
+        if heirs is not None:
+            heritage = Ticker(handler.look_for_heritage, lambda: partitions.tick_seconds)
+            self._opened.callback(heritage.stop)
         self.partitions = len(partitions.now)
         return address
-
-    def _tick(self, partitions: HeldPartitions) -> None:
-        partitions.tick()
-        if (handler := self._handler) is not None:
-            handler.look_for_heritage()
 
     def _flush(self) -> None:
         if (handler := self._handler) is not None:

@@ -245,7 +245,7 @@ class RemoteGears:
             self._is_durable |= state.is_durable
 
     def _ask(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
-        timeout = self._config.attempt_timeout_seconds
+        timeout = self._config.hosted_timeout_seconds
         return self._begin(
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )

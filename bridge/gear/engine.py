@@ -280,7 +280,8 @@ class DenseEngine:
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         with self._pass.lock:
             self._refresh()
-            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        with self._pass.lock:
             if self._acknowledge is not None:  # earlier numbers are done with
                 self._acknowledge(batch.number)
             if len(failures) < len(batch.ids):
@@ -298,7 +299,7 @@ class DenseEngine:
         with self._pass.lock:
             self._refresh()
             version = self.dense_version
-            vectors_KD, failures = self._pass.features(ids)
+        vectors_KD, failures = self._pass.features(ids)
         reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)
