@@ -10,7 +10,7 @@ import torch
 
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SlowGearConfig
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.errors import ConfigError, StaleClient
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service import GearServer
 from geartrain.ams.storage.feature_store import open_store
@@ -90,7 +90,7 @@ class SlowGearRole:
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         partitions = HeldPartitions(streams, before_release=self._flush)
-        ticker = Ticker(partitions.tick, lambda: partitions.tick_seconds, self._end)
+        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
         dense_pass = self._dense_pass()
         self._await_partitions(partitions)  # before its journal is opened: nobody takes over what has a holder
@@ -116,6 +116,12 @@ class SlowGearRole:
             self._opened.callback(heritage.stop)
         self.partitions = len(partitions.now)
         return address
+
+    def _tick(self, partitions: HeldPartitions) -> None:
+        handler = self._handler
+        if handler is not None and handler.lost is not None:
+            raise StaleClient(handler.lost)
+        partitions.tick()
 
     def _flush(self) -> None:
         if (handler := self._handler) is not None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from tests.faults.children import Child
 
-IDS, DIM, LR, STOP_AT = 24, 4, 0.125, 30
+IDS, DIM, LR = 24, 4, 0.125
+STOPS = (30, 50)
 
 
 class Nursery:
@@ -36,6 +37,11 @@ class Nursery:
         self._child.pipe.send((None, pid, number))
         status: int = self._child.receive()
         return status
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a process a signal."""
+        self._child.pipe.send((None, pid, -number))
+        self._child.receive()
 
     def close(self) -> None:
         """End all."""
@@ -62,6 +68,9 @@ def _nurse(pipe: Connection) -> None:
                 one.close()
                 children.add(pid)
                 pipe.send(pid)
+            elif one and rest < 0:
+                os.kill(one, -rest)
+                pipe.send("sent")
             elif one:
                 os.kill(one, rest)
                 children.discard(one)
@@ -125,7 +134,7 @@ def slow_gear(pipe: Connection, scheduler: str, store: str) -> None:
 
 
 def fast_gear(pipe: Connection, scheduler: str, number: int, steps: int) -> None:
-    """Deliver gradients of ones, and say each step. Waits at step 30 to be told to go on, and at its end to flush."""
+    """Deliver gradients of ones, and say each step. Waits at some to be told to go on, and at its end to flush."""
     import torch
 
     import geartrain as gt
@@ -141,7 +150,7 @@ def fast_gear(pipe: Connection, scheduler: str, number: int, steps: int) -> None
         image = gt.SlowGear(cluster, "image", dim=DIM, gradients_per_id=3, expire_seconds=0.0)
         rows = gt.RowOptimizer(image)
         for step in range(steps):
-            if step == STOP_AT:
+            if step in STOPS:
                 pipe.recv()
             ids = torch.randint(IDS, (8,), generator=random).unique()
             image(ids).sum().backward()

@@ -15,7 +15,7 @@ import geartrain as gt
 from geartrain.ams.gear_messages import GearAccount
 from tests.faults.children import Child, serve
 from tests.integration.gear_cluster import CLIENT
-from tests.integration.gear_processes import DIM, IDS, LR, Nursery, fast_gear, slow_gear
+from tests.integration.gear_processes import DIM, IDS, LR, STOPS, Nursery, fast_gear, slow_gear
 from tests.redis_child import running_redis
 
 STEPS, LEASE_SECONDS = 60, 1.0
@@ -34,6 +34,15 @@ def heard(pipe: Connection) -> Any:
     if isinstance(said, BaseException):
         raise said
     return said
+
+
+def ended(pipe: Connection) -> tuple[list[int], GearAccount]:
+    """What a fast gear has delivered of each id when it has made its steps, and its account then."""
+    while isinstance(said := heard(pipe), int):
+        pass
+    delivered, account = said
+    assert account.adds_up and account.received == sum(delivered)
+    return delivered, account
 
 
 class Run:
@@ -66,20 +75,25 @@ class Run:
             while heard(pipe) != 10:
                 pass
         self.nursery.end(self.slow[0], number)
+        self.go_on()
+        self.go_on()
+        delivered = sum(np.array(ended(pipe)[0]) for pipe in self.fast)
+        ends = self.flushed()
+        return [account for account, _ in ends], delivered, [warnings for _, warnings in ends]
+
+    def go_on(self) -> None:
+        """Let the fast gears pass the next step at which they wait."""
         for pipe in self.fast:
             pipe.send("go on")
-        delivered = np.zeros(IDS, np.int64)
-        for pipe in self.fast:
-            while isinstance(said := heard(pipe), int):
-                pass
-            delivered += said[0]
-            assert said[1].adds_up and said[1].received == sum(said[0])
+
+    def flushed(self) -> list[tuple[GearAccount, list[str]]]:
+        """Let the fast gears flush and end; return the account and the log of each."""
         for pipe in self.fast:
             pipe.send("flush")
         ends = [heard(pipe) for pipe in self.fast]
         for pipe in self.fast:
             pipe.send("end")
-        return [account for account, _ in ends], delivered, [warnings for _, warnings in ends]
+        return ends
 
     def applied(self) -> np.ndarray:
         """How many gradients of each id are in the weights: it is the negative of its column over the learning rate."""
@@ -117,3 +131,24 @@ def test_what_a_slow_gear_kept_in_redis_is_applied_once_by_its_heir(nursery: Nur
     assert (total.lost, total.waiting, total.due) == (0, 0, 0)
     assert total.applied == delivered.sum()
     np.testing.assert_array_equal(applied, delivered)
+
+
+def test_a_slow_gear_that_only_seemed_dead_ends_when_it_finds_an_heir(nursery: Nursery) -> None:
+    with ExitStack() as stack:
+        redis = stack.enter_context(running_redis())
+        run = Run(stack, nursery, redis.url)
+        for pipe in run.fast:
+            while heard(pipe) != 10:
+                pass
+        nursery.signal(run.slow[0], signal.SIGSTOP)
+        run.go_on()
+        for pipe in run.fast:
+            while heard(pipe) != STOPS[1] - 1:
+                pass
+        nursery.signal(run.slow[0], signal.SIGCONT)
+        run.go_on()
+        delivered = sum(np.array(ended(pipe)[0]) for pipe in run.fast)
+        accounts = [account for account, _ in run.flushed()]
+        np.testing.assert_array_equal(run.applied(), delivered)
+        assert nursery.end(run.slow[0], 0) == 1
+    assert sum(accounts, GearAccount()).applied == delivered.sum()

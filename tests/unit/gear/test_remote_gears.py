@@ -54,7 +54,7 @@ class Gears:
         every = [one for given in self.given.values() for ids in given.values() for one in ids]
         return np.bincount(every, minlength=len(IDS)).tolist()
 
-    def carrier(self, address: str) -> Any:
+    def carrier(self, address: str, on_wait: Callable[[], None]) -> Any:  # noqa: ARG002
         return _Carrier(self, address)
 
 
