@@ -118,6 +118,25 @@ def test_a_batch_that_waits_too_long_is_due() -> None:
     assert of(taken(one)) == {2: (1.0, 1)}
 
 
+def test_of_many_that_wait_exactly_the_overdue_are_due() -> None:
+    clock = Clock()
+    one = batcher(2, flush_seconds=50.0, clock=clock)
+    for sequence in range(100):
+        ids = np.arange(20) + 20 * sequence
+        one.add("fast", 1, sequence, ids, np.ones((20, DIM), np.float32), ids, dense_version=0)
+        clock.now += 1.0
+    again = np.arange(0, 2000, 4)  # full batches, among those that wait
+    one.add("fast", 1, 100, again, np.ones((len(again), DIM), np.float32), again, dense_version=0)
+    assert taken(one, 500).ids.tolist() == again.tolist()
+    one.done(1)
+    assert taken(one).ids.tolist() == [number for number in range(51 * 20) if number % 4]
+    one.done(2)
+    clock.now += 0.9
+    assert one.due() is None
+    clock.now += 0.1
+    assert taken(one).ids.tolist() == [number for number in range(51 * 20, 52 * 20) if number % 4]
+
+
 def test_a_clock_set_back_does_not_keep_a_batch_for_ever() -> None:
     clock = Clock()
     one = batcher(10, flush_seconds=5.0, clock=clock)
