@@ -11,6 +11,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from geartrain.ams import failpoints
 from tests.faults.children import Child
 
 IDS, DIM, LR = 24, 4, 0.125
@@ -114,8 +115,8 @@ def samples(one: int) -> Any:
     return torch.eye(IDS)[one]
 
 
-def slow_gear(pipe: Connection, scheduler: str, store: str) -> None:
-    """Serve until SIGTERM; says the address."""
+def slow_gear(pipe: Connection, scheduler: str, store: str, armed: str = "") -> None:
+    """Serve until SIGTERM, or until a failpoint ends it; says the address."""
     from geartrain import role
     from geartrain.slowgear_role import SlowGearRole
     from tests.integration.gear_cluster import CLIENT, gear_config
@@ -129,6 +130,7 @@ def slow_gear(pipe: Connection, scheduler: str, store: str) -> None:
         "store": store,
     }
     service = SlowGearRole(gear_config(scheduler, **settings), CLIENT)
+    failpoints.arm_from_environment(environ={failpoints.VARIABLE: armed})
     pipe.send(service.start())
     role.serve("slowgear", service)
 

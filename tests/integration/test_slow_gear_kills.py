@@ -48,7 +48,7 @@ def ended(pipe: Connection) -> tuple[list[int], GearAccount]:
 class Run:
     """A cluster with two slow and two fast gears."""
 
-    def __init__(self, stack: ExitStack, nursery: Nursery, store: str) -> None:
+    def __init__(self, stack: ExitStack, nursery: Nursery, store: str, armed: str = "") -> None:
         self.nursery = nursery
         scheduler = Child(
             serve,
@@ -62,19 +62,21 @@ class Run:
             stack.callback(server.end)
             server.receive()
         self.slow = []
-        for _ in range(2):
-            pid, pipe = nursery.start(slow_gear, self.address, store)
+        for failpoint in (armed, ""):
+            pid, pipe = nursery.start(slow_gear, self.address, store, failpoint)
             heard(pipe)
             self.slow.append(pid)
         self.fast = [nursery.start(fast_gear, self.address, number, STEPS)[1] for number in range(2)]
 
-    def train(self, number: int) -> tuple[list[GearAccount], np.ndarray, list[list[str]]]:
-        """End a slow gear by a signal in mid-run; return the fast gears' accounts, what they delivered of each id, and
-        what they logged."""
+    def train(self, number: int | None) -> tuple[list[GearAccount], np.ndarray, list[list[str]]]:
+        """End a slow gear in mid-run by a signal (None: it ends itself).
+
+        Returns the fast gears' accounts, what they delivered of each id, and what they logged.
+        """
         for pipe in self.fast:
             while heard(pipe) != 10:
                 pass
-        self.nursery.end(self.slow[0], number)
+        self.nursery.end(self.slow[0], 0 if number is None else number)
         self.go_on()
         self.go_on()
         delivered = sum(np.array(ended(pipe)[0]) for pipe in self.fast)
@@ -121,11 +123,19 @@ def test_what_a_slow_gear_held_in_memory_is_counted(nursery: Nursery, number: si
         assert sum(int(line.split("gone: ")[1].split()[0]) for line in lines if "gone: " in line) == account.lost
 
 
-def test_what_a_slow_gear_kept_in_redis_is_applied_once_by_its_heir(nursery: Nursery) -> None:
+@pytest.mark.parametrize(
+    "armed",
+    [
+        pytest.param("", marks=pytest.mark.slow, id="at any time"),
+        pytest.param("client.send.before=kill@7", marks=pytest.mark.slow, id="with an update begun"),
+        pytest.param("client.reply.after=kill@7", id="with an update made and not noted"),
+    ],
+)
+def test_what_a_slow_gear_kept_in_redis_is_applied_once_by_its_heir(nursery: Nursery, armed: str) -> None:
     with ExitStack() as stack:
         redis = stack.enter_context(running_redis())
-        run = Run(stack, nursery, redis.url)
-        accounts, delivered, _ = run.train(signal.SIGKILL)
+        run = Run(stack, nursery, redis.url, armed)
+        accounts, delivered, _ = run.train(signal.SIGKILL if not armed else None)
         applied = run.applied()
     total = sum(accounts, GearAccount())
     assert (total.lost, total.waiting, total.due) == (0, 0, 0)
@@ -133,6 +143,7 @@ def test_what_a_slow_gear_kept_in_redis_is_applied_once_by_its_heir(nursery: Nur
     np.testing.assert_array_equal(applied, delivered)
 
 
+@pytest.mark.slow
 def test_a_slow_gear_that_only_seemed_dead_ends_when_it_finds_an_heir(nursery: Nursery) -> None:
     with ExitStack() as stack:
         redis = stack.enter_context(running_redis())
