@@ -127,8 +127,8 @@ class Cluster:
         holders = self.streams(job_of(name), worker="fast gear").holders
         limit = self._config.max_message_bytes
 
-        def open_carrier(address: str) -> GrpcGearCarrier:
-            return GrpcGearCarrier(address, max_message_bytes=limit)
+        def open_carrier(address: str, on_wait: Callable[[], None]) -> GrpcGearCarrier:
+            return GrpcGearCarrier(address, max_message_bytes=limit, on_wait=on_wait)
 
         return RemoteGears(name, dim, holders, open_carrier, self._config, wait=wait, freshness=freshness)
 

@@ -99,7 +99,7 @@ def _print_graphs(graphs: GraphsState, address: str) -> None:
 
 
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server or a graph service.")],
+    address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server, a graph service or a slow gear.")],
     timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SlowGearConfig
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.errors import ConfigError, StaleClient
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service import GearServer
 from geartrain.ams.storage.feature_store import open_store
@@ -111,13 +111,17 @@ class SlowGearRole:
         )
         self._handler = handler
         self._server.serve(handler)
+        if heirs is not None:
+            heritage = Ticker(handler.look_for_heritage, lambda: partitions.tick_seconds)
+            self._opened.callback(heritage.stop)
         self.partitions = len(partitions.now)
         return address
 
     def _tick(self, partitions: HeldPartitions) -> None:
+        handler = self._handler
+        if handler is not None and handler.lost is not None:
+            raise StaleClient(handler.lost)
         partitions.tick()
-        if (handler := self._handler) is not None:
-            handler.look_for_heritage()
 
     def _flush(self) -> None:
         if (handler := self._handler) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from geartrain.ams.cluster import Cluster
-from geartrain.ams.errors import GeartrainError, NotHolder, StaleClient, StateError
+from geartrain.ams.errors import GeartrainError, GearUnavailable, NotHolder
 from geartrain.ams.gear.remote import heir_partition
 from geartrain.ams.gear_messages import Delivery, GearAccount
 from geartrain.ams.storage.kv import KeyValueStore
@@ -76,7 +76,7 @@ class Heirs:
             try:
                 journal.engine.add(delivery)
                 journal.engine.flush()
-            except (StaleClient, StateError) as exc:  # its owner is back
+            except GearUnavailable as exc:  # its owner is back
                 raise NotHolder(f"what slow gear {former} left is not here any more: {exc}") from exc
         return self.account(delivery.source)
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _TICKS_PER_LEASE = 10
 _LONGEST_TICK_SECONDS = 1.0
+_SOON_SECONDS = 0.02
 _MARGIN = 0.05
 """Of a lease: so much earlier than the scheduler a slow gear believes that its lease has run out."""
 
@@ -59,6 +61,8 @@ class HeldPartitions:
         self._until = float("-inf")
         self._lease_seconds = 1.0
         self._has_lease = self._is_leaving = self._has_left = False
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="gear-release")
+        self._applying: Future[None] | None = None
 
     @property
     def now(self) -> frozenset[int]:
@@ -68,6 +72,8 @@ class HeldPartitions:
     @property
     def tick_seconds(self) -> float:
         """How often :meth:`tick` should be called."""
+        if self._applying is not None:
+            return _SOON_SECONDS
         return min(_LONGEST_TICK_SECONDS, self._lease_seconds / _TICKS_PER_LEASE)
 
     def require(self, ids: Ids) -> None:
@@ -109,10 +115,8 @@ class HeldPartitions:
         self._until = began + self._lease_seconds * (1 - _MARGIN)
         self._held = frozenset(renewal.held) - frozenset(renewal.release)
         if renewal.release:
-            self._before_release()
-            self._leases.release(renewal.release)
-            logger.info("%d partitions went to other slow gears, %d are left", len(renewal.release), len(self._held))
-        if renewal.can_lease and not self._is_leaving:
+            self._give(renewal.release)
+        elif renewal.can_lease and not self._is_leaving:
             self._lease(self._clock())
 
     def refuse(self) -> None:
@@ -122,6 +126,7 @@ class HeldPartitions:
     def leave(self) -> None:
         """Give all back."""
         self.refuse()
+        self._background.shutdown(wait=True)
         self._has_left = True
         if self._has_lease:
             self._has_lease, self._held = False, frozenset()
@@ -129,6 +134,16 @@ class HeldPartitions:
                 self._leases.release()
             except GeartrainError as exc:
                 logger.warning("partitions are not given back, they will be free after their lease: %s", exc)
+
+    def _give(self, partitions: Sequence[int]) -> None:
+        """Release them, once what waits for them is applied: meanwhile the lease is kept up."""
+        if self._applying is None:
+            self._applying = self._background.submit(self._before_release)
+        if self._applying.done():
+            applied, self._applying = self._applying, None
+            applied.result()
+            self._leases.release(partitions)
+            logger.info("%d partitions went to other slow gears, %d are left", len(partitions), len(self._held))
 
     def _lease(self, began: float) -> None:
         lease = self._leases.lease()
@@ -143,12 +158,17 @@ class HeldPartitions:
 class Ticker:
     """A thread that ticks until it is stopped. ``on_stale`` is called, once, when it cannot go on."""
 
-    def __init__(self, tick: Callable[[], None], seconds: Callable[[], float], on_stale: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tick: Callable[[], None],
+        seconds: Callable[[], float],
+        on_stale: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._tick = tick
         self._seconds = seconds
         self._on_stale = on_stale
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gear-partitions", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gear-ticker", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -161,8 +181,9 @@ class Ticker:
             try:
                 self._tick()
             except StaleClient as exc:
+                logger.error("%s", exc)
                 self._on_stale(str(exc))
                 return
             except GeartrainError as exc:
-                logger.warning("partitions: %s", exc)
+                logger.warning("%s", exc)
             self._ended.wait(self._seconds())

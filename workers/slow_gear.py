@@ -146,6 +146,11 @@ class SlowGearHandler:
             self._handed[former] = dict(accounts)
         logger.info("slow gear %s has left and handed its account over", former)
 
+    @property
+    def lost(self) -> str | None:
+        """Why it cannot go on: another process has taken over what it keeps."""
+        return self._engine.lost
+
     def look_for_heritage(self) -> None:
         """Take over what others have left. For one thread, now and then."""
         if self._heirs is not None and not self._is_leaving:

@@ -28,6 +28,7 @@ _IDS = _STAMPS = _KEYS = 14
 _VECTORS = _GRADIENTS = 15
 _FLOAT32 = np.dtype("<f4")
 _COUNTS = [field.name for field in fields(GearAccount) if field.name != "lost"]
+_WAIT_SECONDS = 2.0
 _MAX_SOURCE = 300
 """Characters: a stream's name and what is said of it behind."""
 
@@ -37,10 +38,21 @@ Pending = Callable[[], R]
 
 
 class GrpcGearCarrier:
-    """Calls one slow gear. Thread-safe."""
+    """Calls one slow gear. Thread-safe.
 
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    ``on_wait`` is called every two seconds that a reply is waited for: it may find that the slow gear is gone, and
+    :meth:`close`, which ends the wait.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self.address = address
+        self._on_wait = on_wait
         self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
 
     def features(
@@ -107,13 +119,16 @@ class GrpcGearCarrier:
             raise AttemptFailed(f"{peer}: the connection is closed") from exc
 
         def settle() -> bytes:
-            try:
-                reply: bytes = call.result()
-            except grpc.RpcError as exc:
-                raise error_from(exc, peer) from exc
-            except grpc.FutureCancelledError as exc:
-                raise AttemptFailed(f"{peer}: the connection was closed") from exc
-            return reply
+            while True:
+                try:
+                    reply: bytes = call.result(_WAIT_SECONDS)
+                    return reply
+                except grpc.FutureTimeoutError:
+                    self._on_wait()
+                except grpc.RpcError as exc:
+                    raise error_from(exc, peer) from exc
+                except grpc.FutureCancelledError as exc:
+                    raise AttemptFailed(f"{peer}: the connection was closed") from exc
 
         return settle
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.errors import GearUnavailable, InvalidArgument, NotHolder, StaleClient, StateError
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
@@ -151,6 +152,8 @@ class DenseEngine:
         self._clock = clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
+        self.lost: str | None = None
+        """Why this process may keep and apply nothing any more: another one took its place."""
         self._incarnations: dict[str, int] = {}
         self._adding = threading.Lock()
         self._asked = Coalescer(
@@ -199,20 +202,24 @@ class DenseEngine:
         """Take the gradients of a step; a delivery that was counted before is not counted again.
 
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
-        StaleClient for an incarnation that was superseded.
+        StaleClient for an incarnation that was superseded; NotHolder if what it keeps is another process's now.
         """
         with self._adding:
             self.fence(delivery)
-            return self.batcher.add(
-                delivery.source,
-                _ANY_INCARNATION,
-                delivery.sequence,
-                delivery.ids,
-                delivery.gradients_KD,
-                delivery.versions,
-                dense_version=self.dense_version,
-                lr=delivery.lr,
-            )
+            try:
+                return self.batcher.add(
+                    delivery.source,
+                    _ANY_INCARNATION,
+                    delivery.sequence,
+                    delivery.ids,
+                    delivery.gradients_KD,
+                    delivery.versions,
+                    dense_version=self.dense_version,
+                    lr=delivery.lr,
+                )
+            except (StaleClient, StateError) as exc:
+                self.lost = str(exc)
+                raise NotHolder(f"this slow gear may keep no gradients any more: {exc}") from exc
 
     def fence(self, delivery: Delivery) -> None:
         """Raise StaleClient if a higher incarnation of its fast gear was here, and shut lower ones out."""
@@ -233,9 +240,10 @@ class DenseEngine:
     def apply_due(self, limit: int | None = None) -> bool:
         """Make one dense update of the gradients that are due; False if there are none.
 
-        After an error the batch is still due: the next call repeats it, under its number.
+        After an error the batch is still due: the next call repeats it, under its number. GearUnavailable: another
+        process has taken this one's place, and the batch with it.
         """
-        with self._applying:
+        with self._applying, self._place_kept():
             batch = self.batcher.due(limit)
             if batch is None:
                 return False
@@ -259,7 +267,8 @@ class DenseEngine:
 
     def flush(self) -> None:
         """Apply every gradient that waits, in batches of their true count."""
-        self.batcher.flush()
+        with self._place_kept():
+            self.batcher.flush()
         self.apply_all()
 
     def account(self, source: str | None = None) -> GearAccount:
@@ -277,10 +286,19 @@ class DenseEngine:
         """The fast gears that have delivered."""
         return sorted({family_of(source) for source in self.batcher.report()["sources"]})
 
+    @contextmanager
+    def _place_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except (StaleClient, StateError) as exc:
+            self.lost = str(exc)
+            raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
+
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         with self._pass.lock:
             self._refresh()
-            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        with self._pass.lock:
             if self._acknowledge is not None:  # earlier numbers are done with
                 self._acknowledge(batch.number)
             if len(failures) < len(batch.ids):
@@ -298,7 +316,7 @@ class DenseEngine:
         with self._pass.lock:
             self._refresh()
             version = self.dense_version
-            vectors_KD, failures = self._pass.features(ids)
+        vectors_KD, failures = self._pass.features(ids)
         reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)

@@ -11,9 +11,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from geartrain.ams import failpoints
 from tests.faults.children import Child
 
-IDS, DIM, LR, STOP_AT = 24, 4, 0.125, 30
+IDS, DIM, LR = 24, 4, 0.125
+STOPS = (30, 50)
 
 
 class Nursery:
@@ -36,6 +38,11 @@ class Nursery:
         self._child.pipe.send((None, pid, number))
         status: int = self._child.receive()
         return status
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a process a signal."""
+        self._child.pipe.send((None, pid, -number))
+        self._child.receive()
 
     def close(self) -> None:
         """End all."""
@@ -62,6 +69,9 @@ def _nurse(pipe: Connection) -> None:
                 one.close()
                 children.add(pid)
                 pipe.send(pid)
+            elif one and rest < 0:
+                os.kill(one, -rest)
+                pipe.send("sent")
             elif one:
                 os.kill(one, rest)
                 children.discard(one)
@@ -105,8 +115,8 @@ def samples(one: int) -> Any:
     return torch.eye(IDS)[one]
 
 
-def slow_gear(pipe: Connection, scheduler: str, store: str) -> None:
-    """Serve until SIGTERM; says the address."""
+def slow_gear(pipe: Connection, scheduler: str, store: str, armed: str = "") -> None:
+    """Serve until SIGTERM, or until a failpoint ends it; says the address."""
     from geartrain import role
     from geartrain.slowgear_role import SlowGearRole
     from tests.integration.gear_cluster import CLIENT, gear_config
@@ -120,12 +130,13 @@ def slow_gear(pipe: Connection, scheduler: str, store: str) -> None:
         "store": store,
     }
     service = SlowGearRole(gear_config(scheduler, **settings), CLIENT)
+    failpoints.arm_from_environment(environ={failpoints.VARIABLE: armed})
     pipe.send(service.start())
     role.serve("slowgear", service)
 
 
 def fast_gear(pipe: Connection, scheduler: str, number: int, steps: int) -> None:
-    """Deliver gradients of ones, and say each step. Waits at step 30 to be told to go on, and at its end to flush."""
+    """Deliver gradients of ones, and say each step. Waits at some to be told to go on, and at its end to flush."""
     import torch
 
     import geartrain as gt
@@ -141,7 +152,7 @@ def fast_gear(pipe: Connection, scheduler: str, number: int, steps: int) -> None
         image = gt.SlowGear(cluster, "image", dim=DIM, gradients_per_id=3, expire_seconds=0.0)
         rows = gt.RowOptimizer(image)
         for step in range(steps):
-            if step == STOP_AT:
+            if step in STOPS:
                 pipe.recv()
             ids = torch.randint(IDS, (8,), generator=random).unique()
             image(ids).sum().backward()

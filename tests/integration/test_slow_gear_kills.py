@@ -15,7 +15,7 @@ import geartrain as gt
 from geartrain.ams.gear_messages import GearAccount
 from tests.faults.children import Child, serve
 from tests.integration.gear_cluster import CLIENT
-from tests.integration.gear_processes import DIM, IDS, LR, Nursery, fast_gear, slow_gear
+from tests.integration.gear_processes import DIM, IDS, LR, STOPS, Nursery, fast_gear, slow_gear
 from tests.redis_child import running_redis
 
 STEPS, LEASE_SECONDS = 60, 1.0
@@ -36,10 +36,19 @@ def heard(pipe: Connection) -> Any:
     return said
 
 
+def ended(pipe: Connection) -> tuple[list[int], GearAccount]:
+    """What a fast gear has delivered of each id when it has made its steps, and its account then."""
+    while isinstance(said := heard(pipe), int):
+        pass
+    delivered, account = said
+    assert account.adds_up and account.received == sum(delivered)
+    return delivered, account
+
+
 class Run:
     """A cluster with two slow and two fast gears."""
 
-    def __init__(self, stack: ExitStack, nursery: Nursery, store: str) -> None:
+    def __init__(self, stack: ExitStack, nursery: Nursery, store: str, armed: str = "") -> None:
         self.nursery = nursery
         scheduler = Child(
             serve,
@@ -53,33 +62,40 @@ class Run:
             stack.callback(server.end)
             server.receive()
         self.slow = []
-        for _ in range(2):
-            pid, pipe = nursery.start(slow_gear, self.address, store)
+        for failpoint in (armed, ""):
+            pid, pipe = nursery.start(slow_gear, self.address, store, failpoint)
             heard(pipe)
             self.slow.append(pid)
         self.fast = [nursery.start(fast_gear, self.address, number, STEPS)[1] for number in range(2)]
 
-    def train(self, number: int) -> tuple[list[GearAccount], np.ndarray, list[list[str]]]:
-        """End a slow gear by a signal in mid-run; return the fast gears' accounts, what they delivered of each id, and
-        what they logged."""
+    def train(self, number: int | None) -> tuple[list[GearAccount], np.ndarray, list[list[str]]]:
+        """End a slow gear in mid-run by a signal (None: it ends itself).
+
+        Returns the fast gears' accounts, what they delivered of each id, and what they logged.
+        """
         for pipe in self.fast:
             while heard(pipe) != 10:
                 pass
-        self.nursery.end(self.slow[0], number)
+        self.nursery.end(self.slow[0], 0 if number is None else number)
+        self.go_on()
+        self.go_on()
+        delivered = sum(np.array(ended(pipe)[0]) for pipe in self.fast)
+        ends = self.flushed()
+        return [account for account, _ in ends], delivered, [warnings for _, warnings in ends]
+
+    def go_on(self) -> None:
+        """Let the fast gears pass the next step at which they wait."""
         for pipe in self.fast:
             pipe.send("go on")
-        delivered = np.zeros(IDS, np.int64)
-        for pipe in self.fast:
-            while isinstance(said := heard(pipe), int):
-                pass
-            delivered += said[0]
-            assert said[1].adds_up and said[1].received == sum(said[0])
+
+    def flushed(self) -> list[tuple[GearAccount, list[str]]]:
+        """Let the fast gears flush and end; return the account and the log of each."""
         for pipe in self.fast:
             pipe.send("flush")
         ends = [heard(pipe) for pipe in self.fast]
         for pipe in self.fast:
             pipe.send("end")
-        return [account for account, _ in ends], delivered, [warnings for _, warnings in ends]
+        return ends
 
     def applied(self) -> np.ndarray:
         """How many gradients of each id are in the weights: it is the negative of its column over the learning rate."""
@@ -107,13 +123,43 @@ def test_what_a_slow_gear_held_in_memory_is_counted(nursery: Nursery, number: si
         assert sum(int(line.split("gone: ")[1].split()[0]) for line in lines if "gone: " in line) == account.lost
 
 
-def test_what_a_slow_gear_kept_in_redis_is_applied_once_by_its_heir(nursery: Nursery) -> None:
+@pytest.mark.parametrize(
+    "armed",
+    [
+        pytest.param("", marks=pytest.mark.slow, id="at any time"),
+        pytest.param("client.send.before=kill@7", marks=pytest.mark.slow, id="with an update begun"),
+        pytest.param("client.reply.after=kill@7", id="with an update made and not noted"),
+    ],
+)
+def test_what_a_slow_gear_kept_in_redis_is_applied_once_by_its_heir(nursery: Nursery, armed: str) -> None:
     with ExitStack() as stack:
         redis = stack.enter_context(running_redis())
-        run = Run(stack, nursery, redis.url)
-        accounts, delivered, _ = run.train(signal.SIGKILL)
+        run = Run(stack, nursery, redis.url, armed)
+        accounts, delivered, _ = run.train(signal.SIGKILL if not armed else None)
         applied = run.applied()
     total = sum(accounts, GearAccount())
     assert (total.lost, total.waiting, total.due) == (0, 0, 0)
     assert total.applied == delivered.sum()
     np.testing.assert_array_equal(applied, delivered)
+
+
+@pytest.mark.slow
+def test_a_slow_gear_that_only_seemed_dead_ends_when_it_finds_an_heir(nursery: Nursery) -> None:
+    with ExitStack() as stack:
+        redis = stack.enter_context(running_redis())
+        run = Run(stack, nursery, redis.url)
+        for pipe in run.fast:
+            while heard(pipe) != 10:
+                pass
+        nursery.signal(run.slow[0], signal.SIGSTOP)
+        run.go_on()
+        for pipe in run.fast:
+            while heard(pipe) != STOPS[1] - 1:
+                pass
+        nursery.signal(run.slow[0], signal.SIGCONT)
+        run.go_on()
+        delivered = sum(np.array(ended(pipe)[0]) for pipe in run.fast)
+        accounts = [account for account, _ in run.flushed()]
+        np.testing.assert_array_equal(run.applied(), delivered)
+        assert nursery.end(run.slow[0], 0) == 1
+    assert sum(accounts, GearAccount()).applied == delivered.sum()

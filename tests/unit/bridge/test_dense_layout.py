@@ -14,7 +14,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shapes=SHAPES, dim=st.integers(1, 9), data=st.data())
 def test_what_was_packed_is_unpacked(shapes: list[tuple[int, ...]], dim: int, data: st.DataObject) -> None:
     layout = Layout({f"t{i}": shape for i, shape in enumerate(shapes)}, dim)
