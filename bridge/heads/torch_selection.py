@@ -17,7 +17,6 @@ from torch import Tensor
 
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.bridge.heads.torch_sampling import sample_ids_on
-from geartrain.bridge.heads.transfers import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +32,10 @@ class TorchGraph:
 
     @staticmethod
     def of(table: NeighbourTable, device: torch.device) -> TorchGraph:
-        """Copy it there, by way of as much pinned memory of the host."""
+        """Copy it there, and wait for that: pinned memory of its size would stay pinned."""
         lengths = table.offsets[1:] - table.offsets[:-1]
-        return TorchGraph(upload(table.offsets, device), upload(table.neighbours, device), int(lengths.max()))
+        offsets, neighbours = (torch.from_numpy(part).to(device) for part in (table.offsets, table.neighbours))
+        return TorchGraph(offsets, neighbours, int(lengths.max()))
 
     def by_rank(self, labels_P: Tensor) -> Tensor:
         """Neighbours [r·P] of the labels: the first of each, then the second of each, …; C where a list has ended."""

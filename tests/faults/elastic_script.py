@@ -1,10 +1,10 @@
-"""A job for test_elastic: ``geartrain worker`` under torchrun, one of whose ranks dies once."""
+"""A job for test_elastic: what ``geartrain worker`` does on each rank under torchrun, one of which dies once."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from tests.faults.test_job_recovery import JOB
 from tests.integration.test_classify_and_predict import LOOK
 
 
-def main(scheduler: str, images: str, out: str, steps: str, dies: str, *flags: str) -> None:
-    """``dies``: RANK:STEP at which that rank dies in its first life, or "never"."""
+def main(scheduler: str, images: Path, out: Path, steps: int, dies: str, overwrite: bool) -> str:
+    """``dies``: RANK:STEP at which that rank dies in its first life, or "never". Returns what it told in its last."""
     torch.set_num_threads(1)
     whole = Trainer._step
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -31,17 +31,14 @@ def main(scheduler: str, images: str, out: str, steps: str, dies: str, *flags: s
 
     Trainer._step = step  # type: ignore[method-assign]
     options = JobOptions(
-        out=Path(out),
-        recipe=replace(JOB, steps=int(steps)),
+        out=out,
+        recipe=replace(JOB, steps=steps),
         preprocessing=LOOK,
         device="cpu",
         scheduler=scheduler,
-        resume="--resume" in flags,
-        resume_steps=int(steps),
-        overwrite="--overwrite" in flags,
+        resume_steps=steps,
+        overwrite=overwrite,
     )
-    jobs.train_folder(options, folder=Path(images), held_out=0.25, console=Console(width=200))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    told = io.StringIO()
+    jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
+    return told.getvalue()

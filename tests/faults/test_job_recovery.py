@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from geartrain.workers import job, jobs
 from geartrain.workers.loop import Trainer
 from geartrain.workers.report import Evaluation
 from geartrain.workers.run import JobOptions, JobResult
+from tests.integration.conftest import ServedCluster
 from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw, one_thread
 from tests.integration.test_up import kill_child, up
 
@@ -46,6 +48,16 @@ def train(out: Path, images: Path | None, **changes: Any) -> tuple[JobResult, st
     options = JobOptions(out=out, recipe=JOB, preprocessing=LOOK, device="cpu", **changes)
     result = jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
     return result, told.getvalue()
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Address of a cluster of this process, behind sockets: for what is not about its processes."""
+    cluster = ServedCluster()
+    try:
+        yield cluster.address
+    finally:
+        cluster.stop()
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
@@ -137,14 +149,14 @@ def test_a_job_that_has_ended_its_training_does_not_train_on(
 
     monkeypatch.setattr(Trainer, "_step", step)
     monkeypatch.setattr(Evaluation, "answers", evaluate)
-    with up("--shards=1") as running:
-        result, told = train(out, images, scheduler=running.facts["scheduler"])
+    with served() as scheduler:
+        result, told = train(out, images, scheduler=scheduler)
         assert (result.step, result.finished) == (STEPS, True)
         assert f"Going on at step {STEPS}: 0 steps (" in told
         assert list_snapshots(out / "snapshots")[0].name == f"step-{STEPS:09}"
 
         losses.append(STEPS)  # before the first snapshot of the next stage
-        result, told = train(out, images, scheduler=running.facts["scheduler"], resume=True, resume_steps=4)
+        result, told = train(out, images, scheduler=scheduler, resume=True, resume_steps=4)
         assert result.step == STEPS + 4
         assert f"Lost a part of the cluster at step {STEPS}" in told
 
@@ -156,8 +168,8 @@ def test_a_job_that_may_not_go_back_says_what_was_lost(
         raise errors.ShardRestarted("shard 1 was restarted")
 
     monkeypatch.setattr(Trainer, "_step", lost)
-    with up("--shards=1") as running, pytest.raises(errors.ShardRestarted):
-        train(tmp_path / "run", images, scheduler=running.facts["scheduler"], max_recoveries=2)
+    with served() as scheduler, pytest.raises(errors.ShardRestarted):
+        train(tmp_path / "run", images, scheduler=scheduler, max_recoveries=2)
 
 
 def test_a_worker_whose_job_was_taken_over_neither_trains_on_nor_saves(
@@ -169,18 +181,18 @@ def test_a_worker_whose_job_was_taken_over_neither_trains_on_nor_saves(
         def step(self: Trainer, number: int) -> torch.Tensor:
             loss = whole(self, number)
             if number == at:  # another process resumes the job while this one stands still
-                with gt.connect(running.facts["scheduler"]) as successor:
+                with gt.connect(scheduler) as successor:
                     successor.fence(self.head.name, time.time_ns())
             return loss
 
         return step
 
-    with up("--shards=1") as running:
+    with served() as scheduler:
         # 7: the next thing it does is a push. 9: it is a snapshot, which would hold this backbone and the rows of the
         # successor.
         for at, kept in ((7, 5), (9, 5)):
             monkeypatch.setattr(Trainer, "_step", stopped(at))
             with pytest.raises(errors.StaleClient, match="another process writes in its place"):
-                train(tmp_path / f"run-{at}", images, scheduler=running.facts["scheduler"])
+                train(tmp_path / f"run-{at}", images, scheduler=scheduler)
             newest = list_snapshots(tmp_path / f"run-{at}" / "snapshots")[0]
             assert newest.name == f"step-{kept:09}"
