@@ -29,6 +29,9 @@ class RowStore:
         num_rows: int,
         threads: int,
         window: int,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
     ) -> None: ...
     def pull(
         self,
