@@ -182,12 +182,15 @@ class WorkerCache:
         vectors = features.vectors.detach()
         if len(kept) < len(array):
             vectors = vectors[torch.from_numpy(kept).to(vectors.device)]
+        vectors = vectors.to(self._vectors.device, self._vectors.dtype)
         with self._lock:
             slots, evicted = self._index.place(array[kept])
             self._evicted += evicted
+            self._times[slots] = -math.inf  # if what follows fails they are not there, rather than another id's
             rows = torch.from_numpy(slots).to(self._vectors.device)
-            self._vectors.index_copy_(0, rows, vectors.to(self._vectors.device, self._vectors.dtype))
-            self._versions[slots], self._times[slots] = features.versions[kept], features.times[kept]
+            self._vectors.index_copy_(0, rows, vectors)
+            self._versions[slots] = features.versions[kept]
+            self._times[slots] = features.times[kept]
 
     def _gathered(self, slots: Slots) -> Tensor:
         if self._rows is None:
