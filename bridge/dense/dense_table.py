@@ -39,6 +39,14 @@ class _Update:
     sequence: int | None
     beside: Write | None
     weights: Write
+    is_refused: bool = False
+    """A shard refused it, as it would a repeat."""
+    is_dropped: bool = False
+    """Its gradients were dropped, but some shards have applied it."""
+
+    @property
+    def is_on_a_shard(self) -> bool:
+        return self.weights.is_on_a_shard or (self.beside is not None and self.beside.is_on_a_shard)
 
     def abandon(self) -> None:
         for write in (self.beside, self.weights):
@@ -105,7 +113,8 @@ class DenseTable(torch.optim.Optimizer):
         Costs, per step: 4·P bytes up and 4·P down over S shards (4·B more each way for what is beside the parameters),
         one request per shard each way and a small one that asks for the version. Raises NonFinite (nothing was
         pushed anywhere), SyncError, ShardUnavailable. After an error call step() again, which goes on where it stopped
-        (no shard applies a push twice), or zero_grad(), which drops what is pending.
+        (no shard applies a push twice), or zero_grad(), which drops what is pending. With ranks a push that some shard
+        has is not dropped, as the shards count the steps of ranks: the next step() completes it, and then does its own.
         """
         loss = None
         if closure is not None:
@@ -117,7 +126,9 @@ class DenseTable(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         skips = found_inf is not None and bool(found_inf)
         if not self._pull_is_due:
-            self._pull_is_due = self._push(None, lr, scale, samples, skips=skips) is not None and pull_after
+            completes = self._update is not None
+            pushed = self._push(None, lr, scale, samples, skips=skips) is not None
+            self._pull_is_due = pull_after and (pushed or completes)
         if self._pull_is_due:
             self._pull()
             self._pull_is_due = False
@@ -148,18 +159,24 @@ class DenseTable(torch.optim.Optimizer):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and a push that is still pending after an error: the shards that have it keep it."""
+        """Drop the gradients, and a push that is still pending after an error: the shards that have it keep it. With
+        ranks the next :meth:`step` completes one that some shard has."""
         super().zero_grad(set_to_none=set_to_none)
         self._pull_is_due = False
-        update, self._update = self._update, None
-        if update is None:
+        if self._update is None:
             return
-        update.abandon()
+        if self._ranks is not None and self._update.is_on_a_shard and not self._update.is_refused:
+            self._update.is_dropped = True
+            return
+        self._update.abandon()
+        self._update = None
         if self._beside is not None:
             self._beside.pushed()  # dropped, too: some shards have it, and none may get it twice
 
     def _push(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Done | None:
         """Make a push, or go on with the one that is pending; None if there was nothing to push."""
+        if self._update is not None and self._update.is_dropped:
+            self._send(self._update)
         update = self._update
         if update is not None and update.sequence != sequence:
             raise InvalidArgument(
@@ -168,13 +185,18 @@ class DenseTable(torch.optim.Optimizer):
             )
         if update is None:
             update = self._update = self._agreed(sequence, lr, scale, samples, skips=skips)
-        if update is None:
-            return None
-        if update.beside is not None and self._beside is not None:
-            update.beside.send()
-            self._beside.pushed()
-        # The parameters last: once their version has moved, all of the step is there.
-        done = update.weights.send()
+        return None if update is None else self._send(update)
+
+    def _send(self, update: _Update) -> Done:
+        try:
+            if update.beside is not None and self._beside is not None:
+                update.beside.send()
+                self._beside.pushed()
+            # The parameters last: once their version has moved, all of the step is there.
+            done = update.weights.send()
+        except InvalidArgument:
+            update.is_refused = True
+            raise
         self._update = None
         if self._ranks is not None:
             self._ranks.sequence += 1

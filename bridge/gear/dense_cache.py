@@ -7,7 +7,10 @@ under which dense version. An entry is fresh (a hit) if
 
 Magnitudes, because clocks and versions can go back: an entry from the future (the clock was set back, another host's
 runs ahead, a snapshot was restored) is no older than one of the past, and so none lives longer than
-2 · expire_seconds on the reader's clock, however far that was set back. ``expire_seconds=0``: nothing is ever fresh.
+2 · expire_seconds on the reader's clock, however far that was set back. But what a host wrote whose clock runs ahead by
+more than expire_seconds is a miss at first and fresh later: gears that share a store need clocks that agree to less
+than that; a store whose records go after a while (``record_seconds``) bounds it by its own clock. ``expire_seconds=0``:
+nothing is ever fresh.
 """
 
 from __future__ import annotations

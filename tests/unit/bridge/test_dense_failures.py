@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.client import ShardCalls
-from geartrain.ams.errors import ShardUnavailable
+from geartrain.ams.errors import NonFinite, ShardUnavailable
 from geartrain.bridge.dense.layout import Layout
 
 DIM = 8
@@ -115,6 +116,57 @@ def test_a_refresh_between_a_failed_step_and_its_repeat_doubles_no_change_of_buf
     dense.step()
     others.refresh()
     assert module.forwards() == other.forwards() == {7.0}
+
+
+@pytest.mark.parametrize("push", [1, 2])
+@pytest.mark.parametrize("applied", [True, False])
+def test_ranks_complete_a_step_that_some_shards_have_before_the_next(
+    cluster: gt.Cluster, fail_step: Callable[..., None], push: int, applied: bool
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = Counting()
+        dense = gt.attach(module, cluster, name="net", dim=DIM, optimizer=gt.SGD(1.0), mode="sync")
+        before = module.layer.weight.detach().clone()
+        gradients = [1.0, 10.0, 100.0]
+        for step, gradient in enumerate(gradients):
+            dense.zero_grad()
+            backward(module)
+            for one in module.parameters():
+                one.grad = torch.full_like(one, gradient)
+            if step == 0:
+                fail_step(dense, push, applied=applied)
+            else:
+                dense.step()
+        torch.testing.assert_close(module.layer.weight.detach(), before - sum(gradients))
+        assert module.forwards() == {3.0} and dense.version == 4
+        dense.zero_grad()
+        backward(module)
+        fail_step(dense, push, applied=applied)
+        dense.zero_grad()
+        dense.found_inf = torch.ones(())  # as GradScaler says it: what is new is skipped
+        dense.step()
+        assert dense.version == 5 and not dense.refresh()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_may_drop_a_step_that_a_shard_refuses(cluster: gt.Cluster) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = Counting()
+        dense = gt.attach(module, cluster, name="net", dim=DIM, optimizer=gt.SGD(1.0), mode="sync")
+        backward(module)
+        for one in module.parameters():
+            one.grad = torch.full_like(one, 1e30)
+        with pytest.raises(NonFinite):
+            dense.push(lr=1e30)
+        dense.zero_grad()
+        backward(module)
+        dense.step()
+        assert dense.version == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_pull_that_fails_half_way_leaves_buffers_and_what_they_changed_by(
