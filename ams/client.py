@@ -288,14 +288,22 @@ class Table:
         """Return the table version: the writes applied to it on the shard that has had the fewest, assigns included.
 
         Of a table all of whose rows are in every write (dense ids, no shard without rows counts) that is the number of
-        writes that are in every row pulled from now on. It goes on after a restore. Costs one small request per shard.
-        Raises TableNotFound, ShardUnavailable, ShardRestarted.
+        writes that are in every row pulled from now on. It goes on after a restore. Cost and errors are those of
+        :meth:`versions`.
+        """
+        return min(self.versions())
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the writes applied to the table by each shard, of dense ids by each that has rows, in their order.
+
+        No row has changed while these have not, though their lowest, the table version, may stay where one moves: a
+        write that was given up half way is on some shards only. Costs one small request per shard. Raises
+        TableNotFound, ShardUnavailable, ShardRestarted.
         """
         first_ids = np.arange(min(self.spec.num_rows or NUM_BUCKETS, NUM_BUCKETS), dtype=np.int64)
         is_dense = self.spec.num_rows is not None
         shards = [shard for shard, _ in self._routes(first_ids)] if is_dense else range(self._calls.view.num_shards)
-        writes = [self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards])]
-        return min(writes)
+        return tuple(self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards]))
 
     def _writes_in(self, reply: Reply) -> int:
         assert isinstance(reply, ShardState)

@@ -174,11 +174,17 @@ class Write:
 
     def __init__(self, numbers: Numbers, requests: Sequence[tuple[int, Request]], deliver: Deliver) -> None:
         self._numbers = numbers
+        self._num_requests = len(requests)
         self._pending = list(requests)
         self._deliver = deliver
         self._created = 0
         self._duplicate = False
         self._sequence = numbers.begin()
+
+    @property
+    def is_on_a_shard(self) -> bool:
+        """Whether a shard has answered that it has applied its part."""
+        return len(self._pending) < self._num_requests
 
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.

@@ -42,13 +42,20 @@ class ByteLru:
         Returns their slots [N], and the ids dropped for them with the slots that these had. Of more than fit together
         the first are dropped again.
         """
-        if len(self._index) + len(ids) > self.capacity:
-            self._index.grow(max(2 * self.capacity, len(self._index) + len(ids)))
-            self._sizes = np.concatenate([self._sizes, np.zeros(self.capacity - len(self._sizes), np.int64)])
+        self.make_room(len(ids))
         slots, _ = self._index.place(ids)
         self.total_bytes += int((sizes - self._sizes[slots]).sum())
         self._sizes[slots] = sizes
         return slots, *self._evict()
+
+    def make_room(self, count: int) -> None:
+        """Have slots for ``count`` more ids. Changes nothing if memory fails."""
+        if len(self._index) + count <= self.capacity:
+            return
+        capacity = max(2 * self.capacity, len(self._index) + count)
+        sizes = np.concatenate([self._sizes, np.zeros(capacity - len(self._sizes), np.int64)])
+        self._index.grow(capacity)
+        self._sizes = sizes
 
     def drop(self, ids: Ids) -> tuple[Ids, Slots]:
         """Let go of these; return those that were held, with the slots that they had."""

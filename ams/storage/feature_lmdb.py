@@ -185,7 +185,7 @@ def _environment(path: Path, *, readonly: bool = False) -> lmdb.Environment:
 
 
 def _records(environment: lmdb.Environment) -> tuple[Ids, Ids, Ids]:
-    """Return ids, ticks and sizes [R] of all records; what has no room for a seal and a tick is left out."""
+    """Return distinct ids, ticks and sizes [R] of all records; what has no room for a seal and a tick is left out."""
     found = []
     with environment.begin(buffers=True) as transaction:
         for key, value in transaction.cursor():
@@ -193,7 +193,8 @@ def _records(environment: lmdb.Environment) -> tuple[Ids, Ids, Ids]:
                 tick = int.from_bytes(value[SEAL_BYTES:_OVERHEAD], "little") % 2**63
                 found.append((int.from_bytes(key, "big") % 2**63, tick, len(value)))
     table = np.array(found, np.int64).reshape(-1, 3)
-    return table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
+    _, kept = np.unique(table[:, 0], return_index=True)  # damaged keys may be equal
+    return table[kept, 0], table[kept, 1], table[kept, 2]
 
 
 def _check_structure(path: Path) -> None:

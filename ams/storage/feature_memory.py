@@ -43,8 +43,9 @@ class MemoryFeatures:
         ids, kept = checked_records(checked_read(ids), values, self._lru.max_bytes)
         sizes = np.fromiter(map(len, kept), np.int64, len(kept))
         with self._lock:
-            slots, _, freed = self._lru.hold(ids, sizes)
+            self._lru.make_room(len(ids))
             self._values += [None] * (self._lru.capacity - len(self._values))
+            slots, _, freed = self._lru.hold(ids, sizes)
             for slot, value in zip(slots.tolist(), kept, strict=True):
                 self._values[slot] = value
             for slot in freed.tolist():

@@ -2,11 +2,14 @@
 
 All keys of a name are fields of one Redis hash, so a change is one script, which the server runs alone: it first looks
 whether the writer still holds the name. Whoever opens the name takes it over; a predecessor that still runs is shut out
-from its next change on. What a loss of power leaves is the server's business (``appendonly yes``, ``appendfsync``).
+from its next change on. Each change is numbered by its holder: one that was sent again, and is still on its way on a
+connection that was given up, comes too late to undo what followed. What a loss of power leaves is the server's business
+(``appendonly yes``, ``appendfsync``).
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,12 +23,23 @@ from geartrain.ams.storage.feature_redis import without_password
 from geartrain.ams.storage.kv import seal, unseal
 
 _HOLDER = b"\0holder"
-"""The field that counts takeovers; no other begins with a zero."""
+"""The field that says who holds the name and which change was its last, ``TAKEOVER-NONCE:CHANGE``; no other begins
+with a zero. The nonce, because a server that fell back counts to the same takeover twice."""
+_TAKE_OVER = """
+local held = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+local takeover = tonumber(string.match(held, '^%d+') or '0') + 1
+local token = string.format('%d-%s', takeover, ARGV[2])
+redis.call('HSET', KEYS[1], ARGV[1], token .. ':0')
+return token
+"""
 _WRITE = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
-local removed = tonumber(ARGV[3])
-for i = 4, 3 + removed do redis.call('HDEL', KEYS[1], ARGV[i]) end
-for i = 4 + removed, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held == ARGV[3] then return 1 end
+if held ~= ARGV[2] then return 0 end
+local removed = tonumber(ARGV[4])
+for i = 5, 4 + removed do redis.call('HDEL', KEYS[1], ARGV[i]) end
+for i = 5 + removed, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
 _PAUSE_SECONDS = 0.2
@@ -75,35 +89,43 @@ class RedisStore:
                 f"the Redis server {without_password(url)} evicts any key (maxmemory-policy {policy}), so it would "
                 "lose state; start it with --maxmemory-policy volatile-lru"
             )
-        self._token = b"%d" % self._patiently(lambda: self._client.hincrby(self._key, _HOLDER, 1))
-        self._is_closed = False
+        nonce = secrets.token_hex(8)
+        self._token: bytes = self._patiently(lambda: self._client.eval(_TAKE_OVER, 1, self._key, _HOLDER, nonce))
+        self._changes = 0
+        self._failure: str | None = None
+        """Why no further change is taken."""
 
     def read_all(self) -> dict[str, bytes]:
         """See :class:`KeyValueStore`. Also raises StoreUnavailable, StaleClient."""
         fields = self._patiently(lambda: self._client.hgetall(self._key))
-        if fields.pop(_HOLDER, None) != self._token:
+        if not fields.pop(_HOLDER, b"").startswith(self._token + b":"):
             raise self._superseded()
         return {name.decode(): unseal(name.decode(), sealed, self._shown) for name, sealed in fields.items()}
 
     def write(self, changes: Mapping[str, bytes | None]) -> None:
         """See :class:`KeyValueStore`; return when the server has made the change. Also raises StaleClient."""
+        if self._failure is not None:
+            raise StateFailed(self._failure)
         removed = [key for key, value in changes.items() if value is None]
-        arguments: list[str | bytes | int] = [_HOLDER, self._token, len(removed), *removed]
+        before, after = (b"%b:%d" % (self._token, number) for number in (self._changes, self._changes + 1))
+        arguments: list[str | bytes | int] = [_HOLDER, before, after, len(removed), *removed]
         for key, value in changes.items():
             if value is not None:
                 arguments += [key, seal(key, value)]
-        if self._is_closed:
-            raise StateFailed(f"{self._shown} was closed; open it again")
+        # Unless the server answers: a change that comes later, at any time, must not meet another of its number.
+        self._failure = f"{self._shown}: whether an earlier change was made is not known; open it again"
         try:
             held = self._patiently(lambda: self._client.eval(_WRITE, 1, self._key, *arguments))
         except StoreUnavailable as exc:
             raise StateFailed(f"{exc}; whether the last change was made is not known") from exc
+        self._failure = None
         if not held:
             raise self._superseded()
+        self._changes += 1
 
     def close(self) -> None:
         """See :class:`KeyValueStore`. The name stays held by nobody else until somebody opens it."""
-        self._is_closed = True
+        self._failure = f"{self._shown} was closed; open it again"
         self._client.close()
 
     def _patiently(self, call: Any) -> Any:

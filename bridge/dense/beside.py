@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import torch
 from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
@@ -25,22 +26,28 @@ class BesideParameters:
         self._store = store
         self._tensors = tensors
         self._base_RD = store.layout.empty()
-        """The module's values when they were last pulled or pushed."""
-        self._pushed_RD: Tensor | None = None
+        """What the module has of the server's values: they as they were last pulled, and what was pushed since."""
+        self._sent: tuple[Tensor, Tensor] | None = None
+        """Of the push under way: the base that it changes, and what that becomes."""
         store.layout.pack(self._now(), self._base_RD)
 
     def prepare(self, group: SyncGroup | None, sequence: int | None) -> Write | None:
         """Check and number the push of what changed; None if nothing did and no other rank counts on it."""
-        self._pushed_RD = self._packed()
-        change_RD = as_numpy(self._base_RD - self._pushed_RD)
+        self._sent = self._base_RD, self._packed()
+        change_RD = as_numpy(self._base_RD - self._sent[1])
         if group is None and not change_RD.any():
             return None
         return self._store.table.prepare_push(self._store.ids, change_RD, group=group, sequence=sequence)
 
     def pushed(self) -> None:
-        """What was prepared last is applied."""
-        if self._pushed_RD is not None:
-            self._base_RD, self._pushed_RD = self._pushed_RD, None
+        """What was prepared last is applied, or given up: it is not to be pushed again. Idempotent."""
+        if self._sent is None:
+            return
+        (before_RD, after_RD), self._sent = self._sent, None
+        if before_RD is self._base_RD:
+            self._base_RD = after_RD
+        else:  # values were pulled meanwhile
+            self._base_RD = self._base_RD + (after_RD - before_RD)
 
     def pull(self) -> tuple[Tensor, Future[None]]:
         """Begin to pull: rows [R, D] for :meth:`take` once the future is done."""
@@ -49,12 +56,13 @@ class BesideParameters:
 
     def take(self, rows_RD: Tensor) -> None:
         """Give the module the server's values; what it changed since its last push stays on top of them."""
-        layout = self._store.layout
+        layout, now = self._store.layout, self._now()
         change_RD = self._packed() - self._base_RD
-        layout.unpack(rows_RD, self._now())
-        layout.pack(self._now(), self._base_RD)  # as the module's dtypes hold them
-        if bool(change_RD.any()):
-            layout.unpack(self._base_RD + change_RD, self._now())
+        held, base_RD = [torch.empty_like(one) for one in now], layout.empty()
+        layout.unpack(rows_RD, held)
+        layout.pack(held, base_RD)  # as the module's dtypes hold them
+        layout.unpack(base_RD + change_RD, now)
+        self._base_RD = base_RD  # a new one each time: a push under way tells by it whether values were pulled
 
     def _now(self) -> list[Tensor]:
         return list(self._tensors.others().values())

@@ -37,7 +37,21 @@ class _Update:
     """One push under way: sent again after an error, it reaches only the shards that have not answered."""
 
     sequence: int | None
-    writes: list[Write]
+    beside: Write | None
+    weights: Write
+    is_refused: bool = False
+    """A shard refused it, as it would a repeat."""
+    is_dropped: bool = False
+    """Its gradients were dropped, but some shards have applied it."""
+
+    @property
+    def is_on_a_shard(self) -> bool:
+        return self.weights.is_on_a_shard or (self.beside is not None and self.beside.is_on_a_shard)
+
+    def abandon(self) -> None:
+        for write in (self.beside, self.weights):
+            if write is not None:
+                write.abandon()
 
 
 class DenseTable(torch.optim.Optimizer):
@@ -53,9 +67,8 @@ class DenseTable(torch.optim.Optimizer):
 
     def __init__(self, tensors: ModuleTensors, weights: Store, beside: Store | None, ranks: Ranks | None) -> None:
         """Take the server's values. Use :func:`attach`."""
-        self.version = 0
-        """Dense version of the weights held now: the writes applied to the table, the first values included (the lowest
-        over its shards, asked for before they were pulled)."""
+        self._versions: tuple[int, ...] = (0,)
+        """Writes applied to the parameters by shard, as asked for before they were pulled."""
         self._tensors = tensors
         self._weights = weights
         self._beside = None if beside is None else BesideParameters(beside, tensors)
@@ -73,6 +86,12 @@ class DenseTable(torch.optim.Optimizer):
     def name(self) -> str:
         """Name of the table of the parameters; that of the buffers is ``NAME.buffers``."""
         return self._weights.table.spec.name
+
+    @property
+    def version(self) -> int:
+        """Dense version of the weights held now: the writes applied to the table, the first values included (the lowest
+        over its shards, asked for before they were pulled)."""
+        return min(self._versions)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only the parameters that were attached can be trained here: anything else is InvalidArgument."""
@@ -94,7 +113,8 @@ class DenseTable(torch.optim.Optimizer):
         Costs, per step: 4·P bytes up and 4·P down over S shards (4·B more each way for what is beside the parameters),
         one request per shard each way and a small one that asks for the version. Raises NonFinite (nothing was
         pushed anywhere), SyncError, ShardUnavailable. After an error call step() again, which goes on where it stopped
-        (no shard applies a push twice), or zero_grad(), which drops what is pending.
+        (no shard applies a push twice), or zero_grad(), which drops what is pending. With ranks a push that some shard
+        has is not dropped, as the shards count the steps of ranks: the next step() completes it, and then does its own.
         """
         loss = None
         if closure is not None:
@@ -106,7 +126,9 @@ class DenseTable(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         skips = found_inf is not None and bool(found_inf)
         if not self._pull_is_due:
-            self._pull_is_due = self._push(None, lr, scale, samples, skips=skips) is not None and pull_after
+            completes = self._update is not None
+            pushed = self._push(None, lr, scale, samples, skips=skips) is not None
+            self._pull_is_due = pull_after and (pushed or completes)
         if self._pull_is_due:
             self._pull()
             self._pull_is_due = False
@@ -126,26 +148,35 @@ class DenseTable(torch.optim.Optimizer):
         return self._push(sequence, lr, scale, samples, skips=False) or Done()
 
     def refresh(self) -> bool:
-        """Pull weights and buffers if the dense version moved; True if it did.
+        """Pull weights and buffers if the dense version moved, on any shard; True if it did.
 
         What the module changed in its buffers since they were last pushed is kept on top of the server's. Costs one
         small request per shard, and if it moved 4·(P + B) bytes down.
         """
-        if self._weights.table.version() == self.version:
+        if self._weights.table.versions() == self._versions:
             return False
         self._pull()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and a push that is still pending after an error."""
+        """Drop the gradients, and a push that is still pending after an error: the shards that have it keep it. With
+        ranks the next :meth:`step` completes one that some shard has."""
         super().zero_grad(set_to_none=set_to_none)
         self._pull_is_due = False
-        update, self._update = self._update, None
-        for write in update.writes if update is not None else ():
-            write.abandon()
+        if self._update is None:
+            return
+        if self._ranks is not None and self._update.is_on_a_shard and not self._update.is_refused:
+            self._update.is_dropped = True
+            return
+        self._update.abandon()
+        self._update = None
+        if self._beside is not None:
+            self._beside.pushed()  # dropped, too: some shards have it, and none may get it twice
 
     def _push(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Done | None:
         """Make a push, or go on with the one that is pending; None if there was nothing to push."""
+        if self._update is not None and self._update.is_dropped:
+            self._send(self._update)
         update = self._update
         if update is not None and update.sequence != sequence:
             raise InvalidArgument(
@@ -154,15 +185,22 @@ class DenseTable(torch.optim.Optimizer):
             )
         if update is None:
             update = self._update = self._agreed(sequence, lr, scale, samples, skips=skips)
-        if update is None:
-            return None
-        done = [write.send() for write in update.writes]
+        return None if update is None else self._send(update)
+
+    def _send(self, update: _Update) -> Done:
+        try:
+            if update.beside is not None and self._beside is not None:
+                update.beside.send()
+                self._beside.pushed()
+            # The parameters last: once their version has moved, all of the step is there.
+            done = update.weights.send()
+        except InvalidArgument:
+            update.is_refused = True
+            raise
         self._update = None
-        if self._beside is not None:
-            self._beside.pushed()
         if self._ranks is not None:
             self._ranks.sequence += 1
-        return done[-1]
+        return done
 
     def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> _Update | None:
         """The prepared push, if no rank skips the step. Raises if any rank cannot make its part."""
@@ -175,11 +213,14 @@ class DenseTable(torch.optim.Optimizer):
         except Exception as exc:  # of any kind: the others wait for this rank
             failure = exc
         mine = _FAILED if failure is not None else _SKIPS if skips else _PUSHES
-        said = self._ranks.gather_labels(np.array([mine], np.int64)).tolist()
+        said: list[int] = []
+        try:
+            said = self._ranks.gather_labels(np.array([mine], np.int64)).tolist()
+        finally:
+            if set(said) != {_PUSHES} and update is not None:
+                update.abandon()
         if set(said) == {_PUSHES}:
             return update
-        for write in update.writes if update is not None else ():
-            write.abandon()
         if failure is not None:
             raise failure
         if _FAILED in said:
@@ -215,12 +256,11 @@ class DenseTable(torch.optim.Optimizer):
         except BaseException:
             write.abandon()
             raise
-        # The parameters last: once their version has moved, all of the step is there.
-        return _Update(sequence, [write] if beside is None else [beside, write])
+        return _Update(sequence, beside, write)
 
     def _pull(self) -> None:
         weights, beside = self._weights, self._beside
-        version = weights.table.version()
+        versions = weights.table.versions()
         ahead = None if beside is None else beside.pull()
         try:
             weights.table.pull_into(weights.ids, as_numpy(self._pulled_RD))
@@ -230,7 +270,7 @@ class DenseTable(torch.optim.Optimizer):
         weights.layout.unpack(self._pulled_RD, list(self._tensors.trained.values()))
         if beside is not None and ahead is not None:
             beside.take(ahead[0])
-        self.version = version
+        self._versions = versions
 
 
 def attach(

@@ -60,9 +60,8 @@ def open_stores(
         if not reuse:
             raise
         weights = _reuse(cluster, name, trained, optimizer)
-        buffers = _reuse(cluster, name + BUFFERS_SUFFIX, others, SGD(1.0)) if others.num_values else None
-        _await_values(weights, wait_seconds)
-        return weights, buffers
+        _await_values(weights, wait_seconds)  # those of the buffers were there before
+        return weights, _reuse(cluster, name + BUFFERS_SUFFIX, others, SGD(1.0)) if others.num_values else None
     made, buffers = [weights], None
     try:
         if others.num_values:
@@ -109,6 +108,7 @@ def _await_values(store: Store, seconds: float) -> None:
         if time.monotonic() >= deadline:
             raise ClusterNotReady(
                 f"table {store.table.spec.name!r} has had no values for {seconds:g} s: the process that made it has "
-                "ended before it gave it any; drop the table (cluster.drop_table) and attach again"
+                f"ended before it gave it any; drop it and {store.table.spec.name + BUFFERS_SUFFIX!r} "
+                "(cluster.drop_table) and attach again"
             )
         time.sleep(_POLL_SECONDS)

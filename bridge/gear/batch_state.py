@@ -280,6 +280,8 @@ class BatchState:
         due = slots[arrays["due"]]
         state._is_due[due] = True
         state._due = [due]
+        full = state._counts[slots].sum(1) >= gradients_per_id  # it may be fewer than when it was written
+        state._make_due(slots[full & ~state._is_due[slots]])
         if "taken" in values:
             taken: dict[str, Any] = {
                 name: arrays[f"taken.{name}"].copy() for name in ("ids", "sums", "counts", "versions")

@@ -7,7 +7,10 @@ under which dense version. An entry is fresh (a hit) if
 
 Magnitudes, because clocks and versions can go back: an entry from the future (the clock was set back, another host's
 runs ahead, a snapshot was restored) is no older than one of the past, and so none lives longer than
-2 · expire_seconds on the reader's clock, however far that was set back. ``expire_seconds=0``: nothing is ever fresh.
+2 · expire_seconds on the reader's clock, however far that was set back. But what a host wrote whose clock runs ahead by
+more than expire_seconds is a miss at first and fresh later: gears that share a store need clocks that agree to less
+than that; a store whose records go after a while (``record_seconds``) bounds it by its own clock. ``expire_seconds=0``:
+nothing is ever fresh.
 """
 
 from __future__ import annotations
@@ -182,12 +185,15 @@ class WorkerCache:
         vectors = features.vectors.detach()
         if len(kept) < len(array):
             vectors = vectors[torch.from_numpy(kept).to(vectors.device)]
+        vectors = vectors.to(self._vectors.device, self._vectors.dtype)
         with self._lock:
             slots, evicted = self._index.place(array[kept])
             self._evicted += evicted
+            self._times[slots] = -math.inf  # if what follows fails they are not there, rather than another id's
             rows = torch.from_numpy(slots).to(self._vectors.device)
-            self._vectors.index_copy_(0, rows, vectors.to(self._vectors.device, self._vectors.dtype))
-            self._versions[slots], self._times[slots] = features.versions[kept], features.times[kept]
+            self._vectors.index_copy_(0, rows, vectors)
+            self._versions[slots] = features.versions[kept]
+            self._times[slots] = features.times[kept]
 
     def _gathered(self, slots: Slots) -> Tensor:
         if self._rows is None:

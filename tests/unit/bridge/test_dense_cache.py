@@ -191,6 +191,25 @@ def test_a_hit_is_always_what_was_inserted_last(inserts: list[tuple[list[int], i
     assert len({one for one, is_hit in zip(looked_up, hit, strict=True) if is_hit}) <= 6
 
 
+def test_an_insert_that_fails_half_way_leaves_no_answer_of_another_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = WorkerCache(2, DIM, expire_seconds=20.0)
+    cache.insert(ids_of(1, 2), features([1, 2]))
+    full = torch.from_numpy
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch, "from_numpy", lambda array: full(array) if len(array) > 1 else raised())
+        cache.insert(np.array([7]), features([7]))
+    assert hits(cache, 1, 7, 2) == [False, False, True]
+    wrong = features([8])
+    wrong.times = np.array(["now"])
+    with pytest.raises(ValueError, match="now"):
+        cache.insert(ids_of(8), wrong)
+    assert hits(cache, 2, 7, 8) == [True, False, False]
+
+
+def raised() -> torch.Tensor:
+    raise MemoryError
+
+
 def test_threads_never_see_a_vector_of_another_id() -> None:
     cache = WorkerCache(50, DIM, expire_seconds=20.0)
     wrong = []

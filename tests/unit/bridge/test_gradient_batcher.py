@@ -332,6 +332,20 @@ def test_a_restart_goes_on_where_it_stopped() -> None:
     assert GradientBatcher.restored(store, DIM + 1, gradients_per_id=2, prefix="other/").due() is None
 
 
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_what_suffices_for_fewer_gradients_is_due_after_a_restart(is_compact: bool) -> None:
+    store = MemoryStore()
+    one = batcher(4, store=store)
+    for sequence in (1, 2, 3):
+        add(one, sequence, {5: 1.0} if sequence < 3 else {5: 1.0, 6: 1.0})
+    if is_compact:
+        assert one._journal is not None
+        one._journal.compact(*one._state.arrays())
+    again = GradientBatcher.restored(store, DIM, gradients_per_id=3)
+    assert again.account() == Account(received=4, waiting=1, due=3)
+    assert of(taken(again)) == {5: (1.0, 3)}
+
+
 def test_every_kind_of_call_survives_a_restart() -> None:
     store = MemoryStore()
 

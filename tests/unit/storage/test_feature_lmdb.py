@@ -78,6 +78,23 @@ def test_a_damaged_record_is_a_counted_miss(tmp_path: Path) -> None:
     store.close()
 
 
+def test_keys_that_became_equal_are_counted_once(tmp_path: Path) -> None:
+    filled(tmp_path)
+    data = bytearray((tmp_path / FILE).read_bytes())
+    flipped = 0
+    for one in range(100, 140, 2):
+        key = b"\x08\0" + one.to_bytes(8, "big")  # behind the size of a key in a leaf
+        if (at := data.find(key)) >= 0:
+            data[at + len(key) - 1] ^= 1
+            flipped += 1
+    (tmp_path / FILE).write_bytes(data)
+    store = LmdbFeatures(tmp_path, "features", max_bytes=200)
+    assert flipped > 10 and store.counts().stored_bytes == 0
+    store.write(IDS[:1], [b"new"])
+    assert store.read(IDS[:2]) == [b"new", None]
+    store.close()
+
+
 def test_no_bit_flip_becomes_an_answer(tmp_path: Path) -> None:
     filled(tmp_path / "whole")
     rng = random.Random(3)

@@ -187,6 +187,24 @@ def test_a_record_above_the_bound_is_refused(bounded: Callable[[int], FeatureSto
         store.write(array(9), [bytes(1000)])
 
 
+def test_a_memory_store_that_ran_out_of_memory_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from geartrain.ams.storage import byte_lru
+
+    store = open_store("memory")
+    store.write(np.arange(1000), [b"old"] * 1000)
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    many = np.arange(500, 5000)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(byte_lru.np, "zeros", full)
+        store.write(many, [b"new"] * len(many))
+    assert store.read(many) == [b"old"] * 500 + [None] * 4000
+    store.write(many, [b"new"] * len(many))
+    assert store.read(many) == [b"new"] * 4500
+
+
 def test_urls_that_name_no_store_are_refused() -> None:
     for url in ("", "lmdb:", "mysql://x", "folder"):
         with pytest.raises(ConfigError, match=r"names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB"):

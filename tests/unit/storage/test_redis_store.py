@@ -53,6 +53,46 @@ def test_a_server_that_lost_everything_is_not_written_as_if_nothing_had_happened
         store.write({"b": b"2"})
 
 
+def test_who_held_a_name_that_the_server_lost_does_not_share_it_with_the_next(child: RedisChild) -> None:
+    before = opened(child)
+    child.stop()
+    child.start()
+    after = opened(child)  # it counts takeovers from the same number as the first did
+    after.write({"a": b"1"})
+    with pytest.raises(StaleClient):
+        before.write({"a": b"late"})
+    with pytest.raises(StaleClient):
+        before.read_all()
+    assert after.read_all() == {"a": b"1"}
+
+
+def test_a_change_that_arrives_twice_undoes_nothing(child: RedisChild, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(child)
+    sent: list[tuple[Any, ...]] = []
+    run_script = store._client.eval
+    monkeypatch.setattr(store._client, "eval", lambda *script: sent.append(script) or run_script(*script))
+    store.write({"a": b"1"})
+    run_script(*sent[0])  # sent again at once: its answer was lost
+    store.write({"a": None, "b": b"2"})
+    assert not run_script(*sent[0])  # it was still on its way
+    assert store.read_all() == {"b": b"2"}
+    next_holder = opened(child)
+    assert not run_script(*sent[1])
+    next_holder.write({"c": b"3"})
+    assert next_holder.read_all() == {"b": b"2", "c": b"3"}
+
+
+def test_after_a_change_of_unknown_fate_no_further_one_is_taken(child: RedisChild) -> None:
+    store = opened(child, timeout_seconds=0.1, recovery_timeout_seconds=0)
+    with child.paused(), pytest.raises(StateFailed, match="whether the last change was made is not known"):
+        store.write({"a": b"1"})
+    with pytest.raises(StateFailed, match="whether an earlier change was made is not known; open it again"):
+        store.write({"b": b"2"})
+    again = opened(child)
+    again.write({"b": b"2"})
+    assert again.read_all() in ({"b": b"2"}, {"a": b"1", "b": b"2"})
+
+
 def test_a_server_that_is_away_is_waited_for(child: RedisChild) -> None:
     store = opened(child, timeout_seconds=0.2)
     with child.paused():
