@@ -29,11 +29,23 @@ from geartrain.ams.errors import (
     ShardRestarted,
     ShardUnavailable,
     StaleCluster,
+    TableNotFound,
     Unavailable,
 )
 from geartrain.ams.hosted_calls import HostedCalls
-from geartrain.ams.messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
-from geartrain.ams.placement import split_by_shard
+from geartrain.ams.messages import (
+    Assign,
+    CallContext,
+    Describe,
+    Done,
+    Pull,
+    Push,
+    Reply,
+    Request,
+    ShardState,
+    SyncGroup,
+)
+from geartrain.ams.placement import NUM_BUCKETS, split_by_shard
 from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
 from geartrain.ams.words import counted
@@ -271,6 +283,26 @@ class Table:
         present = np.zeros(len(checked), np.bool_)
         self._read(checked, out, present=present)
         return present
+
+    def version(self) -> int:
+        """Return the table version: the writes applied to it on the shard that has had the fewest, assigns included.
+
+        Of a table all of whose rows are in every write (dense ids, no shard without rows counts) that is the number of
+        writes that are in every row pulled from now on. It goes on after a restore. Costs one small request per shard.
+        Raises TableNotFound, ShardUnavailable, ShardRestarted.
+        """
+        first_ids = np.arange(min(self.spec.num_rows or NUM_BUCKETS, NUM_BUCKETS), dtype=np.int64)
+        is_dense = self.spec.num_rows is not None
+        shards = [shard for shard, _ in self._routes(first_ids)] if is_dense else range(self._calls.view.num_shards)
+        writes = [self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards])]
+        return min(writes)
+
+    def _writes_in(self, reply: Reply) -> int:
+        assert isinstance(reply, ShardState)
+        for table in reply.tables:
+            if table.spec.name == self.spec.name:
+                return table.pushes
+        raise TableNotFound(f"shard {reply.shard} has no table {self.spec.name!r} any more; was it dropped?")
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Read rows into ``out`` [N, dim] of the table's dtype, C-contiguous, without further copies.

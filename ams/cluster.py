@@ -131,6 +131,11 @@ class Cluster:
         return self._calls.view.num_shards
 
     @property
+    def write_stream(self) -> ClientStream:
+        """The name and incarnation under which this process writes; see :func:`connect`."""
+        return self._stream
+
+    @property
     def graph(self) -> GraphCalls:
         """The nearest classes of every class of a table: ``cluster.graph.build("faces", k=32)``, ``.select(...)``.
 

@@ -14,6 +14,8 @@ GeartrainError
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
+│   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
+│   ├── StoreUnavailable             a key-value server did not answer
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
@@ -22,6 +24,9 @@ GeartrainError
 ├── SyncError                        a sync group cannot go on; nothing of the step was applied
 │   ├── RankMissing                  not every rank pushed in time
 │   └── StepMismatch                 a rank is at another step than its group
+├── SampleError                      a slow gear has no dense feature for an id: names it
+│   ├── SampleNotFound (LookupError) no sample has this id
+│   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
@@ -98,6 +103,14 @@ class GraphUnavailable(Unavailable):
     """The graph service did not answer within ``recovery_timeout_seconds``."""
 
 
+class GearUnavailable(Unavailable):
+    """No slow gear answered for some ids within ``recovery_timeout_seconds``."""
+
+
+class StoreUnavailable(Unavailable):
+    """A key-value server (Redis) did not answer. The message names its URL."""
+
+
 class ClusterNotReady(Unavailable):
     """Fewer shards have registered than the cluster needs."""
 
@@ -128,6 +141,21 @@ class RankMissing(SyncError):
 
 class StepMismatch(SyncError):
     """A rank is at another step than its sync group."""
+
+
+class SampleError(GeartrainError):
+    """A slow gear cannot compute the dense feature of an id. The message names the id; other ids are not touched."""
+
+    ids: tuple[int, ...] = ()
+    """All ids of the call that have no dense feature, rising."""
+
+
+class SampleNotFound(SampleError, LookupError):
+    """No sample has this id."""
+
+
+class SampleDamaged(SampleError):
+    """The sample of an id cannot be decoded, or is not of the shape of the others."""
 
 
 class SnapshotError(GeartrainError):

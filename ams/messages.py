@@ -255,7 +255,7 @@ class TableState:
     """Rows present on this shard."""
     memory_bytes: int
     pushes: int
-    """Writes applied."""
+    """Writes applied, those before a snapshot that it was restored from included."""
 
 
 @dataclass(frozen=True, kw_only=True)

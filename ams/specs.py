@@ -120,7 +120,43 @@ class SparseMomentum:
         )
 
 
-RowOptimizerSpec = SGD | Momentum | SparseMomentum
+@dataclass(frozen=True)
+class Adam:
+    """m ← β₁ m + (1 − β₁) d;  v ← β₂ v + (1 − β₂) d²;  w ← w − lr · m̂ / (√v̂ + eps), with d = g + weight_decay · w.
+
+    m̂ = m / (1 − β₁ᵗ) and v̂ = v / (1 − β₂ᵗ), where t is the row's own number of updates: on a table all of whose rows
+    are pushed each step this is ``torch.optim.Adam`` (Kingma and Ba, ICLR 2015, algorithm 1; weight decay as L2), and a
+    row outside a push neither moves nor decays. Memory: two slots of float32 and 8 bytes per row. A push whose second
+    moments would leave the range of float32 (gradients above about 5e20) is refused like any other overflow.
+    """
+
+    lr: float = 1e-3
+    """Learning rate; a push may carry another one."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decays of the first and second moments, each in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment; at least 1.2e-38, so that a zero gradient divides by no zero."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+
+    slots: ClassVar[tuple[str, ...]] = ("first moment", "second moment")
+
+    def __post_init__(self) -> None:
+        _require_rate("lr", self.lr)
+        _require_rate("weight_decay", self.weight_decay)
+        _require_rate("eps", self.eps)
+        _require(2.0**-126 <= self.eps < 2.0**127, f"eps is {self.eps!r}; it must lie in [1.2e-38, 1.7e38)")
+        _require(
+            isinstance(self.betas, tuple | list) and len(self.betas) == 2,
+            f"betas is {self.betas!r}; it must be a pair such as (0.9, 0.999)",
+        )
+        for beta in self.betas:
+            _require_number("a beta", beta)
+            _require(0 <= beta < 1, f"betas is {self.betas!r}; each must lie in [0, 1)")
+        object.__setattr__(self, "betas", tuple(self.betas))  # JSON knows lists only
+
+
+RowOptimizerSpec = SGD | Momentum | SparseMomentum | Adam
 
 
 @dataclass(frozen=True)
@@ -185,7 +221,7 @@ class TableSpec:
     dtype: DTypeName = "float32"
     """Storage type of the rows; arithmetic is float32."""
     slot_dtype: DTypeName = "float32"
-    """Storage type of the slots (momentum)."""
+    """Storage type of the slots (momentum); Adam's are float32."""
 
     def __post_init__(self) -> None:
         _require(
@@ -202,8 +238,9 @@ class TableSpec:
         )
         _require(0 <= self.seed < 2**64, f"seed is {self.seed!r}; it must lie in [0, 2**64)")
         _require(
-            isinstance(self.optimizer, SGD | Momentum | SparseMomentum),
-            f"optimizer is {self.optimizer!r}; it must be an instance of SGD, Momentum or SparseMomentum of geartrain",
+            isinstance(self.optimizer, RowOptimizerSpec),
+            f"optimizer is {self.optimizer!r}; it must be an instance of SGD, Momentum, SparseMomentum or Adam, all of "
+            "geartrain",
         )
         _require(
             isinstance(self.initializer, Constant | Uniform | Normal),
@@ -212,6 +249,11 @@ class TableSpec:
         for label, value in (("dtype", self.dtype), ("slot_dtype", self.slot_dtype)):
             _require(value in DTYPES, f"{label} is {value!r}; it must be one of {', '.join(DTYPES)}")
 
+        _require(
+            not isinstance(self.optimizer, Adam) or self.slot_dtype == "float32",
+            f"slot_dtype is {self.slot_dtype!r}; Adam's must be 'float32': 16 bits lose what a step adds to moments",
+        )
+
     @property
     def numpy_dtype(self) -> np.dtype:
         """Storage type of the rows as a numpy dtype."""
@@ -219,8 +261,18 @@ class TableSpec:
 
     @property
     def has_slots(self) -> bool:
-        """Whether the optimizer keeps a slot for each row."""
-        return not isinstance(self.optimizer, SGD)
+        """Whether the optimizer keeps slots for each row."""
+        return bool(self.optimizer.slots)
+
+    @property
+    def slot_dim(self) -> int:
+        """Numbers of one row's slots, one slot after the other."""
+        return self.dim * len(self.optimizer.slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one row's slots."""
+        return self.slot_dim * DTYPES[self.slot_dtype].itemsize
 
     @property
     def counts_steps(self) -> bool:
@@ -228,9 +280,14 @@ class TableSpec:
         return isinstance(self.optimizer, SparseMomentum) and self.optimizer.untouched == "elapsed"
 
     @property
+    def counts_updates(self) -> bool:
+        """Whether each row counts its own updates."""
+        return isinstance(self.optimizer, Adam)
+
+    @property
     def step_bytes(self) -> int:
-        """Bytes of the number of one row's last step; 0 where untouched rows are frozen."""
-        return 8 if self.counts_steps else 0
+        """Bytes of the number of one row's last step, or of its updates; 0 where rows keep neither."""
+        return 8 if self.counts_steps or self.counts_updates else 0
 
     @property
     def row_bytes(self) -> int:
@@ -241,7 +298,7 @@ class TableSpec:
         """All fields as JSON values; optimizer and initializer with their ``kind``."""
         return {
             **asdict(self),
-            "optimizer": {"kind": type(self.optimizer).__name__, **asdict(self.optimizer)},
+            "optimizer": {"kind": type(self.optimizer).__name__, **_as_json(asdict(self.optimizer))},
             "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
         }
 
@@ -260,8 +317,12 @@ class TableSpec:
             raise InvalidArgument(f"{dict(fields)!r} is not the specification of a table: {exc!r}") from exc
 
 
-_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Momentum, SparseMomentum)}
+_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Momentum, SparseMomentum, Adam)}
 _INITIALIZERS = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
+
+
+def _as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def _of_kind(kinds: Mapping[str, type[Any]], fields: Mapping[str, Any]) -> Any:

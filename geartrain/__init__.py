@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from geartrain.ams import errors
     from geartrain.ams.client import Table
     from geartrain.ams.cluster import Cluster, connect
-    from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+    from geartrain.ams.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+    from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
     from geartrain.bridge.heads.knn_selection import KNNSoftmax
@@ -30,12 +31,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
+    "Adam",
     "ArcFace",
     "ClassHead",
     "Cluster",
     "CombinedMargin",
     "Constant",
     "CosFace",
+    "DenseTable",
     "FullSoftmax",
     "KNNSoftmax",
     "Momentum",
@@ -49,6 +52,7 @@ __all__ = [
     "TableSpec",
     "Uniform",
     "__version__",
+    "attach",
     "class_center_sample",
     "connect",
     "errors",
@@ -64,7 +68,8 @@ __all__ = [
 _HOMES = {
     "geartrain.ams.client": ("Table",),
     "geartrain.ams.cluster": ("Cluster", "connect"),
-    "geartrain.ams.specs": ("SGD", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
+    "geartrain.ams.specs": ("SGD", "Adam", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
+    "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.heads.knn_selection": ("KNNSoftmax",),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from geartrain.ams.specs import SGD, SparseMomentum
+from geartrain.ams.specs import SGD, Adam, SparseMomentum
 from geartrain.cli_options import Json
 
 _DTYPE = "float32, float16 or bfloat16."
@@ -22,6 +22,7 @@ def plan(
         str | None, typer.Option("--slot-dtype", help=f"Of the momentum: {_DTYPE}", show_default="float32")
     ] = None,
     momentum: Annotated[bool, typer.Option("--momentum/--sgd", help="Whether rows have momentum.")] = True,
+    adam: Annotated[bool, typer.Option("--adam", help="Rows have the two moments of Adam.")] = False,
     sample_rate: Annotated[float, typer.Option("--sample-rate", help="Part of the classes active in a step.")] = 0.1,
     k: Annotated[
         int | None,
@@ -44,7 +45,7 @@ def plan(
         rows=cast(Any, rows),
         dtype=cast(Any, dtype),
         slot_dtype=cast(Any, slot_dtype or "float32"),
-        optimizer=SparseMomentum(lr=0.1) if momentum else SGD(lr=0.1),
+        optimizer=Adam() if adam else SparseMomentum(lr=0.1) if momentum else SGD(lr=0.1),
         select=PartialFC(sample_rate) if k is None else KNNSoftmax(sample_rate, k=k),
         batch_size=batch_size,
         num_shards=shards,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.specs import DTYPES, SGD, Constant, Ids, Initializer, Momentum, Normal, RowOptimizerSpec
+from geartrain.ams.specs import DTYPES, SGD, Adam, Constant, Ids, Initializer, Momentum, Normal, RowOptimizerSpec
 
 U32, U64 = np.uint32, np.uint64
 Floats = npt.NDArray[np.float32]
@@ -130,6 +130,7 @@ def update(
     """Return the row and slot after one push, computed in ``dtype``: exact in float32, the truth in float64."""
     w, v, g = row.astype(dtype), slot.astype(dtype), gradient.astype(dtype)
     step_size, decay = dtype(lr), dtype(optimizer.weight_decay)
+    assert not isinstance(optimizer, Adam), "reference_adam.py has its rule"
     direction = g * dtype(scale) + decay * w
     if isinstance(optimizer, SGD):
         return w - step_size * direction, v

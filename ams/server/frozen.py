@@ -15,7 +15,7 @@ import numpy.typing as npt
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement
-from geartrain.ams.specs import DTYPES, Ids, TableSpec
+from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_marks
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import open_snapshot
@@ -119,8 +119,7 @@ class FrozenTables:
 
     def _blocks(self, table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
         spec = table.spec
-        slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
-        item_bytes = 8 + spec.row_bytes + slot_bytes + spec.step_bytes
+        item_bytes = 8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes
         most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
         parts: list[StoredRows] = []
         held = 0

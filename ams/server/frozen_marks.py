@@ -35,16 +35,23 @@ class ShardMarks(BaseModel):
     groups: list[GroupStep]
     steps: dict[str, TableSteps] = {}
     """By table, where untouched rows move. Left out if there are none."""
+    writes: dict[str, int] = {}
+    """By table, the writes applied to it. Older snapshots have none."""
 
 
 def held_marks(
-    marks: WriteMarks, groups: SyncGroups, tables: Collection[str], steps: Mapping[str, TableSteps] | None = None
+    marks: WriteMarks,
+    groups: SyncGroups,
+    tables: Collection[str],
+    steps: Mapping[str, TableSteps] | None = None,
+    writes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the marks of writes to ``tables``, and the steps of those that count them, as JSON values."""
+    """Return the marks and numbers of writes to ``tables``, and the steps of those that count them, as JSON values."""
     held = ShardMarks(
         streams=marks.streams(tables),
         groups=[step for step in groups.steps() if step.table in tables],
         steps=dict(steps or {}),
+        writes=dict(writes or {}),
     )
     return held.model_dump(mode="json", exclude=None if steps else {"steps"})
 
@@ -64,6 +71,11 @@ def restore_marks(
         steps.setdefault((step.table, step.job), []).append(step)
     for found in steps.values():
         groups.restore(min(found, key=lambda step: step.next_sequence))
+
+
+def writes_before(sources: Sequence[Mapping[str, Any]], table: str) -> int:
+    """Return the writes to a restored table, which count on from there: those of the source shard that had the most."""
+    return max((int(source.get("writes", {}).get(table, 0)) for source in sources), default=0)
 
 
 def merged_stream(sources: Sequence[MarkedStream | None], tables: Collection[str]) -> MarkedStream:

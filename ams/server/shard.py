@@ -58,7 +58,7 @@ from geartrain.ams.messages import (
     Written,
 )
 from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
-from geartrain.ams.server.frozen_marks import held_marks, restore_marks
+from geartrain.ams.server.frozen_marks import held_marks, restore_marks, writes_before
 from geartrain.ams.server.frozen_steps import restore_steps, steps_of
 from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.lease import Lease
@@ -76,10 +76,17 @@ class _Table:
     rows: RowTable
     spec: TableSpec
     writes: int = 0
+    """Since it was made here."""
+    writes_before: int = 0
+    """Those that the snapshot holds which it was restored from."""
     restored_from: str = ""
     """Folder of the snapshot whose rows it was given first; empty: none."""
     is_whole: bool = True
     """Whether it has all rows of ``restored_from``."""
+
+    @property
+    def all_writes(self) -> int:
+        return self.writes_before + self.writes
 
 
 @dataclass(frozen=True)
@@ -397,7 +404,8 @@ class Shard:
         for other in list(self._frozen.values()):
             if not request.tables or not other.tables.isdisjoint(tables):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
-        marks = held_marks(self._marks, self._groups, tables, steps_of(tables))
+        writes = {name: self._tables[name].all_writes for name in tables}
+        marks = held_marks(self._marks, self._groups, tables, steps_of(tables), writes)
         failpoints.reach("freeze.before")
         self._frozen[request.snapshot_id] = FrozenTables(
             request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
@@ -477,7 +485,8 @@ class Shard:
         with turn:
             restore_marks(sources, rows, self._marks, self._groups)
             restore_steps(sources, rows)
-            for table in tables.values():
+            for name, table in tables.items():
+                table.writes_before = writes_before(sources, name)
                 table.is_whole = True
         return Done(created=num_read)
 
@@ -487,7 +496,7 @@ class Shard:
                 spec=table.spec,
                 rows=table.rows.num_present,
                 memory_bytes=table.rows.memory_bytes,
-                pushes=table.writes,
+                pushes=table.all_writes,
             )
             for table in self._tables.values()
         )

@@ -25,9 +25,10 @@ JOB = "job"
 MARKS = "marks"
 """Kind of the files with what a shard knew of the writes to its rows: JSON values."""
 ROWS = "rows"
-"""Kind of the blocks of rows: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D].
+"""Kind of row blocks: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D] ([N, 2 D] with Adam).
 
 Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
+With Adam steps [N] are the numbers of the rows' updates.
 """
 GRAPH = "graph"
 """Kind of the blocks of a class table's graph, cut to the shards."""

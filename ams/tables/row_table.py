@@ -14,14 +14,26 @@ import numpy.typing as npt
 
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.specs import DTYPES, SGD, Constant, Ids, Initializer, Momentum, RowOptimizerSpec, TableSpec, Uniform
+from geartrain.ams.specs import (
+    DTYPES,
+    SGD,
+    Adam,
+    Constant,
+    Ids,
+    Initializer,
+    Momentum,
+    RowOptimizerSpec,
+    TableSpec,
+    Uniform,
+)
 
 __all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableSteps", "table_hash"]
 
 _NEGATIVE_ID, _ID_TOO_LARGE, _FOREIGN_BUCKET, _NON_FINITE, _OVERFLOW, _BAD_POSITION = range(6)
-_SGD, _MOMENTUM, _NESTEROV = range(3)
+_SGD, _MOMENTUM, _NESTEROV, _ADAM = range(4)
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
+_MOST_UPDATES = 2**53
 ELAPSED_WINDOW = 16_384
 """Steps after which a row that nobody pushed is caught up at the latest, where untouched rows move."""
 _LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
@@ -46,9 +58,9 @@ class StoredRows(NamedTuple):
     rows: npt.NDArray[Any]
     """[N, D]."""
     slots: npt.NDArray[Any] | None
-    """[N, D]; None for SGD."""
+    """[N, slot_dim]: the momentum; Adam's first moments, then its second ones; None for SGD."""
     steps: Ids | None
-    """[N]: the last step of each row, -1 for one that nothing moves; None for a table that does not count steps."""
+    """[N]: the last step of each row, -1 for one that nothing moves; with Adam the number of its updates; else None."""
 
 
 def table_hash(name: str) -> int:
@@ -60,6 +72,8 @@ def _rule(optimizer: RowOptimizerSpec) -> tuple[int, float]:
     """Name the compiled update rule and its momentum."""
     if isinstance(optimizer, SGD):
         return _SGD, 0.0
+    if isinstance(optimizer, Adam):
+        return _ADAM, 0.0
     if isinstance(optimizer, Momentum) and optimizer.nesterov:
         return _NESTEROV, optimizer.momentum
     return _MOMENTUM, optimizer.momentum
@@ -78,6 +92,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
 def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
     rule, momentum = _rule(spec.optimizer)
     distribution, first, second, bound = _distribution(spec.initializer)
+    adam = spec.optimizer if isinstance(spec.optimizer, Adam) else None
     largest = _LARGEST[spec.dtype]
     if bound > largest:
         raise InvalidArgument(
@@ -99,6 +114,9 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> op
         num_rows=-1 if spec.num_rows is None else spec.num_rows,
         threads=threads,
         window=window if spec.counts_steps else 0,
+        beta1=adam.betas[0] if adam else 0.0,
+        beta2=adam.betas[1] if adam else 0.0,
+        epsilon=adam.eps if adam else 0.0,
     )
 
 
@@ -309,8 +327,9 @@ class RowTable:
         """
         ids = np.empty(most, np.int64)
         rows = np.empty((most, self.spec.dim), self.spec.numpy_dtype)
-        slots = np.empty((most, self.spec.dim), DTYPES[self.spec.slot_dtype]) if self.spec.has_slots else None
-        steps = np.empty(most, np.int64) if self.spec.counts_steps else None
+        spec = self.spec
+        slots = np.empty((most, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots else None
+        steps = np.empty(most, np.int64) if spec.step_bytes else None
         num = self._store.read_frozen(
             ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0], steps
         )
@@ -325,7 +344,7 @@ class RowTable:
     def restore(
         self, ids: Ids, rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None, steps: Ids | None = None
     ) -> int:
-        """Write rows [N, D], slots [N, D] and steps [N] as :meth:`read_frozen` gave them; return the rows created.
+        """Write rows [N, D], slots [N, slot_dim], steps [N] as :meth:`read_frozen` gave them; return the rows created.
 
         They do not count as written since the last freeze. Raises as :meth:`assign`.
         """
@@ -334,12 +353,15 @@ class RowTable:
         if (slots is not None) != self.spec.has_slots:
             raise InvalidRows(f"table {self.spec.name!r} has {'' if self.spec.has_slots else 'no '}slots; give them so")
         if slots is not None:
-            self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype])
-        if (steps is not None) != self.spec.counts_steps or (steps is not None and len(steps) != len(ids)):
+            self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype], self.spec.slot_dim)
+        counts = bool(self.spec.step_bytes)
+        if (steps is not None) != counts or (steps is not None and len(steps) != len(ids)):
             raise InvalidRows(
-                f"table {self.spec.name!r} {'counts' if self.spec.counts_steps else 'does not count'} the steps of its "
+                f"table {self.spec.name!r} {'counts' if counts else 'does not count'} the steps of its "
                 f"rows; {'no' if steps is None else len(steps)} steps were given for {len(ids)} rows"
             )
+        if self.spec.counts_updates and slots is not None and steps is not None:
+            self._require_moments(slots[:, self.spec.dim :], steps)
         try:
             return self._store.restore(
                 ids,
@@ -368,16 +390,26 @@ class RowTable:
         except ValueError as exc:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
-    def _require_rows(self, rows: Any, count: int | None, label: str, dtype: np.dtype[Any] | None) -> None:
-        """Check [count, D] (any length if None) and the dtype (any float type if None)."""
+    def _require_moments(self, second: npt.NDArray[Any], updates: Ids) -> None:
+        if np.any(second < 0) or np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
+            raise InvalidRows(
+                f"Adam's state of table {self.spec.name!r} holds a second moment below 0, or a number of updates "
+                f"outside [0, {_MOST_UPDATES}]; restore an undamaged snapshot"
+            )
+
+    def _require_rows(
+        self, rows: Any, count: int | None, label: str, dtype: np.dtype[Any] | None, width: int | None = None
+    ) -> None:
+        """Check [count, width] (any length if None; width D) and the dtype (any float type if None)."""
+        width = self.spec.dim if width is None else width
         if not isinstance(rows, np.ndarray) or (
             rows.dtype not in ops.DTYPE_CODES if dtype is None else rows.dtype != dtype
         ):
             found = rows.dtype if isinstance(rows, np.ndarray) else type(rows).__name__
             wanted = dtype if dtype is not None else ", ".join(DTYPES)
             raise InvalidRows(f"{label} of table {self.spec.name!r} is {found}; it must be a numpy array of {wanted}")
-        if rows.ndim != 2 or rows.shape[1] != self.spec.dim or (count is not None and rows.shape[0] != count):
-            wanted_shape = f"[{'M' if count is None else count}, {self.spec.dim}]"
+        if rows.ndim != 2 or rows.shape[1] != width or (count is not None and rows.shape[0] != count):
+            wanted_shape = f"[{'M' if count is None else count}, {width}]"
             raise InvalidRows(f"{label} of table {self.spec.name!r} is {list(rows.shape)}; it must be {wanted_shape}")
 
     def _refuse(self, refused: ops.Refused, values: Ids, label: str = "out") -> NoReturn:

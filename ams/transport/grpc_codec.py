@@ -13,6 +13,7 @@ from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.specs import (
     DTYPES,
     SGD,
+    Adam,
     Constant,
     DTypeName,
     Initializer,
@@ -132,6 +133,16 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
                     untouched=_UNTOUCHED_CODES[sparse.untouched],
                 )
             )
+        case Adam() as adam:
+            pb.adam.CopyFrom(
+                types_pb2.Adam(
+                    lr=adam.lr,
+                    weight_decay=adam.weight_decay,
+                    beta1=adam.betas[0],
+                    beta2=adam.betas[1],
+                    epsilon=adam.eps,
+                )
+            )
     match spec.initializer:
         case Constant() as constant:
             pb.constant.CopyFrom(types_pb2.Constant(value=constant.value))
@@ -173,8 +184,13 @@ def _optimizer_from_pb(pb: types_pb2.TableSpec) -> RowOptimizerSpec:
             s = pb.sparse_momentum
             untouched = _untouched_from_pb(s.untouched)
             return SparseMomentum(lr=s.lr, weight_decay=s.weight_decay, momentum=s.momentum, untouched=untouched)
+        case "adam":
+            a = pb.adam
+            return Adam(lr=a.lr, betas=(a.beta1, a.beta2), eps=a.epsilon, weight_decay=a.weight_decay)
         case _:
-            raise InvalidArgument(f"the spec of table {pb.name!r} names no optimizer (sgd, momentum, sparse_momentum)")
+            raise InvalidArgument(
+                f"the spec of table {pb.name!r} names no optimizer (sgd, momentum, sparse_momentum, adam)"
+            )
 
 
 def _initializer_from_pb(pb: types_pb2.TableSpec) -> Initializer:

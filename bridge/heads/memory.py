@@ -13,7 +13,7 @@ import torch
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.placement import MAX_SHARDS, NUM_BUCKETS
 from geartrain.ams.server.hosting import HELD_BYTES
-from geartrain.ams.specs import DTYPES, DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.specs import DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
 from geartrain.bridge.heads import held_rows, streamed_rows
 from geartrain.bridge.heads.batch import chunk_rows_for
 from geartrain.bridge.heads.chunk_pass import CompiledPass
@@ -225,7 +225,7 @@ class _Plan:
 
     @property
     def slot_bytes(self) -> int:
-        return self.spec.dim * DTYPES[self.spec.slot_dtype].itemsize if self.spec.has_slots else 0
+        return self.spec.slot_bytes
 
     def index_bytes(self, shard: int) -> int:
         """Presence bits of the positions of a shard: one for each round of 4096 ids and owned bucket."""
@@ -238,7 +238,7 @@ class _Plan:
 
     def plsc_bytes(self) -> int:
         item = self.spec.numpy_dtype.itemsize
-        copies = 1 + bool(self.slot_bytes) + (not isinstance(self.spec.optimizer, SparseMomentum))
+        copies = 1 + len(self.spec.optimizer.slots) + (not isinstance(self.spec.optimizer, SparseMomentum))
         logits_of_a_card = self.active * self.batch * item
         return copies * self.num_classes * self.spec.row_bytes + 2 * logits_of_a_card * self.ranks
 
@@ -251,9 +251,11 @@ class _Plan:
             most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
         parts = [("rows", most * self.spec.row_bytes, f"n·D·{self.spec.numpy_dtype.itemsize}, n = {most:,}")]
         if self.slot_bytes:
-            parts.append(("slots (momentum)", most * self.slot_bytes, f"n·D·{self.slot_bytes // self.spec.dim}"))
+            slots = "moments" if self.spec.counts_updates else "momentum"
+            parts.append((f"slots ({slots})", most * self.slot_bytes, f"n·D·{self.slot_bytes // self.spec.dim}"))
         if self.spec.step_bytes:
-            parts.append(("last steps (elapsed)", most * self.spec.step_bytes, f"n·{self.spec.step_bytes}"))
+            steps = "updates" if self.spec.counts_updates else "last steps (elapsed)"
+            parts.append((steps, most * self.spec.step_bytes, f"n·{self.spec.step_bytes}"))
         if holder == "shard":
             parts.append(("index", self.index_bytes(0), "n/8"))
         return [

@@ -19,7 +19,7 @@ import torch
 
 from geartrain.ams.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement, split_by_shard
-from geartrain.ams.specs import DTYPES, Ids, TableSpec
+from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
@@ -96,8 +96,7 @@ def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, v
 def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
     """Write this rank's rows, by the shard that would own them."""
     spec, link = table.spec, table.link
-    slot_bytes = spec.dim * DTYPES[spec.slot_dtype].itemsize if spec.has_slots else 0
-    most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + slot_bytes))
+    most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes))
     ids = np.arange(table.first, table.stop, dtype=np.int64)
     share = -(-(spec.num_rows or 0) // link.world_size)
     first_block = link.rank * -(-share // most)  # blocks of a shard come from every rank

@@ -149,7 +149,7 @@ class RankTable:
         optimizer = self.spec.optimizer
         if optimizer.weight_decay:
             gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
-        if self.slots_LD is None or isinstance(optimizer, SGD):
+        if self.slots_LD is None or not isinstance(optimizer, Momentum | SparseMomentum):
             new = rows_ND.add_(gradient_ND, alpha=-lr).to(self.rows_LD.dtype)
             self._store(place, new, None)
             return

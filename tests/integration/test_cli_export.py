@@ -29,6 +29,7 @@ def test_a_table_of_a_running_cluster_becomes_a_file(served: Callable[..., Any],
         table = cluster.create_table("w", dim=4, num_rows=9_000, optimizer=gt.SGD(0.1))
         rows = np.random.default_rng(0).standard_normal((9_000, 4), np.float32)
         table.assign(np.arange(9_000), rows)
+    assert "slots (moments)" in invoke("plan", "--classes", "100", "--dim", "8", "--adam").stdout
     told = json.loads(invoke("export", "w", str(out), "--scheduler", address, "--json").stdout)
     assert told == {"file": str(out), "rows": 9_000, "dim": 4, "dtype": "float32"}
     assert np.array_equal(load_file(out)["weight"], rows)
@@ -39,6 +40,7 @@ def test_a_table_of_a_running_cluster_becomes_a_file(served: Callable[..., Any],
 def test_plan_prints_the_memory_of_a_head() -> None:
     settings = ["--classes", "1000000", "--dim", "512", "--dtype", "float16", "--slot-dtype", "float16"]
     assert "per class 2,048.1 bytes" in invoke("plan", *settings).stdout
+    assert "slots (moments)" in invoke("plan", "--classes", "100", "--dim", "8", "--adam").stdout
     told = json.loads(invoke("plan", *settings, "--rows", "ranks", "--ranks", "8", "--sgd", "--json").stdout)
     assert told["bytes_per_class"] == 1024
     assert told["rank_bytes"] > 125_000 * 1024

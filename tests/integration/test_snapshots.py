@@ -66,6 +66,23 @@ def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(cluster: Cl
             assert_same(rows(other), at_end)
 
 
+def test_the_table_version_goes_on_after_a_restore(cluster: Cluster, tmp_path: Path) -> None:
+    table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50)
+    everything, ones = np.arange(50), np.ones((50, 2), np.float32)
+    for _ in range(3):
+        table.push(everything, ones)
+    path = cluster.snapshot(tmp_path, "a").result(60)
+    for num_shards in (1, 4):
+        with local(num_shards) as other:
+            other.restore(path)
+            assert other.table("t").version() == 3
+            other.table("t").push(everything, ones)
+            again = other.snapshot(tmp_path, f"b{num_shards}-{cluster.num_shards}", parent="a").result(60)
+            with local(2) as last:
+                last.restore(again)
+                assert last.table("t").version() == 4
+
+
 def test_a_snapshot_is_restored_through_the_same_carrier(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(3))

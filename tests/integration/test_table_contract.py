@@ -71,6 +71,22 @@ def test_assigned_rows_are_read_back_and_their_momentum_is_forgotten(cluster: Cl
     np.testing.assert_array_equal(table.pull(ids), rows)
 
 
+def test_the_table_version_is_the_writes_that_every_shard_with_rows_has(cluster: Cluster) -> None:
+    table = cluster.create_table(
+        "t", dim=4, optimizer=SGD(1.0), num_rows=2
+    )  # fewer rows than some clusters have shards
+    other = cluster.create_table("u", dim=4, optimizer=SGD(1.0), num_rows=100)
+    assert (table.version(), other.version()) == (0, 0)
+    table.assign(np.arange(2), np.zeros((2, 4), np.float32))
+    for _ in range(3):
+        table.push(np.arange(2), np.ones((2, 4), np.float32))
+    other.push(np.array([0]), np.ones((1, 4), np.float32))
+    assert (table.version(), other.version()) == (4, int(cluster.num_shards == 1))
+    cluster.drop_table("t")
+    with pytest.raises(errors.TableNotFound, match="no table 't' any more"):
+        table.version()
+
+
 def test_large_payloads_arrive_whole(cluster: Cluster) -> None:
     table = cluster.create_table("t", dim=64, optimizer=SGD(1.0), num_rows=20_000, initializer=Constant(0.0))
     ids = some_ids(20_000, 20_000)

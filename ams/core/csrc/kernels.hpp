@@ -11,8 +11,9 @@ namespace geartrain {
 // What one push does to a row, in float32 and in this order (ams/core/reference.py is the specification):
 //   g = gradient * scale;  d = g + weight_decay * w;  v = momentum * v + d;
 //   sgd: w -= lr * d · momentum: w -= lr * v · nesterov: w -= lr * (d + momentum * v)
-enum class Rule : int { sgd = 0, momentum = 1, nesterov = 2 };
-inline constexpr int kNumRules = 3;
+//   adam: see adam.hpp; it has two slots and a kernel of its own
+enum class Rule : int { sgd = 0, momentum = 1, nesterov = 2, adam = 3 };
+inline constexpr int kNumRules = 4, kNumPlainRules = 3;
 
 struct StepFactors {
   float lr;
@@ -53,8 +54,8 @@ struct Kernels {
   void (*copy_streaming)(char* out, const char* in, size_t bytes);
   // out += in.
   void (*add)(float* out, const float* in, size_t count);
-  // Row update; `slot` is unused by sgd. Index: Rule.
-  Largest (*update[kNumRules])(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
+  // Row update; `slot` is unused by sgd. Index: Rule, but adam.
+  Largest (*update[kNumPlainRules])(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
 };
 
 inline constexpr uint32_t kInfinityBits = 0x7F800000u;

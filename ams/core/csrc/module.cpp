@@ -96,6 +96,7 @@ NB_MODULE(_core, m) {
   bind_class_pass(m);
   bind_neighbours(m);
   bind_neighbour_recall(m);
+  bind_slot_index(m);
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
         nb::arg("inverse").noconvert());
   m.def("sum_rows", &sum_rows_checked, nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::arg("inverse").noconvert(),

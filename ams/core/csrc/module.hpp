@@ -35,5 +35,6 @@ void bind_row_store(nb::module_& m);
 void bind_class_pass(nb::module_& m);
 void bind_neighbours(nb::module_& m);
 void bind_neighbour_recall(nb::module_& m);
+void bind_slot_index(nb::module_& m);
 
 }  // namespace geartrain

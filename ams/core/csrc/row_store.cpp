@@ -85,11 +85,10 @@ RowStore::RowStore(const RowStoreSpec& spec)
       rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)), most_positions(directory_)),
       bounds_{rounded(static_cast<float>(spec.initial.bound()), spec.dtype), 0.0f} {
   if (spec.rule != Rule::sgd)
-    slots_.emplace(spec.dim * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_positions(directory_));
-  if (spec.window > 0) {
-    last_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_positions(directory_));
-    steps_.emplace(spec.momentum, spec.weight_decay);
-  }
+    slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_positions(directory_));
+  if (spec.window > 0 || spec.counts_updates())
+    row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_positions(directory_));
+  if (spec.window > 0) steps_.emplace(spec.momentum, spec.weight_decay);
 }
 
 int64_t RowStore::num_present() const {
@@ -196,7 +195,7 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
   for (int64_t position : positions) {
     rows_.ensure(position);
     if (slots_) slots_->ensure(position);
-    if (last_steps_) last_steps_->ensure(position);
+    if (row_steps_) row_steps_->ensure(position);
     if (position / 64 >= static_cast<int64_t>(touched_.size())) touched_.resize(static_cast<size_t>(position / 64) + 1);
   }
 }
@@ -308,8 +307,9 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
     bring_up(overdue, *catch_up, buffers.data());
     steps_->end_step(lr);
   }
-  for (const Bounds& seen : bounds) bounds_ = {std::max(bounds_.row, seen.row), std::max(bounds_.slot, seen.slot)};
-  bounds_ = {rounded(bounds_.row, spec_.dtype), rounded(bounds_.slot, spec_.slot_dtype)};
+  for (const Bounds& seen : bounds)
+    bounds_ = {std::max(bounds_.row, seen.row), std::max(bounds_.slot, seen.slot), std::max(bounds_.second, seen.second)};
+  bounds_ = {rounded(bounds_.row, spec_.dtype), rounded(bounds_.slot, spec_.slot_dtype), bounds_.second};
   return created;
 }
 
@@ -329,6 +329,7 @@ int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& posit
 
 // The update of one worst row: each float32 step is monotone in the magnitudes, so what is finite here is finite everywhere.
 bool RowStore::cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const {
+  if (spec_.rule == Rule::adam) return adam_cannot_overflow(largest_gradient, factors, bounds);
   const float direction = largest_gradient + factors.weight_decay * bounds.row;
   const float velocity = (steps_ ? 1.0f : factors.momentum) * bounds.slot + direction;  // late gradients meet all of the slot
   const float step = spec_.rule == Rule::sgd        ? direction
@@ -339,19 +340,41 @@ bool RowStore::cannot_overflow(float largest_gradient, StepFactors factors, Boun
          (spec_.rule == Rule::sgd || std::isfinite(rounded(velocity, spec_.slot_dtype)));
 }
 
+// Loose for rows of float16, whose pushes are nearly always rehearsed: how far a row moves depends on its own second moments.
+bool RowStore::adam_cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const {
+  const AdamFactors most = adam_bounds(spec_.adam, factors);
+  const float direction = largest_gradient + most.weight_decay * bounds.row;
+  const float first = most.beta1 * bounds.slot + most.rest1 * direction;
+  const float second = most.beta2 * bounds.second + most.rest2 * direction * direction;
+  const float row = bounds.row + most.step_size * (first / most.epsilon);
+  return std::isfinite(rounded(row, spec_.dtype)) && std::isfinite(first) && std::isfinite(second);
+}
+
+RowStore::Bounds RowStore::update_values(float* row, float* slot, const float* gradient, StepFactors factors,
+                                         int64_t updates) const {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  if (spec_.rule == Rule::adam) {
+    const AdamLargest largest =
+        adam_update()(row, slot, slot + dim, gradient, dim, adam_factors(spec_.adam, factors, updates + 1));
+    return {std::bit_cast<float>(largest.row), std::bit_cast<float>(largest.first), std::bit_cast<float>(largest.second)};
+  }
+  const Largest largest = kernels().update[static_cast<int>(spec_.rule)](row, slot, gradient, dim, factors);
+  return {std::bit_cast<float>(largest.row), std::bit_cast<float>(largest.slot)};
+}
+
 // Near the end of a storage type's range: computes every row aside and refuses the push if one would become infinite.
 void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype,
                         StepFactors factors, const CatchUp* catch_up) const {
-  const size_t dim = static_cast<size_t>(spec_.dim);
-  std::vector<float> row(dim), slot(dim), gradient(dim), scratch(dim);
-  std::vector<char> stored(dim * sizeof(float));
+  const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
+  std::vector<float> row(dim), slot(slot_dim), gradient(dim), scratch(dim);
+  std::vector<char> stored(std::max(dim, slot_dim) * sizeof(float));
   const Kernels& k = kernels();
   for (size_t i = 0; i < found.positions.size(); ++i) {
     const int64_t position = found.positions[i];
     std::fill(slot.begin(), slot.end(), 0.0f);
     if (position >= 0) {
       k.load[static_cast<int>(spec_.dtype)](row.data(), rows_.at(position), dim);
-      if (slots_) k.load[static_cast<int>(spec_.slot_dtype)](slot.data(), slots_->at(position), dim);
+      if (slots_) k.load[static_cast<int>(spec_.slot_dtype)](slot.data(), slots_->at(position), slot_dim);
     } else {
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
@@ -359,17 +382,21 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
     if (const Elapsed* elapsed = catch_up ? catch_up->of(position < 0 ? 0 : last_step(position)) : nullptr)
       k.move(row.data(), slot.data(), dim, *elapsed, ranges());
     k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
-    const auto update = catch_up && is_late(position) ? k.add_late : k.update[static_cast<int>(spec_.rule)];
-    update(row.data(), slot.data(), gradient.data(), dim, factors);
-    for (const auto& [values, type] : {std::pair{row.data(), spec_.dtype}, std::pair{slot.data(), spec_.slot_dtype}}) {
-      k.store[static_cast<int>(type)](stored.data(), values, dim);
-      if (k.max_abs_bits[static_cast<int>(type)](stored.data(), dim) >= kInfinityBits)
+    if (catch_up && is_late(position))
+      k.add_late(row.data(), slot.data(), gradient.data(), dim, factors);
+    else
+      update_values(row.data(), slot.data(), gradient.data(), factors, updates_of(position));
+    const auto require_finite = [&](const std::vector<float>& values, DType type) {
+      k.store[static_cast<int>(type)](stored.data(), values.data(), values.size());
+      if (k.max_abs_bits[static_cast<int>(type)](stored.data(), values.size()) >= kInfinityBits)
         throw Refusal{Reason::overflow, static_cast<int64_t>(i)};
-    }
+    };
+    require_finite(row, spec_.dtype);
+    require_finite(slot, spec_.slot_dtype);
   }
 }
 
-// Half types pass through float32 buffers: [0, D) row, [D, 2D) slot, [2D, 3D) gradient.
+// Half types pass through float32 buffers: [0, D) row, [D, 2D) slot, [2D, 3D) gradient. Slots of adam are float32.
 void RowStore::update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
                           float* buffer, Bounds& bounds) {
   const size_t dim = static_cast<size_t>(spec_.dim);
@@ -387,15 +414,20 @@ void RowStore::update_one(int64_t position, const char* gradient, DType dtype, S
     k.load[static_cast<int>(dtype)](buffer + 2 * dim, gradient, dim);
     direction = buffer + 2 * dim;
   }
-  auto update = k.update[static_cast<int>(spec_.rule)];
+  const bool late = catch_up != nullptr && is_late(position);
   if (catch_up != nullptr) {
     if (const Elapsed* elapsed = catch_up->of(last_step(position))) k.move(weights, velocity, dim, *elapsed, ranges());
-    if (is_late(position)) update = k.add_late;
     last_step(position) = catch_up->now() + 1;
   }
-  const Largest largest = update(weights, velocity, direction, dim, factors);
-  bounds.row = std::max(bounds.row, std::bit_cast<float>(largest.row));
-  bounds.slot = std::max(bounds.slot, std::bit_cast<float>(largest.slot));
+  Bounds largest{};
+  if (late) {
+    const Largest added = k.add_late(weights, velocity, direction, dim, factors);
+    largest = {std::bit_cast<float>(added.row), std::bit_cast<float>(added.slot)};
+  } else {
+    largest = update_values(weights, velocity, direction, factors, updates_of(position));
+  }
+  if (spec_.counts_updates()) ++row_step(position);
+  bounds = {std::max(bounds.row, largest.row), std::max(bounds.slot, largest.slot), std::max(bounds.second, largest.second)};
   if (!wide_row) k.store[row_type](row, weights, dim);
   if (!wide_slot) k.store[slot_type](slot, velocity, dim);
 }
@@ -429,6 +461,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
         std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
         if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
         if (steps_) last_step(positions[i]) = steps_->moves_rows_at_rest() ? steps_->now() : kResting;
+        if (spec_.counts_updates()) row_step(positions[i]) = 0;
       });
   return created;
 }
@@ -451,7 +484,7 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions) {
         if (position >= 0 && frozen_->is_only_in_place(position))
           frozen_->keep_aside(position, {{rows_.at(position), row_bytes()},
                                          {slots_ ? slots_->at(position) : nullptr, slot_bytes()},
-                                         {last_steps_ ? last_steps_->at(position) : nullptr, step_bytes()}});
+                                         {row_steps_ ? row_steps_->at(position) : nullptr, step_bytes()}});
       });
 }
 
@@ -487,8 +520,8 @@ int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slot
     if (slots_)
       std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(position),
                   slot_bytes());
-    if (last_steps_)
-      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : last_steps_->at(position), step_bytes());
+    if (row_steps_)
+      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(position), step_bytes());
     ++count;
   }
   return count;
@@ -508,14 +541,18 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
   Resolved found = resolve(ids, count, rows, spec_.dtype);
-  uint32_t largest_slot = 0;
+  uint32_t largest_slot = 0, largest_second = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const auto largest = [&](const char* values, size_t bytes, DType dtype) {
-      return kernels().max_abs_bits[static_cast<int>(dtype)](row_of(values, i, bytes), static_cast<size_t>(spec_.dim));
+    const auto largest = [&](const char* values, DType dtype) {
+      return kernels().max_abs_bits[static_cast<int>(dtype)](values, static_cast<size_t>(spec_.dim));
     };
-    const uint32_t slot = slots_ ? largest(slots, slot_bytes(), spec_.slot_dtype) : 0;
-    if (largest(rows, row_bytes(), spec_.dtype) >= kInfinityBits || slot >= kInfinityBits) throw Refusal{Reason::non_finite, i};
-    largest_slot = std::max(largest_slot, slot);
+    const char* slot = slots_ ? row_of(slots, i, slot_bytes()) : nullptr;
+    const uint32_t first = slots_ ? largest(slot, spec_.slot_dtype) : 0;
+    const uint32_t second = spec_.rule == Rule::adam ? largest(slot + slot_bytes() / 2, spec_.slot_dtype) : 0;
+    if (std::max({largest(row_of(rows, i, row_bytes()), spec_.dtype), first, second}) >= kInfinityBits)
+      throw Refusal{Reason::non_finite, i};
+    largest_slot = std::max(largest_slot, first);
+    largest_second = std::max(largest_second, second);
   }
   reserve(found.missing);
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
@@ -524,9 +561,10 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     const int64_t position = found.positions[static_cast<size_t>(i)];
     std::memcpy(rows_.at(position), row_of(rows, i, row_bytes()), row_bytes());
     if (slots_) std::memcpy(slots_->at(position), row_of(slots, i, slot_bytes()), slot_bytes());
-    if (last_steps_) last_step(position) = steps[i];
+    if (row_steps_) row_step(position) = steps[i];
   }
-  bounds_ = {std::max(bounds_.row, std::bit_cast<float>(found.largest)), std::max(bounds_.slot, std::bit_cast<float>(largest_slot))};
+  bounds_ = {std::max(bounds_.row, std::bit_cast<float>(found.largest)), std::max(bounds_.slot, std::bit_cast<float>(largest_slot)),
+             std::max(bounds_.second, std::bit_cast<float>(largest_second))};
   return created;
 }
 

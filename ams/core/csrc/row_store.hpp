@@ -7,6 +7,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "adam.hpp"
 #include "common.hpp"
 #include "directory.hpp"
 #include "frozen_rows.hpp"
@@ -29,6 +30,11 @@ struct RowStoreSpec {
   int64_t num_rows;                    // -1: hashed
   int64_t threads;                     // most threads on one request
   int64_t window;                      // 0: untouched rows are frozen; else steps after which a row is caught up at the latest
+  AdamSettings adam;                   // of Rule::adam
+
+  // Numbers of a row's slots: adam keeps the first moments, then the second ones.
+  int64_t slot_dim() const { return rule == Rule::sgd ? 0 : rule == Rule::adam ? 2 * dim : dim; }
+  bool counts_updates() const { return rule == Rule::adam; }
 };
 
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
@@ -63,8 +69,9 @@ class RowStore {
   // Returns their number. One freeze at a time.
   int64_t freeze(bool only_touched);
   bool is_frozen() const;
-  // Copies up to `most` frozen rows that were not read yet: ids [most], rows and slots [most, D] (slots of sgd: null), last
-  // steps [most] (without a window: null). They are as they lie, not caught up. Returns how many; 0: that was all.
+  // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (of sgd: null)
+  // and row steps [most] (last steps with a window, updates with adam, else null). They are as they lie, not caught up.
+  // Returns how many; 0: that was all.
   int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps);
   // Ends the freeze. If what was read is not kept, its rows count as touched again.
   void thaw(bool kept);
@@ -84,6 +91,7 @@ class RowStore {
   struct Bounds {
     float row;
     float slot;
+    float second = 0;  // of adam's second moments; `slot` is of the first
   };
   struct Resolved {
     std::vector<int64_t> positions;  // -1: missing
@@ -99,15 +107,20 @@ class RowStore {
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
   bool cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const;
+  bool adam_cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const;
   void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors,
                 const CatchUp* catch_up) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions);
   void update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
                   float* buffer, Bounds& bounds);
+  // Updates a float32 row and its slots that had `updates` updates before.
+  Bounds update_values(float* row, float* slot, const float* gradient, StepFactors factors, int64_t updates) const;
   void prefetch_for_write(int64_t position) const;
+  int64_t& row_step(int64_t position) const { return *reinterpret_cast<int64_t*>(row_steps_->at(position)); }
+  int64_t updates_of(int64_t position) const { return spec_.counts_updates() && position >= 0 ? row_step(position) : 0; }
   // With a window only (row_store_elapsed.cpp):
-  int64_t& last_step(int64_t position) const { return *reinterpret_cast<int64_t*>(last_steps_->at(position)); }
+  int64_t& last_step(int64_t position) const { return row_step(position); }
   std::optional<CatchUp> new_catch_up() const { return steps_ ? std::optional<CatchUp>(*steps_) : std::nullopt; }
   void reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const;
   Bounds caught_up_bounds(const CatchUp& catch_up) const;
@@ -125,13 +138,13 @@ class RowStore {
   void before_writes(const std::vector<int64_t>& positions);
   void keep_aside(const std::vector<int64_t>& positions);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
-  size_t step_bytes() const { return last_steps_ ? sizeof(int64_t) : 0; }
+  size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
 
   RowStoreSpec spec_;
   Directory directory_;
   SlabArray rows_;
   std::optional<SlabArray> slots_;
-  std::optional<SlabArray> last_steps_;  // with a window: int64 by position
+  std::optional<SlabArray> row_steps_;  // int64 by position: with a window its last step, with adam the number of its updates
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
   int64_t sweep_began_ = 0;  // the step at which it was at position 0

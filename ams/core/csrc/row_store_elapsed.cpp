@@ -31,7 +31,7 @@ void RowStore::reach_back(CatchUp& catch_up, const int64_t* positions, int64_t c
   constexpr int64_t kAhead = 32;
   int64_t oldest = INT64_MAX;
   for (int64_t i = 0; i < count + kAhead; ++i) {
-    if (i < count && positions[i] >= 0) prefetch_bytes(last_steps_->at(positions[i]), 1);
+    if (i < count && positions[i] >= 0) prefetch_bytes(row_steps_->at(positions[i]), 1);
     if (i < kAhead || positions[i - kAhead] < 0) continue;
     const int64_t last = last_step(positions[i - kAhead]);
     if (last > 0) oldest = std::min(oldest, last);
@@ -81,7 +81,7 @@ RowStore::Overdue RowStore::next_overdue() {
   Overdue overdue;
   overdue.sweep_at = std::min(count, sweep_at_ + rows_of_a_sweep(count));
   for (int64_t position = sweep_at_; position < overdue.sweep_at; ++position) {
-    if (!last_steps_->has(position)) continue;
+    if (!row_steps_->has(position)) continue;
     const int64_t last = last_step(position);
     if (last > 0 && last <= now - spec_.window / kOverdueShare) overdue.positions.push_back(position);
   }

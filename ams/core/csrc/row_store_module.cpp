@@ -17,12 +17,17 @@ void require_width(const RowStore& store, size_t width) {
 
 void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, float momentum, float weight_decay,
             int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads, int64_t window) {
+            int64_t num_rows, int64_t threads, int64_t window, double beta1, double beta2, float epsilon) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
   require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
   require(window == 0 || (window >= 4 && rule == static_cast<int>(Rule::momentum)), "window must be 0, or >= 4 with momentum");
   require(rule >= 0 && rule < kNumRules, "unknown rule");
+  if (static_cast<Rule>(rule) == Rule::adam) {
+    require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "beta1 and beta2 must lie in [0, 1)");
+    require(std::isnormal(epsilon) && epsilon > 0, "epsilon must be a normal float32 > 0");
+    require(static_cast<DType>(slot_dtype) == DType::float32, "slots of adam must be float32");
+  }
   require(distribution >= 0 && distribution <= 2, "unknown distribution");
   require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
   const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
@@ -31,7 +36,8 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, fl
             "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
   new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), static_cast<Rule>(rule),
-                                   momentum, weight_decay, initial, owned, num_rows, threads, window});
+                                   momentum, weight_decay, initial, owned, num_rows, threads, window,
+                                   AdamSettings{beta1, beta2, epsilon}});
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
@@ -91,7 +97,7 @@ RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, 
   require(rows.shape(0) == count, "rows must be as many as ids");
   if (has_slots) {
     checked_dtype(*slots, static_cast<int>(store.spec().slot_dtype));
-    require_width(store, slots->shape(1));
+    require(static_cast<int64_t>(slots->shape(1)) == store.spec().slot_dim(), "slots must be as wide as the rule's slots");
     require(slots->shape(0) == count, "slots must be as many as ids");
   }
   return {const_cast<char*>(static_cast<const char*>(rows.data())),
@@ -105,7 +111,8 @@ int64_t freeze(RowStore& store, bool only_touched) {
 }
 
 void require_steps(const RowStore& store, size_t count, size_t steps, bool given) {
-  require(given == (store.spec().window > 0), "steps must be given for tables with a window, and only for those");
+  require(given == (store.spec().window > 0 || store.spec().counts_updates()),
+          "steps must be given for tables with a window or with adam, and only for those");
   require(!given || steps == count, "steps must be as many as ids");
 }
 
@@ -147,7 +154,7 @@ void bind_row_store(nb::module_& m) {
       .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("rule"),
            nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"), nb::arg("window"))
+           nb::arg("threads"), nb::arg("window"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("epsilon"))
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),

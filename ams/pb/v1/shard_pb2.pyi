@@ -620,7 +620,7 @@ class TableState(_message.Message):
     """Rows present on this shard."""
     memory_bytes: _builtins.int
     pushes: _builtins.int
-    """Writes applied."""
+    """Writes applied, those before a snapshot that it was restored from included."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     def __init__(

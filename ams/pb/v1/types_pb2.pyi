@@ -248,6 +248,44 @@ class SparseMomentum(_message.Message):
 Global___SparseMomentum: _TypeAlias = SparseMomentum  # noqa: Y015
 
 @_typing.final
+class Adam(_message.Message):
+    """Adam in the form of torch.optim.Adam; a row's bias corrections count its own updates. Slots are float32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LR_FIELD_NUMBER: _builtins.int
+    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
+    BETA1_FIELD_NUMBER: _builtins.int
+    BETA2_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    lr: _builtins.float
+    """Learning rate, unless the push carries one."""
+    weight_decay: _builtins.float
+    """L2 coefficient added to the gradient."""
+    beta1: _builtins.float
+    """Decay of the first moment, in [0, 1)."""
+    beta2: _builtins.float
+    """Decay of the second moment, in [0, 1)."""
+    epsilon: _builtins.float
+    """Added to the root of the second moment, > 0."""
+    def __init__(
+        self,
+        *,
+        lr: _builtins.float = ...,
+        weight_decay: _builtins.float = ...,
+        beta1: _builtins.float = ...,
+        beta2: _builtins.float = ...,
+        epsilon: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epsilon", b"epsilon", "lr", b"lr", "weight_decay", b"weight_decay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adam: _TypeAlias = Adam  # noqa: Y015
+
+@_typing.final
 class Constant(_message.Message):
     """Every value of a new row is `value`."""
 
@@ -331,6 +369,7 @@ class TableSpec(_message.Message):
     SGD_FIELD_NUMBER: _builtins.int
     MOMENTUM_FIELD_NUMBER: _builtins.int
     SPARSE_MOMENTUM_FIELD_NUMBER: _builtins.int
+    ADAM_FIELD_NUMBER: _builtins.int
     CONSTANT_FIELD_NUMBER: _builtins.int
     UNIFORM_FIELD_NUMBER: _builtins.int
     NORMAL_FIELD_NUMBER: _builtins.int
@@ -353,6 +392,8 @@ class TableSpec(_message.Message):
     @_builtins.property
     def sparse_momentum(self) -> Global___SparseMomentum: ...
     @_builtins.property
+    def adam(self) -> Global___Adam: ...
+    @_builtins.property
     def constant(self) -> Global___Constant: ...
     @_builtins.property
     def uniform(self) -> Global___Uniform: ...
@@ -370,19 +411,20 @@ class TableSpec(_message.Message):
         sgd: Global___Sgd | None = ...,
         momentum: Global___Momentum | None = ...,
         sparse_momentum: Global___SparseMomentum | None = ...,
+        adam: Global___Adam | None = ...,
         constant: Global___Constant | None = ...,
         uniform: Global___Uniform | None = ...,
         normal: Global___Normal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "constant", b"constant", "initializer", b"initializer", "momentum", b"momentum", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "sgd", b"sgd", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "initializer", b"initializer", "momentum", b"momentum", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "sgd", b"sgd", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "initializer", b"initializer", "momentum", b"momentum", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "sgd", b"sgd", "slot_dtype", b"slot_dtype", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "initializer", b"initializer", "momentum", b"momentum", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "sgd", b"sgd", "slot_dtype", b"slot_dtype", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
     _WhichOneofReturnType_initializer: _TypeAlias = _typing.Literal["constant", "uniform", "normal"]  # noqa: Y015
     _WhichOneofArgType_initializer: _TypeAlias = _typing.Literal["initializer", b"initializer"]  # noqa: Y015
-    _WhichOneofReturnType_optimizer: _TypeAlias = _typing.Literal["sgd", "momentum", "sparse_momentum"]  # noqa: Y015
+    _WhichOneofReturnType_optimizer: _TypeAlias = _typing.Literal["sgd", "momentum", "sparse_momentum", "adam"]  # noqa: Y015
     _WhichOneofArgType_optimizer: _TypeAlias = _typing.Literal["optimizer", b"optimizer"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...

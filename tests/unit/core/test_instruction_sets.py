@@ -11,7 +11,7 @@ import pytest
 
 from geartrain.ams.core import ops
 from geartrain.ams.graph.builder import ArrayRows, build_neighbours
-from geartrain.ams.specs import SGD, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+from geartrain.ams.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
 from geartrain.ams.tables.row_table import RowTable
 
 INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
@@ -22,11 +22,17 @@ def digest() -> str:
     seen, generator = hashlib.sha256(), np.random.default_rng(0)
     floats = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
     ids = np.arange(300)
-    optimizers = (SGD(0.1, 0.01), Momentum(0.1, 0.9, 1e-3, nesterov=True), SparseMomentum(0.1, 0.9, 1e-3))
-    for optimizer, initializer in zip(optimizers, (Normal(0, 1), Uniform(-1, 1), Constant(0.1)), strict=True):
+    optimizers = (SGD(0.1, 0.01), Momentum(0.1, 0.9, 1e-3, nesterov=True), SparseMomentum(0.1, 0.9, 1e-3), Adam(0.1))
+    initializers = (Normal(0, 1), Uniform(-1, 1), Constant(0.1), Normal(0, 1))
+    for optimizer, initializer in zip(optimizers, initializers, strict=True):
         for dtype in floats:
             spec = TableSpec(
-                name="t", dim=77, optimizer=optimizer, initializer=initializer, dtype=dtype.name, slot_dtype=dtype.name
+                name="t",
+                dim=77,
+                optimizer=optimizer,
+                initializer=initializer,
+                dtype=dtype.name,
+                slot_dtype="float32" if isinstance(optimizer, Adam) else dtype.name,
             )
             table = RowTable(spec, np.arange(4096))
             out = np.empty((300, 77), dtype)

@@ -1,0 +1,50 @@
+"""The specification of the slot index, in plain Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class SlotIndex:
+    """What :class:`geartrain.ams.core.slot_index.SlotIndex` does; which free slot is taken is left open there."""
+
+    def __init__(self, capacity: int) -> None:
+        self.slots: OrderedDict[int, int] = OrderedDict()
+        """From the least to the most recently used."""
+        self.free = set(range(capacity))
+
+    def find(self, ids: list[int], *, touch: bool) -> list[int]:
+        """The slots, or -1."""
+        found = [self.slots.get(one, -1) for one in ids]
+        if touch:
+            for one in ids:
+                if one in self.slots:
+                    self.slots.move_to_end(one)
+        return found
+
+    def place(self, ids: list[int]) -> tuple[list[int], int]:
+        """The slots, and how many other ids lost theirs."""
+        placed, evicted = [], 0
+        for one in ids:
+            if one not in self.slots:
+                if not self.free:
+                    self.free.add(self.slots.popitem(last=False)[1])
+                    evicted += 1
+                self.slots[one] = self.free.pop()
+            self.slots.move_to_end(one)
+            placed.append(self.slots[one])
+        return placed, evicted
+
+    def remove(self, ids: list[int]) -> list[int]:
+        """The slots that became free, or -1."""
+        removed = [self.slots.pop(one, -1) for one in ids]
+        self.free |= {slot for slot in removed if slot >= 0}
+        return removed
+
+    def oldest(self, count: int) -> list[int]:
+        """Ids, the least recently used first."""
+        return list(self.slots)[:count]
+
+    def grow(self, capacity: int) -> None:
+        """More slots."""
+        self.free |= set(range(len(self.slots) + len(self.free), capacity))

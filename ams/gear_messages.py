@@ -1,0 +1,166 @@
+"""What fast and slow gears say to each other: plain values, the same in one process and over the wire.
+
+Legend: D width of a dense feature, K distinct ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.errors import GeartrainError, SampleError, error_named
+from geartrain.ams.specs import Ids
+
+Features = npt.NDArray[np.float32]
+
+
+class Failure(NamedTuple):
+    """Why there is no dense feature, or no gradient, of one id."""
+
+    error: str
+    """Name of the class of :mod:`geartrain.ams.errors` that says it."""
+    reason: str
+
+
+Failures = Mapping[int, Failure]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureReply:
+    """Dense features of K distinct ids, in the order of the request."""
+
+    vectors_KD: Features
+    """[K, D] float32; zeros where there is a failure."""
+    versions: npt.NDArray[np.int64]
+    """[K]: dense version of the weights that computed each."""
+    times: npt.NDArray[np.float64]
+    """[K]: unix seconds at which each was computed."""
+    failures: Failures
+    dense_version: int
+    """Of the weights that the slow gear holds now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """The feature gradients of one step of one fast gear: K *gradients*, one for each distinct id."""
+
+    source: str
+    """The fast gear."""
+    incarnation: int
+    """Of the fast gear: a lower one than was seen of this source is refused."""
+    sequence: int
+    """From 1, rising by source: a delivery that is sent again counts once."""
+    ids: Ids
+    """[K] int64, distinct."""
+    gradients_KD: Features
+    """[K, D] float32, finite."""
+    versions: npt.NDArray[np.int64]
+    """[K]: dense versions of the features that the gradients are of."""
+    lr: float | None
+    """Learning rate of the dense update that they become part of; None: that of the dense table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GearAccount:
+    """What became of the gradients that were delivered: ``received`` is the sum of all others, always."""
+
+    received: int = 0
+    waiting: int = 0
+    """In batches that are not full."""
+    due: int = 0
+    """In full batches whose backward pass is to come."""
+    applied: int = 0
+    """Part of a dense update."""
+    dropped_stale: int = 0
+    """Of features too old, by the rule for them."""
+    dropped_failed: int = 0
+    """Their sample or their backward pass failed."""
+    non_finite: int = 0
+    lost: int = 0
+    """A slow gear died with them, or died before it told that it had applied them."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every gradient received is in one of the other places."""
+        others: int = sum(getattr(self, field.name) for field in fields(self) if field.name != "received")
+        return self.received == others
+
+    def __add__(self, other: GearAccount) -> GearAccount:
+        names = [field.name for field in fields(self)]
+        return GearAccount(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GearState:
+    """One slow gear as it describes itself."""
+
+    name: str
+    dim: int
+    address: str
+    partitions: tuple[int, ...]
+    """It holds now."""
+    dense_version: int
+    cache_hits: int
+    cache_misses: int
+    queued_ids: int
+    """Whose features wait to be computed."""
+    account: GearAccount
+    uptime_seconds: float = 0.0
+    error: str = ""
+    """Why it does not apply what is due; empty if it does."""
+
+
+class GearPort(Protocol):
+    """The slow gears of one dense part, as a fast gear reaches them: in its own process, or over the wire.
+
+    Thread-safe. Every call may raise a GeartrainError.
+    """
+
+    @property
+    def dense_version(self) -> int:
+        """The highest dense version that was heard of."""
+        ...
+
+    def features(self, ids: Ids) -> FeatureReply:
+        """Dense features of distinct ids [K] int64. Ids that have none are in ``failures``; the others live."""
+        ...
+
+    def deliver(self, delivery: Delivery) -> GearAccount:
+        """Hand gradients over; in sync mode return when every update that they made due is applied."""
+        ...
+
+    def flush(self) -> None:
+        """Apply every gradient that waits, partial batches with their true count. Returns when that is done."""
+        ...
+
+    def account(self, source: str | None = None) -> GearAccount:
+        """What became of the gradients of one fast gear; None: of all."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; what waits in slow gears of this process is applied first. Idempotent."""
+        ...
+
+
+def first_error(failures: Failures, what: str) -> GeartrainError:
+    """Return the error that stands for all of ``failures``, which are not empty: it names the first id."""
+    failure = failures[min(failures)]
+    kind = error_named(failure.error)
+    more = "" if len(failures) == 1 else f" (and {what} of {len(failures) - 1} more: {_some(sorted(failures)[1:])})"
+    error = kind(f"{failure.reason}{more}")
+    if isinstance(error, SampleError):
+        error.ids = tuple(sorted(failures))
+    return error
+
+
+def _some(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
+
+
+def without(ids: Ids, failures: Iterable[int]) -> npt.NDArray[np.bool_]:
+    """Say which of ``ids`` [K] are not among the failures, [K] bool."""
+    return ~np.isin(ids, np.fromiter(failures, np.int64))

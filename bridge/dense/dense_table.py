@@ -1,0 +1,287 @@
+"""A module whose weights are in the AMS: the dense table of gear training, and of any ``nn.Module``.
+
+Legend: P values of all trained parameters, B values beside them, D width of a row, R = ceil(P / D) rows, S shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geartrain.ams.cluster import Cluster
+from geartrain.ams.errors import InvalidArgument, NonFinite, SyncError
+from geartrain.ams.messages import Done
+from geartrain.ams.specs import Adam, RowOptimizerSpec
+from geartrain.ams.writes import Write
+from geartrain.bridge.dense.beside import BesideParameters
+from geartrain.bridge.dense.layout import Layout
+from geartrain.bridge.dense.opening import Store, open_stores
+from geartrain.bridge.dense.tensors import ModuleTensors
+from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.tables import as_numpy
+
+Mode = Literal["async", "sync"]
+_DEFAULT_OPTIMIZER = Adam()
+_PUSHES, _SKIPS, _FAILED = range(3)
+
+
+@dataclass
+class _Update:
+    """One push under way: sent again after an error, it reaches only the shards that have not answered."""
+
+    sequence: int | None
+    writes: list[Write]
+
+
+class DenseTable(torch.optim.Optimizer):
+    """The weights of a module, held and trained by the shards of a cluster; :func:`attach` makes it.
+
+    The one param_group holds the trained parameters and ``lr``, so that LR schedulers, ``clip_grad_norm_``,
+    ``torch.amp.GradScaler`` and ``zero_grad`` work as ever; momentum, betas and weight decay belong to the table. Not
+    thread-safe.
+    """
+
+    _step_supports_amp_scaling = True
+    """GradScaler leaves its scale and what it found to :meth:`step`: ranks have to skip a step together."""
+
+    def __init__(self, tensors: ModuleTensors, weights: Store, beside: Store | None, ranks: Ranks | None) -> None:
+        """Take the server's values. Use :func:`attach`."""
+        self.version = 0
+        """Dense version of the weights held now: the writes applied to the table, the first values included (the lowest
+        over its shards, asked for before they were pulled)."""
+        self._tensors = tensors
+        self._weights = weights
+        self._beside = None if beside is None else BesideParameters(beside, tensors)
+        self._ranks = ranks
+        self._gradients_RD = weights.layout.empty()
+        self._pulled_RD = weights.layout.empty()
+        self._update: _Update | None = None
+        self._pull_is_due = False
+        """Whether a step was pushed whose new weights could not be pulled."""
+        group = {"params": list(tensors.trained.values()), "lr": weights.table.spec.optimizer.lr, "table": self.name}
+        super().__init__([group], {})
+        self._pull()
+
+    @property
+    def name(self) -> str:
+        """Name of the table of the parameters; that of the buffers is ``NAME.buffers``."""
+        return self._weights.table.spec.name
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only the parameters that were attached can be trained here: anything else is InvalidArgument."""
+        if self.param_groups:
+            raise InvalidArgument(
+                f"dense table {self.name!r} trains the parameters of the module it was attached to, with one lr; give "
+                "others to an optimizer of their own"
+            )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int = 1, pull_after: bool = True) -> Any:
+        """Push the gradients of all parameters, exactly once, then pull the new weights (unless not ``pull_after``).
+
+        A parameter without a gradient has a gradient of zero, which momentum and weight decay act on as on any other;
+        where no parameter has one, nothing is pushed. With ranks every rank calls it, and the update is that of the
+        mean of their gradients weighted by ``samples``, which each is the mean over. A step that GradScaler skips on
+        one rank is skipped on all, and pushes nothing.
+
+        Costs, per step: 4·P bytes up and 4·P down over S shards (4·B more each way for what is beside the parameters),
+        one request per shard each way and a small one that asks for the version. Raises NonFinite (nothing was
+        pushed anywhere), SyncError, ShardUnavailable. After an error call step() again, which goes on where it stopped
+        (no shard applies a push twice), or zero_grad(), which drops what is pending.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        lr = float(self.param_groups[0]["lr"])
+        grad_scale = getattr(self, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+        found_inf = getattr(self, "found_inf", None)
+        skips = found_inf is not None and bool(found_inf)
+        if not self._pull_is_due:
+            self._pull_is_due = self._push(None, lr, scale, samples, skips=skips) is not None and pull_after
+        if self._pull_is_due:
+            self._pull()
+            self._pull_is_due = False
+        return loss
+
+    def push(
+        self, sequence: int | None = None, *, lr: float | None = None, scale: float = 1.0, samples: int = 1
+    ) -> Done:
+        """The push of :meth:`step` alone: ``scale`` · gradients with ``lr`` (that of the param_group if None).
+
+        ``sequence`` numbers it, as the only one of that number to this table: sent again under the same number and
+        stream name (``gt.connect(stream=)``), by this process or one started in its place, it changes nothing and
+        answers ``duplicate``; see ``Cluster.acknowledge``. Errors are those of :meth:`step`; a pending push is
+        continued by the same call.
+        """
+        lr = float(self.param_groups[0]["lr"]) if lr is None else lr
+        return self._push(sequence, lr, scale, samples, skips=False) or Done()
+
+    def refresh(self) -> bool:
+        """Pull weights and buffers if the dense version moved; True if it did.
+
+        What the module changed in its buffers since they were last pushed is kept on top of the server's. Costs one
+        small request per shard, and if it moved 4·(P + B) bytes down.
+        """
+        if self._weights.table.version() == self.version:
+            return False
+        self._pull()
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and a push that is still pending after an error."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._pull_is_due = False
+        update, self._update = self._update, None
+        for write in update.writes if update is not None else ():
+            write.abandon()
+
+    def _push(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Done | None:
+        """Make a push, or go on with the one that is pending; None if there was nothing to push."""
+        update = self._update
+        if update is not None and update.sequence != sequence:
+            raise InvalidArgument(
+                f"a push of dense table {self.name!r} (sequence {update.sequence}) is pending, this one has sequence "
+                f"{sequence}; repeat that one first, or drop it with zero_grad()"
+            )
+        if update is None:
+            update = self._update = self._agreed(sequence, lr, scale, samples, skips=skips)
+        if update is None:
+            return None
+        done = [write.send() for write in update.writes]
+        self._update = None
+        if self._beside is not None:
+            self._beside.pushed()
+        if self._ranks is not None:
+            self._ranks.sequence += 1
+        return done[-1]
+
+    def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> _Update | None:
+        """The prepared push, if no rank skips the step. Raises if any rank cannot make its part."""
+        if self._ranks is None:
+            has_gradient = any(one.grad is not None for one in self._tensors.trained.values())
+            return self._prepared(sequence, lr, scale, samples) if has_gradient and not skips else None
+        update, failure = None, None
+        try:
+            update = None if skips else self._prepared(sequence, lr, scale, samples)
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        mine = _FAILED if failure is not None else _SKIPS if skips else _PUSHES
+        said = self._ranks.gather_labels(np.array([mine], np.int64)).tolist()
+        if set(said) == {_PUSHES}:
+            return update
+        for write in update.writes if update is not None else ():
+            write.abandon()
+        if failure is not None:
+            raise failure
+        if _FAILED in said:
+            raise SyncError(
+                f"nothing was pushed to {self.name!r}: rank {said.index(_FAILED)} failed; its error tells why"
+            )
+        return None
+
+    def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> _Update:
+        """Check and number the push; nothing travels yet."""
+        if not (math.isfinite(lr) and lr >= 0):
+            raise InvalidArgument(f"lr of dense table {self.name!r} is {lr!r}; it must be finite and >= 0")
+        self._tensors.check()
+        weights = self._weights
+        group = None if self._ranks is None else self._ranks.sync_group(samples)
+        weights.layout.pack([one.grad for one in self._tensors.trained.values()], self._gradients_RD)
+        try:
+            write = weights.table.prepare_push(
+                weights.ids, as_numpy(self._gradients_RD), lr=lr, scale=scale, group=group, sequence=sequence
+            )
+        except NonFinite as exc:
+            culprit = self._tensors.first_non_finite()
+            if culprit is None:
+                raise
+            raise NonFinite(
+                f"the gradient of {culprit!r} (dense table {self.name!r}) holds NaN or infinity; nothing was pushed. "
+                "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler"
+            ) from exc
+        try:
+            beside = None if self._beside is None else self._beside.prepare(group, sequence)
+        except BaseException:
+            write.abandon()
+            raise
+        # The parameters last: once their version has moved, all of the step is there.
+        return _Update(sequence, [write] if beside is None else [beside, write])
+
+    def _pull(self) -> None:
+        weights, beside = self._weights, self._beside
+        version = weights.table.version()
+        ahead = None if beside is None else beside.pull()
+        try:
+            weights.table.pull_into(weights.ids, as_numpy(self._pulled_RD))
+        finally:
+            if ahead is not None:
+                ahead[1].result()
+        weights.layout.unpack(self._pulled_RD, list(self._tensors.trained.values()))
+        if beside is not None and ahead is not None:
+            beside.take(ahead[0])
+        self.version = version
+
+
+def attach(
+    module: nn.Module,
+    cluster: Cluster,
+    *,
+    name: str,
+    optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
+    mode: Mode = "async",
+    reuse: bool = False,
+    dim: int = 1024,
+    process_group: dist.ProcessGroup | None = None,
+    wait_seconds: float = 60.0,
+) -> DenseTable:
+    """Put the weights of ``module`` into ``cluster`` and train them there; return what steps them.
+
+    The parameters, in the order of ``named_parameters()``, are one float32 vector cut into rows of ``dim``: a table
+    ``name`` of dense ids, spread evenly over the shards, with pushes, snapshots and guarantees like any other.
+    ``optimizer`` runs in the shards. Modules in 16 bits so have float32 master weights there, and of float64 what
+    float32 holds. Tied parameters are in it once. Buffers (those in the ``state_dict``) and parameters that require no
+    gradient now are in a second table, ``NAME.buffers``, if there are any: frozen parameters are pulled but never
+    pushed, so that nothing moves them; buffers move by what the module changed in them (integers travel as float32 and
+    are rounded): with several workers by the sum of their changes, with ranks by the weighted mean.
+
+    The first to come makes the tables from its own values; with ``reuse=True`` later ones (also after
+    ``Cluster.restore``) wait up to ``wait_seconds`` for those and take them. ``mode="async"``: every push applies when
+    it arrives, no worker waits for another. ``mode="sync"``: the ranks of ``process_group`` (or of torch.distributed,
+    if it is initialised; without it this process is alone) step together, which equals one worker with the joint batch
+    up to rounding, but for batch statistics.
+
+    Costs on this host: 8·P bytes of buffers; on the wire see :meth:`DenseTable.step`. Raises TableExists, SpecMismatch
+    (a module of other names, shapes or requires_grad; another optimizer), InvalidArgument, NonFinite, ClusterNotReady.
+    """
+    if mode not in ("async", "sync"):
+        raise InvalidArgument(f"mode is {mode!r}; it must be 'async' or 'sync'")
+    if process_group is not None and mode != "sync":
+        raise InvalidArgument(f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync'")
+    tensors = ModuleTensors(module)
+    trained = Layout({key: one.shape for key, one in tensors.trained.items()}, dim)
+    others = Layout({key: one.shape for key, one in tensors.others().items()}, dim)
+    joined = process_group is not None or (mode == "sync" and dist.is_initialized())
+    ranks = Ranks(name, process_group) if joined else None
+
+    def values() -> tuple[Tensor, Tensor]:
+        rows_RD, other_rows_RD = trained.empty(), others.empty()
+        trained.pack(list(tensors.trained.values()), rows_RD)
+        others.pack(list(tensors.others().values()), other_rows_RD)
+        return rows_RD, other_rows_RD
+
+    def opened(reuse: bool) -> tuple[Store, Store | None]:
+        return open_stores(
+            cluster, name, trained, others, optimizer, reuse=reuse, values=values, wait_seconds=wait_seconds
+        )
+
+    stores = opened(reuse) if ranks is None else ranks.first_then_others(lambda: opened(reuse), lambda: opened(True))
+    return DenseTable(tensors, *stores, ranks)

@@ -1,0 +1,108 @@
+"""Named tensors as one float32 vector, cut into the rows of a table.
+
+Legend: P values of all tensors, D width of a row, R = ceil(P / D) rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.words import counted
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor: the values ``start`` … ``stop`` − 1."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}"
+
+
+class Layout:
+    """Where the values of tensors are in rows [R, D], tensor after tensor; the last row ends with zeros.
+
+    dtypes and devices are no part of it: they may differ between workers, and change.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], dim: int) -> None:
+        if not isinstance(dim, int) or dim < 1:
+            raise InvalidArgument(f"dim is {dim!r}; rows need a width of at least 1")
+        self.dim = dim
+        parts, start = [], 0
+        for name, shape in shapes.items():
+            stop = start + math.prod(shape)
+            parts.append(Part(name, tuple(shape), start, stop))
+            start = stop
+        self.parts = tuple(parts)
+        self.num_values = start
+        self.num_rows = -(-start // dim)
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits of names and shapes, in order."""
+        text = json.dumps([[part.name, part.shape] for part in self.parts])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def __str__(self) -> str:
+        shown = [str(part) for part in self.parts]
+        if len(shown) > 2 * _NAMED:
+            shown = [*shown[:_NAMED], "…", *shown[-_NAMED:]]
+        return (
+            f"{counted(len(self.parts), 'tensor')} of {counted(self.num_values, 'value')}, layout "
+            f"{self.fingerprint:016x}: {', '.join(shown)}"
+        )
+
+    def empty(self) -> Tensor:
+        """Rows [R, D] of zeros, float32, on the host."""
+        return torch.zeros(self.num_rows, self.dim)
+
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[Tensor | None], rows_RD: Tensor) -> None:
+        """Copy the tensors to the rows, widened to float32; None counts as zeros. One transfer from each device.
+
+        Raises SpecMismatch if a tensor has another shape now.
+        """
+        flat = rows_RD.view(-1)
+        behind: dict[torch.device, list[tuple[Part, Tensor]]] = {}
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            if tensor is None:
+                flat[part.start : part.stop].zero_()
+                continue
+            if tuple(tensor.shape) != part.shape:
+                raise SpecMismatch(f"{part.name} has shape {list(tensor.shape)} now; it was attached as {part}")
+            dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+            if dense.device.type == "cpu":
+                flat[part.start : part.stop].view(part.shape).copy_(dense)
+            else:
+                behind.setdefault(dense.device, []).append((part, dense))
+        for pairs in behind.values():
+            host = torch.cat([tensor.reshape(-1).float() for _, tensor in pairs]).cpu()
+            sizes = [part.stop - part.start for part, _ in pairs]
+            for (part, _), values in zip(pairs, torch.split(host, sizes), strict=True):
+                flat[part.start : part.stop].copy_(values)
+
+    @torch.no_grad()
+    def unpack(self, rows_RD: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy the rows to the tensors, in their dtypes; integers are rounded. One transfer to each device."""
+        flat = rows_RD.view(-1)[: self.num_values]
+        on: dict[torch.device, Tensor] = {flat.device: flat}
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            if tensor.device not in on:
+                on[tensor.device] = flat.to(tensor.device)
+            values = on[tensor.device][part.start : part.stop].view(part.shape)
+            tensor.copy_(values if tensor.is_floating_point() else values.round())

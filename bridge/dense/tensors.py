@@ -1,0 +1,80 @@
+"""Which tensors of a module a dense table holds: parameters that are trained, and what is not trained beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.errors import InvalidArgument, NonFinite, SpecMismatch
+
+_LARGEST_INTEGER = 2**24
+
+
+class ModuleTensors:
+    """The tensors of ``module`` by name, each once however often it is used (tied parameters).
+
+    ``trained`` are the parameters that required a gradient at construction. ``others`` are the parameters that did not
+    and the buffers of the module's state_dict: buffers that are not persistent are the module's own affair.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters())
+        for name, parameter in parameters.items():
+            if nn.parameter.is_lazy(parameter):
+                raise InvalidArgument(f"parameter {name!r} has no shape yet; run the module once, then attach it")
+        self._module = module
+        self.trained = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        kept = module.state_dict(keep_vars=True)
+        self._buffers = [name for name, _ in module.named_buffers() if name in kept]
+        if not self.trained:
+            raise InvalidArgument(
+                f"{type(module).__name__} has no parameter that requires a gradient; there is nothing to train"
+            )
+        for name, tensor in {**self.trained, **self.others()}.items():
+            _require_whole(name, tensor)
+
+    @property
+    def num_frozen(self) -> int:
+        """How many of :meth:`others`, the first ones, are parameters that are not trained."""
+        return len(self._frozen)
+
+    def others(self) -> Mapping[str, Tensor]:
+        """What is not trained, as it is now: modules may put other tensors in the place of their buffers."""
+        buffers = dict(self._module.named_buffers())
+        return {**self._frozen, **{name: buffers[name] for name in self._buffers}}
+
+    def check(self) -> None:
+        """Raise SpecMismatch if the module has other parameters than when it was attached."""
+        now = dict(self._module.named_parameters())
+        for name, parameter in {**self.trained, **self._frozen}.items():
+            if now.get(name) is not parameter:
+                raise SpecMismatch(
+                    f"parameter {name!r} was replaced or removed since the module was attached; attach it again"
+                )
+
+    def first_non_finite(self) -> str | None:
+        """Name the first trained parameter whose gradient holds NaN or infinity."""
+        for name, parameter in self.trained.items():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return name
+        return None
+
+
+def _require_whole(name: str, tensor: Tensor) -> None:
+    """Raise unless the tensor can travel as float32."""
+    if tensor.is_complex():
+        raise InvalidArgument(f"{name!r} is {tensor.dtype}; a dense table holds real numbers")
+    if tensor.is_meta:
+        raise InvalidArgument(f"{name!r} is on the meta device, it has no values; give the module its weights first")
+    if tensor.is_floating_point():
+        # What float64 has beyond float32 is rounded away.
+        if not bool(torch.isfinite(tensor.detach().float()).all()):
+            raise NonFinite(f"{name!r} holds NaN or infinity (as float32); nothing was sent")
+    elif tensor.numel() and max(int(tensor.max()), -int(tensor.min())) > _LARGEST_INTEGER:
+        raise InvalidArgument(
+            f"buffer {name!r} holds integers beyond {_LARGEST_INTEGER:,}; they travel as float32, which would round "
+            "them: register it with persistent=False"
+        )

@@ -1,0 +1,338 @@
+"""What a gradient batcher knows: gradients by id, who sent them, and what became of them. No clock decides, no I/O.
+
+Every change is one of the methods ``add``, ``close``, ``take``, ``discard``, ``fail`` and ``settle``, a function of the
+state and its arguments alone: so a journal of the calls, made again, ends in the same state to the bit.
+
+Shapes: N ids of one call, K ids of the batch taken, S sources, D width, C slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.core.slot_index import SlotIndex, Slots
+from geartrain.ams.specs import Ids
+
+_FIRST_CAPACITY = 1024
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of gradients, counted as (step, id) pairs: ``received`` is the sum of all the others, always."""
+
+    received: int = 0
+    waiting: int = 0
+    """In batches that are not due."""
+    due: int = 0
+    """In batches that are due, or taken and not settled."""
+    applied: int = 0
+    dropped_stale: int = 0
+    """Against a feature too old for the rule."""
+    dropped_failed: int = 0
+    """Their id had no sample, or it could not be decoded."""
+    non_finite: int = 0
+    """NaN or infinite, or their sum beyond float32."""
+    lost: int = 0
+    """With a slow gear that died and kept nothing; only who sent them can count these."""
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+
+FATES = tuple(one.name for one in fields(Account))
+
+
+@dataclass
+class Taken:
+    """A batch that is out for a backward pass."""
+
+    number: int
+    ids: Ids
+    """[K]"""
+    sums: Floats
+    """[K, D]"""
+    counts: npt.NDArray[np.int64]
+    """[K, S] gradients by source."""
+    versions: npt.NDArray[np.int64]
+    """[K] the lowest version of a feature that a gradient is against."""
+    lr: float
+    """Of the newest gradient that came with one; NaN: none did."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The last add of a source that counted."""
+
+    incarnation: int
+    sequence: int
+
+
+class BatchState:
+    """See the head of this file. Not thread-safe.
+
+    Memory: (4 D + 8 S + 96) bytes a slot.
+    """
+
+    def __init__(self, dim: int, gradients_per_id: int) -> None:
+        self.dim = dim
+        self.gradients_per_id = gradients_per_id
+        self.number = 0
+        """Of the last batch taken."""
+        self.taken: Taken | None = None
+        self.marks: dict[str, Mark] = {}
+        self.sources: dict[str, int] = {}
+        """Their columns."""
+        self.fates: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, np.int64) for name in FATES}
+        """Each [S]."""
+        self.adds = 0
+        self._index = SlotIndex(_FIRST_CAPACITY)
+        self._ids = np.zeros(_FIRST_CAPACITY, np.int64)
+        self._sums = np.zeros((_FIRST_CAPACITY, dim), np.float32)
+        self._counts = np.zeros((_FIRST_CAPACITY, 0), np.int64)
+        self._versions = np.zeros(_FIRST_CAPACITY, np.int64)
+        self._lrs = np.zeros(_FIRST_CAPACITY)
+        self._last_add = np.zeros(_FIRST_CAPACITY, np.int64)
+        self._first_times = np.zeros(_FIRST_CAPACITY)
+        self._is_due = np.zeros(_FIRST_CAPACITY, np.bool_)
+        self._due: list[Slots] = []
+        """Slots in the order in which they became due."""
+
+    def __len__(self) -> int:
+        """Ids that have gradients which were not taken."""
+        return len(self._index)
+
+    def add(
+        self,
+        source: str,
+        mark: Mark,
+        ids: Ids,
+        gradients: Floats,
+        versions: npt.NDArray[np.int64],
+        *,
+        lr: float,
+        now: float,
+        dropped_stale: int,
+        non_finite: int,
+    ) -> None:
+        """Count gradients of distinct ids [N], [N, D]; those dropped before are counted, too."""
+        column = self._column(source)
+        self.marks[source] = mark
+        self.adds += 1
+        for name, count in (
+            ("received", len(ids) + dropped_stale + non_finite),
+            ("dropped_stale", dropped_stale),
+            ("non_finite", non_finite),
+        ):
+            self.fates[name][column] += count
+        if not len(ids):
+            return
+        slots = self._slots_of(ids, now)
+        with np.errstate(over="ignore", invalid="ignore"):  # beyond float32: found when it is taken
+            self._sums[slots] += gradients
+        self._counts[slots, column] += 1
+        self._versions[slots] = np.minimum(self._versions[slots], versions)
+        if not np.isnan(lr):
+            self._lrs[slots], self._last_add[slots] = lr, self.adds
+        already = int(np.count_nonzero(self._is_due[slots]))
+        self.fates["due"][column] += already
+        self.fates["waiting"][column] += len(ids) - already
+        full = self._counts[slots].sum(1) >= self.gradients_per_id
+        self._make_due(slots[full & ~self._is_due[slots]])
+
+    def close(self, ids: Ids) -> None:
+        """Make the batches of these ids due, full or not. Ids without one are left out."""
+        slots = self._index.find(ids, touch=False)
+        slots = slots[slots >= 0]
+        self._make_due(slots[~self._is_due[slots]])
+
+    def waiting_ids(self, until: float | None = None) -> Ids:
+        """Ids whose batch is not due, those that waited longest first; ``until``: only what came no later."""
+        ids, slots = self._index.oldest(len(self._index))
+        chosen = ~self._is_due[slots]
+        if until is not None:
+            chosen &= self._first_times[slots] <= until
+        return ids[chosen]
+
+    def earliest(self) -> float:
+        """When the first gradient came of those whose batch is not due; infinity where there is none. O(C)."""
+        _, slots = self._index.oldest(len(self._index))
+        return float(self._first_times[slots[~self._is_due[slots]]].min(initial=np.inf))
+
+    def not_after(self, now: float) -> None:
+        """The clock was set back: nothing came later than it says now."""
+        np.minimum(self._first_times, now, out=self._first_times)
+
+    def due_ids(self, limit: int | None) -> Ids:
+        """Ids whose batch is due, the first that became so first; at most ``limit``."""
+        return self._ids[self._due_slots()[:limit]]
+
+    @property
+    def num_due(self) -> int:
+        """Ids whose batch is due."""
+        return sum(map(len, self._due))
+
+    def sums(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Sums [N, D] and counts [N] of ids that have them."""
+        slots = self._index.find(ids, touch=False)
+        return self._sums[slots], self._counts[slots].sum(1)
+
+    def take(self, ids: Ids) -> Taken:
+        """Take the due batches of these ids [K] out. There must be none out."""
+        assert self.taken is None
+        slots = self._release(ids)
+        self.number += 1
+        newest = slots[np.argmax(self._last_add[slots])]
+        lr = float(self._lrs[newest]) if self._last_add[newest] else float("nan")
+        self.taken = Taken(self.number, ids, self._sums[slots], self._counts[slots], self._versions[slots], lr)
+        return self.taken
+
+    def discard(self, ids: Ids) -> None:
+        """Drop the due batches of these ids as not finite."""
+        self._move("due", "non_finite", self._counts[self._release(ids)])
+
+    def fail(self, ids: Ids) -> None:
+        """Drop these ids of the batch that is out; if no id is left, it is settled."""
+        taken = self.taken
+        assert taken is not None
+        gone = np.isin(taken.ids, ids)
+        self._move("due", "dropped_failed", taken.counts[gone])
+        kept = ~gone
+        self.taken = None
+        if kept.any():
+            self.taken = Taken(
+                taken.number,
+                taken.ids[kept],
+                taken.sums[kept],
+                taken.counts[kept],
+                taken.versions[kept],
+                taken.lr,
+            )
+
+    def settle(self) -> None:
+        """The batch that is out was applied."""
+        assert self.taken is not None
+        self._move("due", "applied", self.taken.counts)
+        self.taken = None
+
+    def account(self, source: str | None) -> Account:
+        """Of one source, or of all together."""
+        if source is None:
+            return Account(**{name: int(counts.sum()) for name, counts in self.fates.items()})
+        column = self.sources.get(source)
+        return Account() if column is None else Account(**{name: int(self.fates[name][column]) for name in FATES})
+
+    def arrays(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+        """Everything, as arrays and as plain values for JSON: see :meth:`from_arrays`."""
+        ids, slots = self._index.oldest(len(self._index))
+        place = np.empty(self._index.capacity, np.int64)
+        place[slots] = np.arange(len(slots))
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "ids": ids,
+            "sums": self._sums[slots],
+            "counts": self._counts[slots],
+            "versions": self._versions[slots],
+            "lrs": self._lrs[slots],
+            "last_add": self._last_add[slots],
+            "first_times": self._first_times[slots],
+            "due": place[self._due_slots()],
+            "fates": np.array([self.fates[name] for name in FATES]),
+        }
+        values: dict[str, Any] = {
+            "dim": self.dim,
+            "number": self.number,
+            "adds": self.adds,
+            "fates": list(FATES),
+            "sources": list(self.sources),
+            "marks": {source: [mark.incarnation, mark.sequence] for source, mark in self.marks.items()},
+        }
+        if self.taken is not None:
+            values["taken"] = {"number": self.taken.number, "lr": self.taken.lr}
+            arrays |= {f"taken.{name}": getattr(self.taken, name) for name in ("ids", "sums", "counts", "versions")}
+        return arrays, values
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: dict[str, npt.NDArray[Any]], values: dict[str, Any], gradients_per_id: int
+    ) -> BatchState:
+        """The state that :meth:`arrays` described."""
+        state = cls(values["dim"], gradients_per_id)
+        for source in values["sources"]:
+            state._column(source)
+        state.number, state.adds = values["number"], values["adds"]
+        state.marks = {source: Mark(*mark) for source, mark in values["marks"].items()}
+        state.fates |= {name: row.copy() for name, row in zip(values["fates"], arrays["fates"], strict=True)}
+        slots = state._slots_of(arrays["ids"], 0.0)
+        for name in ("sums", "counts", "versions", "lrs", "last_add", "first_times"):
+            getattr(state, f"_{name}")[slots] = arrays[name]
+        due = slots[arrays["due"]]
+        state._is_due[due] = True
+        state._due = [due]
+        if "taken" in values:
+            taken: dict[str, Any] = {
+                name: arrays[f"taken.{name}"].copy() for name in ("ids", "sums", "counts", "versions")
+            }
+            state.taken = Taken(**values["taken"], **taken)
+        return state
+
+    def _column(self, source: str) -> int:
+        column = self.sources.setdefault(source, len(self.sources))
+        if column == self._counts.shape[1]:
+            self._counts = np.pad(self._counts, ((0, 0), (0, 1)))
+            self.fates = {name: np.append(counts, 0) for name, counts in self.fates.items()}
+            if self.taken is not None:
+                self.taken.counts = np.pad(self.taken.counts, ((0, 0), (0, 1)))
+        return column
+
+    def _slots_of(self, ids: Ids, now: float) -> Slots:
+        """The slots of distinct ids; a new one's is cleared. The order of the index stays that of arrival."""
+        slots = self._index.find(ids, touch=False)
+        new = slots < 0
+        if new.any():
+            self._make_room(int(np.count_nonzero(new)))
+            fresh, _ = self._index.place(ids[new])
+            self._ids[fresh] = ids[new]
+            self._sums[fresh], self._counts[fresh], self._last_add[fresh] = 0, 0, 0
+            self._versions[fresh] = np.iinfo(np.int64).max
+            self._lrs[fresh], self._first_times[fresh], self._is_due[fresh] = 0, now, False
+            slots[new] = fresh
+        return slots
+
+    def _make_room(self, count: int) -> None:
+        have = self._index.capacity
+        if len(self._index) + count <= have:
+            return
+        self._index.grow(max(2 * have, len(self._index) + count))
+        more = self._index.capacity - have
+        for name in ("ids", "sums", "counts", "versions", "lrs", "last_add", "first_times", "is_due"):
+            slab = getattr(self, f"_{name}")
+            setattr(self, f"_{name}", np.concatenate([slab, np.zeros((more, *slab.shape[1:]), slab.dtype)]))
+
+    def _make_due(self, slots: Slots) -> None:
+        if len(slots):
+            self._is_due[slots] = True
+            self._due.append(slots)
+            self._move("waiting", "due", self._counts[slots])
+
+    def _due_slots(self) -> Slots:
+        slots = np.concatenate([np.empty(0, np.int64), *self._due])
+        self._due = [slots]
+        return slots
+
+    def _release(self, ids: Ids) -> Slots:
+        self.close(ids)  # no change, unless a journal was written when fewer gradients made a batch
+        slots = self._index.remove(ids)
+        self._is_due[slots] = False
+        due = self._due_slots()
+        self._due = [due[self._is_due[due]]]
+        return slots
+
+    def _move(self, origin: str, fate: str, counts: npt.NDArray[np.int64]) -> None:
+        by_source = counts.sum(0)
+        self.fates[origin] -= by_source
+        self.fates[fate] += by_source

@@ -1,0 +1,123 @@
+"""Requests of several threads become one device batch: of ``max_ids`` ids, or of what came in ``max_wait_seconds``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from geartrain.ams.specs import Ids
+
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class _Request(Generic[R]):
+    ids: Ids
+    result: R | None = None
+    error: BaseException | None = None
+    is_done: bool = False
+    leads: bool = False
+
+
+class Coalescer(Generic[R]):
+    """One of the threads that wait leads: it computes for all of them, and the next one leads after it. Thread-safe.
+
+    ``compute`` (distinct ids [K] -> result) is never called twice at a time; ``part`` cuts the answer to one request
+    (positions [n] of its ids in the batch) out of the result.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Ids], R],
+        part: Callable[[R, Ids, Ids], R],
+        *,
+        max_ids: int,
+        max_wait_seconds: float,
+    ) -> None:
+        self._compute = compute
+        self._part = part
+        self._max_ids = max_ids
+        self._max_wait_seconds = max_wait_seconds
+        self._changed = threading.Condition()
+        self._waiting: list[_Request[R]] = []
+        self._has_leader = False
+
+    @property
+    def queued_ids(self) -> int:
+        """Ids of requests that wait for a batch."""
+        with self._changed:
+            return self._queued()
+
+    def ask(self, ids: Ids) -> R:
+        """Return the result for distinct ``ids`` [n], in their order; raises what ``compute`` raised."""
+        request: _Request[R] = _Request(ids)
+        try:
+            with self._changed:
+                self._waiting.append(request)
+                if not self._has_leader:
+                    self._has_leader = request.leads = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: request.is_done or request.leads)
+                batch = [] if request.is_done else self._gathered(request)
+            if batch:
+                self._lead(batch)
+        finally:  # also after Ctrl-C: the others go on
+            self._leave(request)
+        if request.error is not None:
+            raise request.error
+        assert request.result is not None
+        return request.result
+
+    def _queued(self) -> int:
+        return sum(len(request.ids) for request in self._waiting)
+
+    def _gathered(self, leader: _Request[R]) -> list[_Request[R]]:
+        """Wait for company; return the leader's request and those behind it that fit in one batch with it."""
+        deadline = time.monotonic() + self._max_wait_seconds
+        while (left := deadline - time.monotonic()) > 0 and self._queued() < self._max_ids:
+            self._changed.wait(left)
+        self._waiting.remove(leader)
+        batch, total = [leader], len(leader.ids)
+        while self._waiting and total + len(self._waiting[0].ids) <= self._max_ids:
+            batch.append(self._waiting.pop(0))
+            total += len(batch[-1].ids)
+        return batch
+
+    def _lead(self, batch: list[_Request[R]]) -> None:
+        try:
+            self._answer(batch)
+        except BaseException as exc:
+            for request in batch:
+                request.error = exc
+        finally:
+            with self._changed:
+                for request in batch:
+                    request.is_done = True
+
+    def _leave(self, request: _Request[R]) -> None:
+        """Hand the lead on."""
+        with self._changed:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            if request.leads:
+                self._has_leader = bool(self._waiting)
+                if self._waiting:
+                    self._waiting[0].leads = True
+            self._changed.notify_all()
+
+    def _answer(self, batch: list[_Request[R]]) -> None:
+        if len(batch) == 1:
+            batch[0].result = self._compute(batch[0].ids)
+            return
+        distinct, inverse = np.unique(np.concatenate([request.ids for request in batch]), return_inverse=True)
+        result = self._compute(distinct)
+        start = 0
+        for request in batch:
+            positions = inverse[start : start + len(request.ids)]
+            request.result = self._part(result, positions, request.ids)
+            start += len(request.ids)

@@ -1,0 +1,313 @@
+"""Dense features by id, while they are fresh: a layer in the worker's own memory, and one in a store that gears share.
+
+Shapes: N ids of one call, D width of a dense feature. Both layers keep, beside each vector, when it was computed and
+under which dense version. An entry is fresh (a hit) if
+
+    |now − time| < expire_seconds    and    |dense_version − version| <= max_version_lag (None: any).
+
+Magnitudes, because clocks and versions can go back: an entry from the future (the clock was set back, another host's
+runs ahead, a snapshot was restored) is no older than one of the past, and so none lives longer than
+2 · expire_seconds on the reader's clock, however far that was set back. ``expire_seconds=0``: nothing is ever fresh.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.arrays import ids_array
+from geartrain.ams.core.ops import merge_duplicates
+from geartrain.ams.core.slot_index import SlotIndex
+from geartrain.ams.errors import InvalidArgument, InvalidRows
+from geartrain.ams.specs import Ids
+from geartrain.ams.storage.feature_store import FeatureStore
+
+Clock = Callable[[], float]
+Hits = npt.NDArray[np.bool_]
+
+AGE_EDGES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 25))
+"""Seconds: 1 ms … 10^6 s, four bins a decade, one below and one above."""
+LAG_EDGES = (1.0, *(2.0**exponent for exponent in range(1, 25)))
+"""Dense updates: 0, 1, 2 to 3, 4 to 7, …, and one for 2^24 and more."""
+
+
+@dataclass
+class DenseFeatures:
+    """Dense features of N ids."""
+
+    vectors: Tensor
+    """float32 [N, D]."""
+    versions: npt.NDArray[np.int64]
+    """[N] the dense version each was computed under; -1 where there is none."""
+    times: npt.NDArray[np.float64]
+    """[N] unix seconds when each was computed; -inf where there is none."""
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """When an entry may still be used; see the head of this file."""
+
+    expire_seconds: float
+    max_version_lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.expire_seconds >= 0:
+            raise InvalidArgument(f"expire_seconds is {self.expire_seconds!r}; it must be >= 0 (0: nothing is kept)")
+        if self.max_version_lag is not None and self.max_version_lag < 0:
+            raise InvalidArgument(f"max_version_lag is {self.max_version_lag}; it must be >= 0, or None for any")
+
+
+class FreshnessCounts:
+    """Hits and misses, and how old and how far behind the hits were. Not thread-safe."""
+
+    def __init__(self, freshness: Freshness) -> None:
+        self._freshness = freshness
+        self._hits = self._absent = self._expired = self._lagging = 0
+        self._ages, self._lags = Histogram(AGE_EDGES), Histogram(LAG_EDGES)
+
+    def judge(
+        self,
+        versions: npt.NDArray[np.int64],
+        times: npt.NDArray[np.float64],
+        now: float,
+        dense_version: int,
+        absent: int,
+    ) -> Hits:
+        """Tell which entries are hits [N], and count. ``absent`` of them are not there: their time is -inf."""
+        ages = np.abs(now - times)
+        hits = ages < self._freshness.expire_seconds
+        num_fresh = num_hits = int(np.count_nonzero(hits))
+        lags = np.abs(dense_version - versions)
+        if self._freshness.max_version_lag is not None:
+            hits &= lags <= self._freshness.max_version_lag
+            num_hits = int(np.count_nonzero(hits))
+        self._hits += num_hits
+        self._lagging += num_fresh - num_hits
+        self._absent += absent
+        self._expired += len(times) - num_fresh - absent
+        is_all = num_hits == len(times)
+        self._ages.add(ages if is_all else ages[hits])
+        self._lags.add(lags if is_all else lags[hits])
+        return hits
+
+    def report(self) -> dict[str, Any]:
+        """Plain numbers and lists, for metrics and JSON."""
+        misses = self._absent + self._expired + self._lagging
+        return {
+            "hits": self._hits,
+            "misses": misses,
+            "hit_rate": self._hits / max(1, self._hits + misses),
+            "absent": self._absent,
+            "expired": self._expired,
+            "lagging": self._lagging,
+            "age_seconds": self._ages.report(),
+            "version_lag": self._lags.report(),
+        }
+
+
+class Histogram:
+    """Counts of values between fixed edges: below the first, between two, from the last on."""
+
+    def __init__(self, edges: tuple[float, ...]) -> None:
+        self._edges = np.array(edges)
+        self._counts = np.zeros(len(edges) + 1, np.int64)
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        """Count these."""
+        bins = np.searchsorted(self._edges, values, side="right")
+        self._counts += np.bincount(bins, minlength=len(self._counts))
+
+    def report(self) -> dict[str, list[float] | list[int]]:
+        """``edges`` [E] and ``counts`` [E + 1]."""
+        return {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
+
+
+class WorkerCache:
+    """The features that this process used last, without a network. Thread-safe.
+
+    One tensor [capacity + 1, D] and stamps by slot; the least recently used entry is overwritten. Memory: capacity ×
+    (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dim: int,
+        *,
+        expire_seconds: float,
+        max_version_lag: int | None = None,
+        device: torch.device | str = "cpu",
+        clock: Clock = time.time,
+    ) -> None:
+        """Raises InvalidArgument for a value outside its range."""
+        self._dim = _checked_dim(dim)
+        self._index = SlotIndex(capacity)
+        # One row more than slots: what is not there reads it.
+        self._vectors = torch.zeros(capacity + 1, dim, device=device)
+        self._versions = np.full(capacity + 1, -1, np.int64)
+        self._times = np.full(capacity + 1, -math.inf)
+        self._counts = FreshnessCounts(Freshness(expire_seconds, max_version_lag))
+        self._evicted = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def lookup(self, ids: Tensor | Ids, *, now: float | None = None, dense_version: int) -> tuple[DenseFeatures, Hits]:
+        """Return the features of ids [N], on the cache's device, and which of them are hits [N].
+
+        The rows of misses mean nothing. Ids may repeat.
+
+        Args:
+            ids: int64 [N], tensor or array.
+            now: unix seconds; None: the clock's.
+            dense_version: the newest one that the caller knows of.
+
+        Raises:
+            InvalidIds: they are no integers >= 0, or not [N].
+        """
+        array = ids_array(ids, None)
+        now = self._clock() if now is None else now
+        with self._lock:
+            slots = self._index.find(array, touch=True)  # -1 is the last row, too
+            versions, times = self._versions[slots], self._times[slots]
+            absent = int(np.count_nonzero(slots < 0))
+            if absent:
+                slots[slots < 0] = self._index.capacity
+            hits = self._counts.judge(versions, times, now, dense_version, absent)
+            rows = torch.from_numpy(slots).to(self._vectors.device)
+            vectors = self._vectors.index_select(0, rows)
+        return DenseFeatures(vectors, versions, times), hits
+
+    def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
+        """Keep these features [N, D], in place of older entries; of a repeated id the last counts.
+
+        Raises InvalidIds, InvalidRows.
+        """
+        array = ids_array(ids, None)
+        _check_features(features, len(array), self._dim)
+        kept = _last_of_each(array)[-self._index.capacity :]
+        vectors = features.vectors.detach()
+        if len(kept) < len(array):
+            vectors = vectors[torch.from_numpy(kept).to(vectors.device)]
+        with self._lock:
+            slots, evicted = self._index.place(array[kept])
+            self._evicted += evicted
+            rows = torch.from_numpy(slots).to(self._vectors.device)
+            self._vectors.index_copy_(0, rows, vectors.to(self._vectors.device, self._vectors.dtype))
+            self._versions[slots], self._times[slots] = features.versions[kept], features.times[kept]
+
+    def clear(self) -> None:
+        """Forget all entries; the counts stay."""
+        with self._lock:
+            self._index.remove(self._index.oldest(len(self._index))[0])
+
+    def report(self) -> dict[str, Any]:
+        """Hits, misses, histograms of the hits' age and version lag, entries, capacity, evictions and bytes."""
+        with self._lock:
+            return {
+                **self._counts.report(),
+                "entries": len(self._index),
+                "capacity": self._index.capacity,
+                "evicted": self._evicted,
+                "bytes": self._vectors.nbytes + self._versions.nbytes + self._times.nbytes + 64 * self._index.capacity,
+            }
+
+
+class SharedCache:
+    """The features in a :class:`FeatureStore`; with Redis several slow gears share it. Thread-safe.
+
+    A record is the version (int64), the time (float64) and the vector (float32 [D]), little-endian. A lookup is one
+    read of the store: with Redis one round trip of N × (4 D + 24) bytes.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        dim: int,
+        *,
+        expire_seconds: float,
+        max_version_lag: int | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        """Raises InvalidArgument for a value outside its range. The store stays the caller's to close."""
+        self._dim = _checked_dim(dim)
+        self._record = np.dtype([("version", "<i8"), ("time", "<f8"), ("vector", "<f4", (dim,))])
+        self._absent = np.zeros(1, self._record)
+        self._absent["version"], self._absent["time"] = -1, -math.inf
+        self._store = store
+        self._counts = FreshnessCounts(Freshness(expire_seconds, max_version_lag))
+        self._foreign = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def lookup(self, ids: Tensor | Ids, *, now: float | None = None, dense_version: int) -> tuple[DenseFeatures, Hits]:
+        """See :meth:`WorkerCache.lookup`; vectors are on the CPU. Also raises StoreUnavailable, StateDamaged."""
+        array = ids_array(ids, None)
+        values = self._store.read(array)
+        now = self._clock() if now is None else now
+        records, absent, foreign = self._decoded(values)
+        versions, times = records["version"].copy(), records["time"].copy()
+        with self._lock:
+            hits = self._counts.judge(versions, times, now, dense_version, absent)
+            self._foreign += foreign
+        return DenseFeatures(torch.from_numpy(records["vector"].copy()), versions, times), hits
+
+    def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
+        """See :meth:`WorkerCache.insert`. Also raises StoreUnavailable, StateFailed."""
+        array = ids_array(ids, None)
+        _check_features(features, len(array), self._dim)
+        records = np.empty(len(array), self._record)
+        records["version"], records["time"] = features.versions, features.times
+        records["vector"] = features.vectors.detach().float().cpu().numpy()
+        data, size = records.tobytes(), self._record.itemsize
+        self._store.write(array, [data[start : start + size] for start in range(0, len(data), size)])
+
+    def report(self) -> dict[str, Any]:
+        """Hits, misses, histograms of the hits' age and version lag, records of another width, the store's counts."""
+        with self._lock:
+            return {**self._counts.report(), "foreign": self._foreign, "store": vars(self._store.counts())}
+
+    def _decoded(self, values: list[bytes | None]) -> tuple[npt.NDArray[Any], int, int]:
+        """Return the records [N], how many are absent, and how many of those are of another size."""
+        size = self._record.itemsize
+        whole = [value for value in values if value is not None and len(value) == size]
+        found = np.frombuffer(b"".join(whole), self._record)
+        if len(whole) == len(values):
+            return found, 0, 0
+        records = np.repeat(self._absent, len(values))
+        records[[value is not None and len(value) == size for value in values]] = found
+        absent = len(values) - len(whole)
+        return records, absent, absent - values.count(None)
+
+
+def _checked_dim(dim: int) -> int:
+    if dim < 1:
+        raise InvalidArgument(f"dim is {dim}; it must be at least 1")
+    return dim
+
+
+def _check_features(features: DenseFeatures, num_ids: int, dim: int) -> None:
+    shape = tuple(features.vectors.shape)
+    if shape != (num_ids, dim):
+        raise InvalidRows(f"vectors have shape {shape}; {num_ids} ids of dim {dim} need ({num_ids}, {dim})")
+    for name, stamps in (("versions", features.versions), ("times", features.times)):
+        if stamps.shape != (num_ids,):
+            raise InvalidRows(f"{name} have shape {stamps.shape}; {num_ids} ids need ({num_ids},)")
+
+
+def _last_of_each(ids: Ids) -> npt.NDArray[np.int64]:
+    """The index of the last occurrence of each id, ascending."""
+    distinct, inverse, _ = merge_duplicates(ids)
+    if len(distinct) == len(ids):
+        return np.arange(len(ids))
+    last = np.empty(len(distinct), np.int64)
+    last[inverse] = np.arange(len(ids))  # numpy assigns in order
+    return np.sort(last)

@@ -1,0 +1,184 @@
+"""Forward and backward of the dense part over ids: the only place that runs the user's module.
+
+Legend: B samples of one device batch, D width of a dense feature, K distinct ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.gear_messages import Failure, without
+from geartrain.ams.specs import Ids
+from geartrain.bridge.gear.samples import Samples
+
+TrainMode = Literal["backward", "always", "never"]
+TRAIN_MODES = ("backward", "always", "never")
+_HALF_SCALE = 4096.0
+"""What float16 gradients are multiplied by on their way, so that small ones are not lost."""
+
+
+class DensePass:
+    """A module over the samples of ids. Every method takes :attr:`lock`, which whoever changes the weights takes, too.
+
+    ``train_mode`` says when the module is in ``train()``: ``"backward"``: only in backward passes, so that features are
+    those of an evaluation, and BatchNorm learns its statistics from the batches of backward passes; ``"always"``: also
+    when features are computed (their batch's statistics and dropout apply, running statistics are put back, so that
+    every step counts once, in its backward pass); ``"never"``: statistics stay as they are and get no gradient. With
+    ``autocast`` (bfloat16, float16) the module runs in mixed precision; gradients of float16 are scaled meanwhile, and
+    a batch that overflows is computed again in float32.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: Samples,
+        dim: int,
+        *,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        train_mode: TrainMode = "backward",
+        max_batch: int = 256,
+    ) -> None:
+        """``device`` None: where the module is. Raises InvalidArgument."""
+        if train_mode not in TRAIN_MODES:
+            raise InvalidArgument(f"train_mode is {train_mode!r}; it must be one of {', '.join(TRAIN_MODES)}")
+        if max_batch < 1 or dim < 1:
+            raise InvalidArgument(f"max_batch is {max_batch}, dim is {dim}; both must be >= 1")
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise InvalidArgument(f"autocast is {autocast}; it must be torch.bfloat16, torch.float16 or None")
+        first = next(module.parameters(), None)
+        own = torch.device("cpu") if first is None else first.device
+        self.device = own if device is None else torch.device(device)
+        self.module = module.to(self.device)
+        self.dim = dim
+        self.max_batch = max_batch
+        self.lock = threading.RLock()
+        self._samples = samples
+        self._autocast = autocast
+        self._train_mode = train_mode
+
+    def features(self, ids: Ids) -> tuple[Tensor, dict[int, Failure]]:
+        """Compute the features [K, D] float32 of ``ids`` on the device; rows of those that failed are zeros.
+
+        ceil(K / max_batch) forward passes without a graph.
+        """
+        out_KD = torch.zeros(len(ids), self.dim, device=self.device)
+        failures: dict[int, Failure] = {}
+        for start in range(0, len(ids), self.max_batch):
+            part = ids[start : start + self.max_batch]
+            batch, failed = self._samples.batch(part)
+            good = without(part, failed)
+            if batch is not None:
+                with self.lock, torch.no_grad(), self._mode(self._train_mode == "always", keeps_buffers=True):
+                    vectors_BD = self._forward(batch, self._autocast)
+                failed |= _non_finite(part[good], vectors_BD)
+                positions = start + np.flatnonzero(good)
+                out_KD[torch.from_numpy(positions).to(self.device)] = vectors_BD
+            failures |= failed
+        if failures:
+            bad = torch.from_numpy(np.flatnonzero(~without(ids, failures)))
+            out_KD[bad.to(self.device)] = 0.0
+        return out_KD, failures
+
+    def backward(self, ids: Ids, gradients_KD: Tensor) -> dict[int, Failure]:
+        """Set ``.grad`` of the parameters to the sum over ``ids`` of gradient · ∂feature/∂parameter.
+
+        At today's weights, in ceil(K / max_batch) forward and backward passes. Of ids that are in the result nothing is
+        in the sum: their sample, their feature or their part of the sum is missing or not finite.
+        """
+        failures: dict[int, Failure] = {}
+        with self.lock:
+            self.module.zero_grad(set_to_none=True)
+            for start in range(0, len(ids), self.max_batch):
+                part = slice(start, start + self.max_batch)
+                failures |= self._backward_batch(ids[part], gradients_KD[part])
+        return failures
+
+    def _backward_batch(self, ids: Ids, gradients_BD: Tensor) -> dict[int, Failure]:
+        batch, failures = self._samples.batch(ids)
+        if batch is None:
+            return failures
+        good = without(ids, failures)
+        ids, gradients_BD = ids[good], gradients_BD[torch.from_numpy(good).to(gradients_BD.device)]
+        bad: dict[int, Failure] | None = {}
+        for autocast in dict.fromkeys((self._autocast, None)):
+            bad = self._try_backward(ids, batch, gradients_BD, autocast)
+            if bad is None:
+                return failures
+        if len(ids) == 1:
+            return failures | (bad or {int(ids[0]): Failure(NonFinite.__name__, _not_finite(int(ids[0]), "gradient"))})
+        if bad:  # their features are not finite: the others go on without them
+            rest = without(ids, bad)
+            chosen = torch.from_numpy(rest).to(gradients_BD.device)
+            return failures | bad | (self._backward_batch(ids[rest], gradients_BD[chosen]) if rest.any() else {})
+        half = len(ids) // 2  # one of them spoils the sum: which?
+        for part in (slice(None, half), slice(half, None)):
+            failures |= self._backward_batch(ids[part], gradients_BD[part])
+        return failures
+
+    def _try_backward(
+        self, ids: Ids, batch: Tensor, gradients_BD: Tensor, autocast: torch.dtype | None
+    ) -> dict[int, Failure] | None:
+        """Add to the gradients of the parameters. None: they are finite; else which features are not, if any."""
+        scale = _HALF_SCALE if autocast is torch.float16 else 1.0
+        with torch.enable_grad(), self._mode(self._train_mode != "never"):
+            vectors_BD = self._forward(batch, autocast)
+            bad = _non_finite(ids, vectors_BD)
+            if bad:
+                return bad
+            parameters = [p for p in self.module.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(
+                vectors_BD, parameters, gradients_BD.to(self.device, torch.float32) * scale, allow_unused=True
+            )
+        found = [grad for grad in grads if grad is not None]
+        if found and not bool(torch.stack([torch.isfinite(grad).all() for grad in found]).all()):
+            return {}
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if grad is not None:
+                grad = grad if scale == 1.0 else grad / scale
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return None
+
+    def _forward(self, batch: Tensor, autocast: torch.dtype | None) -> Tensor:
+        batch = batch.to(self.device)
+        context: AbstractContextManager[object] = (
+            nullcontext() if autocast is None else torch.autocast(self.device.type, autocast)
+        )
+        with context:
+            vectors_BD = self.module(batch)
+        if not isinstance(vectors_BD, Tensor) or vectors_BD.shape != (len(batch), self.dim):
+            shape = tuple(vectors_BD.shape) if isinstance(vectors_BD, Tensor) else type(vectors_BD).__name__
+            raise InvalidArgument(
+                f"the dense module made {shape} of {len(batch)} samples; it must make ({len(batch)}, {self.dim})"
+            )
+        return vectors_BD.float()
+
+    @contextmanager
+    def _mode(self, training: bool, *, keeps_buffers: bool = False) -> Iterator[None]:
+        kept = [buffer.clone() for buffer in self.module.buffers()] if training and keeps_buffers else []
+        self.module.train(training)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(self.module.buffers(), kept, strict=False):
+                buffer.copy_(value)
+
+
+def _not_finite(one: int, what: str) -> str:
+    return f"the {what} of id {one} is not finite; lower the learning rate, or look at its sample"
+
+
+def _non_finite(ids: Ids, vectors_BD: Tensor) -> dict[int, Failure]:
+    finite = torch.isfinite(vectors_BD.detach()).all(dim=1)
+    if bool(finite.all()):
+        return {}
+    bad = ids[~finite.cpu().numpy()]
+    return {int(one): Failure(NonFinite.__name__, _not_finite(int(one), "dense feature")) for one in bad}

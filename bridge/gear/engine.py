@@ -1,0 +1,314 @@
+"""The slow gear's engine: dense features of ids on one side, dense updates from their gradients on the other.
+
+Legend: D width of a dense feature, K distinct ids, P parameters of the module.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, GearAccount, without
+from geartrain.ams.specs import Ids
+from geartrain.bridge.gear.coalescer import Coalescer
+from geartrain.bridge.gear.dense_pass import DensePass
+
+logger = logging.getLogger(__name__)
+
+
+class DenseTable(Protocol):
+    """An attached module: what :func:`geartrain.attach` returns, as far as it is used here."""
+
+    @property
+    def version(self) -> int:
+        """Dense version of the weights that the module holds."""
+        ...
+
+    def refresh(self) -> bool:
+        """Pull the weights if they have changed."""
+        ...
+
+    def push(self, sequence: int | None = None, lr: float | None = None, scale: float = 1.0) -> Any:
+        """Push the gradients of the module's parameters, once."""
+        ...
+
+
+class DueBatch(Protocol):
+    """Gradients whose backward pass is due."""
+
+    number: int
+    ids: Ids
+    gradients: Tensor
+    lr: float | None
+
+
+class Batcher(Protocol):
+    """The part of :class:`geartrain.bridge.gear.gradient_batcher.GradientBatcher` that is used here."""
+
+    def add(
+        self,
+        source: str,
+        incarnation: int,
+        sequence: int,
+        ids: Ids,
+        gradients: Tensor,
+        versions: npt.NDArray[np.int64],
+        *,
+        dense_version: int,
+        lr: float | None,
+    ) -> Any:
+        """Take the gradients of one step of one fast gear."""
+        ...
+
+    def due(self, limit: int | None = None) -> Any:
+        """The next batch, if one is due."""
+        ...
+
+    def flush(self) -> None:
+        """Make all that waits due."""
+        ...
+
+    def done(self, number: int) -> None:
+        """A batch is applied."""
+        ...
+
+    def failed(self, number: int, ids: Mapping[int, str]) -> None:
+        """Ids of a batch have failed."""
+        ...
+
+    def account(self, source: str | None = None) -> Any:
+        """What became of the gradients."""
+        ...
+
+
+class FeatureCache(Protocol):
+    """A cache of dense features (``dense_cache``)."""
+
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[Any, npt.NDArray[np.bool_]]:
+        """The features of ids, and which of them are there."""
+        ...
+
+    def insert(self, ids: Ids, features: Any) -> None:
+        """Keep features."""
+        ...
+
+
+class DenseEngine:
+    """Computes features of ids, batched over the threads that ask; turns gradients that are due into dense updates.
+
+    Thread-safe. Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward
+    and backward of the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes). Other slow
+    gears' updates are looked for at most every ``refresh_seconds``.
+    """
+
+    def __init__(
+        self,
+        dense_pass: DensePass,
+        dense: DenseTable,
+        batcher: Batcher,
+        *,
+        cache: FeatureCache | None = None,
+        numbered: bool = False,
+        max_wait_seconds: float = 0.0,
+        refresh_seconds: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``numbered``: dense pushes carry the number of their batch, so that one that is repeated changes nothing
+        (the cluster's stream needs a name). ``max_wait_seconds``: how long a batch of features waits for company."""
+        if not (max_wait_seconds >= 0 and refresh_seconds >= 0):
+            raise InvalidArgument(
+                f"max_wait_seconds is {max_wait_seconds}, refresh_seconds {refresh_seconds}; both must be >= 0"
+            )
+        self.batcher = batcher
+        self.cache = cache
+        self._pass = dense_pass
+        self._dense = dense
+        self._numbered = numbered
+        self._refresh_seconds = refresh_seconds
+        self._clock = clock
+        self._refreshed: float | None = None
+        self._applying = threading.Lock()
+        self._unfinished: DueBatch | None = None
+        self._asked = Coalescer(
+            self._compute, _part_of, max_ids=dense_pass.max_batch, max_wait_seconds=max_wait_seconds
+        )
+
+    @property
+    def dim(self) -> int:
+        """Width of a dense feature."""
+        return self._pass.dim
+
+    @property
+    def dense_version(self) -> int:
+        """Of the weights held now."""
+        return self._dense.version
+
+    @property
+    def queued_ids(self) -> int:
+        """Ids that wait for a device batch."""
+        return self._asked.queued_ids
+
+    def features(self, ids: Ids) -> FeatureReply:
+        """Dense features of distinct ids; the ids that have none are named in the reply."""
+        if not len(ids):
+            return self._reply(ids, np.empty((0, self.dim), np.float32), {})
+        if self.cache is None:
+            return self._asked.ask(ids)
+        found, hit = self.cache.lookup(ids, now=self._clock(), dense_version=self.dense_version)
+        if hit.all():
+            return FeatureReply(
+                vectors_KD=found.vectors.numpy(),
+                versions=found.versions,
+                times=found.times,
+                failures={},
+                dense_version=self.dense_version,
+            )
+        fresh = self._asked.ask(ids[~hit])
+        return _joined(found, hit, fresh)
+
+    def add(self, delivery: Delivery) -> Any:
+        """Take the gradients of a step; a delivery that was counted before is not counted again."""
+        return self.batcher.add(
+            delivery.source,
+            delivery.incarnation,
+            delivery.sequence,
+            delivery.ids,
+            torch.from_numpy(delivery.gradients_KD),
+            delivery.versions,
+            dense_version=self.dense_version,
+            lr=delivery.lr,
+        )
+
+    def apply_due(self, limit: int | None = None) -> bool:
+        """Make one dense update of the gradients that are due; False if there are none.
+
+        After an error the batch is still due: the next call repeats it, under its number.
+        """
+        with self._applying:
+            batch = self._unfinished or self.batcher.due(limit)
+            if batch is None:
+                return False
+            self._unfinished = batch
+            failures = self._update(batch)
+            if failures:
+                self.batcher.failed(batch.number, {one: failure.reason for one, failure in failures.items()})
+                logger.warning(
+                    "%d of %d ids have no part in dense update %d: %s",
+                    len(failures),
+                    len(batch.ids),
+                    batch.number,
+                    next(iter(failures.values())).reason,
+                )
+            self.batcher.done(batch.number)
+            self._unfinished = None
+            return True
+
+    def apply_all(self) -> None:
+        """Make dense updates until nothing is due."""
+        while self.apply_due():
+            pass
+
+    def flush(self) -> None:
+        """Apply every gradient that waits, in batches of their true count."""
+        self.batcher.flush()
+        self.apply_all()
+
+    def account(self, source: str | None = None) -> GearAccount:
+        """What became of the gradients of ``source``; None: of all."""
+        return account_of(self.batcher.account(source))
+
+    def _update(self, batch: DueBatch) -> dict[int, Failure]:
+        with self._pass.lock:
+            self._refresh(needed=self._numbered)
+            failures = self._pass.backward(batch.ids, torch.as_tensor(batch.gradients))
+            if len(failures) < len(batch.ids):
+                self._dense.push(sequence=batch.number if self._numbered else None, lr=batch.lr)
+                self._refresh(needed=True)
+            return failures
+
+    def _refresh(self, *, needed: bool = False) -> None:
+        now = self._clock()
+        if needed or self._refreshed is None or now - self._refreshed >= self._refresh_seconds:
+            self._dense.refresh()
+            self._refreshed = now
+
+    def _compute(self, ids: Ids) -> FeatureReply:
+        with self._pass.lock:
+            self._refresh()
+            version = self.dense_version
+            vectors_KD, failures = self._pass.features(ids)
+        reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
+        if self.cache is not None:
+            good = without(ids, failures)
+            self.cache.insert(ids[good], as_features(reply, good))
+        return reply
+
+    def _reply(
+        self,
+        ids: Ids,
+        vectors_KD: npt.NDArray[np.float32],
+        failures: dict[int, Failure],
+        version: int | None = None,
+    ) -> FeatureReply:
+        version = self.dense_version if version is None else version
+        return FeatureReply(
+            vectors_KD=vectors_KD,
+            versions=np.full(len(ids), version, np.int64),
+            times=np.full(len(ids), self._clock(), np.float64),
+            failures=failures,
+            dense_version=version,
+        )
+
+
+def account_of(account: Any) -> GearAccount:
+    """A batcher's account in the words of the wire."""
+    return GearAccount(
+        received=account.received,
+        waiting=account.waiting,
+        due=account.due,
+        applied=account.applied,
+        dropped_stale=account.dropped_stale,
+        dropped_failed=account.dropped_failed,
+        non_finite=account.non_finite,
+    )
+
+
+def as_features(reply: FeatureReply, chosen: npt.NDArray[np.bool_]) -> Any:
+    """Those features of a reply, as caches take them."""
+    from geartrain.bridge.gear.dense_cache import DenseFeatures
+
+    return DenseFeatures(
+        vectors=torch.from_numpy(reply.vectors_KD[chosen]), versions=reply.versions[chosen], times=reply.times[chosen]
+    )
+
+
+def _part_of(reply: FeatureReply, positions: Ids, ids: Ids) -> FeatureReply:
+    failed = {int(one): reply.failures[int(one)] for one in ids if int(one) in reply.failures} if reply.failures else {}
+    return FeatureReply(
+        vectors_KD=reply.vectors_KD[positions],
+        versions=reply.versions[positions],
+        times=reply.times[positions],
+        failures=failed,
+        dense_version=reply.dense_version,
+    )
+
+
+def _joined(found: Any, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
+    vectors_KD, versions, times = found.vectors.numpy().copy(), found.versions.copy(), found.times.copy()
+    vectors_KD[~hit], versions[~hit], times[~hit] = fresh.vectors_KD, fresh.versions, fresh.times
+    return FeatureReply(
+        vectors_KD=vectors_KD,
+        versions=versions,
+        times=times,
+        failures=fresh.failures,
+        dense_version=fresh.dense_version,
+    )

@@ -1,0 +1,129 @@
+"""What a fast gear collects between two steps: gradients of dense features, delivered by the optimizer's step.
+
+Legend: D width of a dense feature, K distinct ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.core import ops
+from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.gear_messages import Delivery, GearPort
+from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.row_update import PendingUpdate
+from geartrain.bridge.heads.tables import ReadableTable
+
+
+@dataclass
+class GearGradient:
+    """Gradients [K, D] float32 of the features of ids [K], of one or several micro-batches."""
+
+    ids: Ids
+    gradients_KD: Tensor
+    versions: npt.NDArray[np.int64]
+
+    def merge(self, other: GearGradient) -> None:
+        """Add those of another micro-batch; an id of both gets the sum, and the older of its feature versions."""
+        ids, places, _ = ops.merge_duplicates(np.concatenate([self.ids, other.ids]))
+        gradients_KD = torch.zeros(len(ids), self.gradients_KD.shape[1])
+        gradients_KD.index_add_(0, torch.from_numpy(places), torch.cat([self.gradients_KD, other.gradients_KD]))
+        versions = np.full(len(ids), np.iinfo(np.int64).max)
+        np.minimum.at(versions, places, np.concatenate([self.versions, other.versions]))
+        self.ids, self.gradients_KD, self.versions = ids, gradients_KD, versions
+
+    def squared_norm(self) -> float:
+        """Σ g² in float64."""
+        return float(self.gradients_KD.double().square().sum())
+
+    def discard(self) -> None:
+        """There is nothing to give back."""
+
+
+class GearUpdate(PendingUpdate[GearGradient]):
+    """Gradients of dense features, delivered to their slow gears by :class:`geartrain.RowOptimizer`'s step.
+
+    Each delivery has the number ``step + 1``: a job that goes on from a saved step, under the name of its stream,
+    repeats the numbers of the steps that it repeats, and they are not counted twice.
+    """
+
+    def __init__(self, table: ReadableTable, port: GearPort, source: str, incarnation: int) -> None:
+        super().__init__()
+        self.table = table
+        self._port = port
+        self._source = source
+        self._incarnation = incarnation
+        self._delivery: Delivery | None = None
+
+    def check_finite(self) -> None:
+        """Raise NonFinite, naming an id, if the pending gradients, or what they are multiplied by, are not finite."""
+        try:
+            super().check_finite()
+        except NonFinite as exc:
+            assert self._pending is not None
+            bad = ~torch.isfinite(self._pending.gradients_KD).all(dim=1).numpy()
+            if not bad.any():
+                raise
+            ids = self._pending.ids[bad]
+            raise NonFinite(
+                f"the feature gradients of {len(ids)} of {len(bad)} ids of {self.table.spec.name!r} hold NaN or "
+                f"infinity, first that of id {ids[0]}; nothing was delivered. Call zero_grad() to skip this step, "
+                "drop_non_finite() to go on without these ids, or lower the learning rate"
+            ) from exc
+
+    def drop_non_finite(self) -> Ids:
+        """Take ids whose gradient is not finite out of what is pending; return them [n]. (Before any unscaling.)"""
+        if self._pending is None or self.carrier.grad is None:
+            return np.empty(0, np.int64)
+        good = torch.isfinite(self._pending.gradients_KD).all(dim=1)
+        dropped: Ids = self._pending.ids[~good.numpy()]
+        if len(dropped):
+            self._pending.ids = self._pending.ids[good.numpy()]
+            self._pending.gradients_KD = self._pending.gradients_KD[good]
+            self._pending.versions = self._pending.versions[good.numpy()]
+            self.carrier.grad.fill_(1.0)
+        return dropped
+
+    def apply(self, lr: float) -> None:
+        """Deliver what is pending with this learning rate, then forget it.
+
+        After an error a second call delivers the same once more, under its number: a slow gear counts it once.
+        """
+        if self._pending is None or self.carrier.grad is None:
+            return
+        if self._delivery is None:
+            gradients_KD = self._pending.gradients_KD * float(self.carrier.grad)
+            self._delivery = Delivery(
+                source=self._source,
+                incarnation=self._incarnation,
+                sequence=self.step + 1,
+                ids=self._pending.ids,
+                gradients_KD=gradients_KD.numpy(),
+                versions=self._pending.versions,
+                lr=lr,
+            )
+        self._port.deliver(self._delivery)
+        self._delivery = None
+        self.step += 1
+        self.discard()
+
+    def add(self, gradient: GearGradient, checksum: Tensor, samples: int) -> None:
+        """See :class:`PendingUpdate`."""
+        if self._delivery is not None:
+            raise InvalidArgument(
+                f"the last delivery to {self.table.spec.name!r} stopped with an error; call step() again, or "
+                "zero_grad() to give it up, before the next backward()"
+            )
+        super().add(gradient, checksum, samples)
+
+    def discard(self) -> None:
+        """Forget what is pending. The number of a delivery that failed is used up: some slow gear may have it."""
+        if self._delivery is not None:
+            self._delivery = None
+            self.step += 1
+        super().discard()

@@ -1,0 +1,146 @@
+"""Where the raw samples of a slow gear come from: a function, a store of bytes, or one tensor of them all.
+
+Legend: B samples, K ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.errors import InvalidArgument, SampleDamaged, SampleNotFound
+from geartrain.ams.gear_messages import Failure
+from geartrain.ams.specs import Ids
+
+Decode = Callable[[bytes], Any]
+_SHOWN = 200
+"""Characters of a foreign error that a message repeats."""
+
+
+class SampleStore(Protocol):
+    """The part of :class:`geartrain.ams.storage.feature_store.FeatureStore` that is used here."""
+
+    def read(self, ids: Ids) -> list[bytes | None]:
+        """The bytes of each id; None: there is none."""
+        ...
+
+
+SampleSource = Callable[[int], Any] | SampleStore | Tensor | Any
+
+
+class Samples:
+    """Raw samples by id, as tensors of one shape. Thread-safe.
+
+    The source is a function (id -> tensor, array or bytes; ``None`` or LookupError: there is none), a store of bytes
+    with ``read(ids)``, or a tensor [num_ids, ...] whose row i is the sample of id i. ``decode`` makes a tensor of
+    bytes. Up to ``cache_bytes`` of decoded samples are kept, the last used ones; those of a tensor need no cache.
+    """
+
+    def __init__(self, source: SampleSource, decode: Decode | None = None, *, cache_bytes: int = 256 << 20) -> None:
+        """Raises InvalidArgument: the source is none of these, or bytes without a ``decode``."""
+        self._rows = torch.as_tensor(source) if isinstance(source, Tensor | np.ndarray) else None
+        self._store: Any = source if self._rows is None and hasattr(source, "read") else None
+        if self._rows is None and self._store is None and not callable(source):
+            raise InvalidArgument(
+                f"samples is {source!r}; it must be a function of an id, a store of bytes, or a tensor of all samples"
+            )
+        if self._store is not None and decode is None:
+            raise InvalidArgument("samples are bytes of a store: say what makes a tensor of them with decode=")
+        if cache_bytes < 0:
+            raise InvalidArgument(f"cache_bytes is {cache_bytes}; it must be >= 0 (0: keep no sample)")
+        self._function: Any = source
+        self._decode = decode
+        self._cache = _Kept(cache_bytes)
+        self._shape: tuple[int, ...] | None = None
+        self._lock = threading.Lock()
+
+    def batch(self, ids: Ids) -> tuple[Tensor | None, dict[int, Failure]]:
+        """Return the samples [B, ...] of those of ``ids`` [K] that have one, in order, and why the others have none."""
+        if self._rows is not None:
+            return self._rows_of(ids)
+        with self._lock:
+            found = {int(one): kept for one in ids if (kept := self._cache.find(int(one))) is not None}
+        missing = [int(one) for one in ids if int(one) not in found]
+        failures: dict[int, Failure] = {}
+        for one, raw in zip(missing, self._raw(missing, failures), strict=True):
+            if one not in failures:
+                self._take(one, raw, found, failures)
+        good = [found[int(one)] for one in ids if int(one) in found]
+        return (torch.stack(good) if good else None), failures
+
+    def _rows_of(self, ids: Ids) -> tuple[Tensor | None, dict[int, Failure]]:
+        assert self._rows is not None
+        beyond = ids[(ids < 0) | (ids >= len(self._rows))]
+        reason = f"there are samples of ids 0 … {len(self._rows) - 1}, not of"
+        failures = {int(one): Failure(SampleNotFound.__name__, f"{reason} {one}") for one in beyond}
+        if failures:
+            ids = ids[(ids >= 0) & (ids < len(self._rows))]
+        return (self._rows[torch.from_numpy(ids)] if len(ids) else None), failures
+
+    def _raw(self, ids: Sequence[int], failures: dict[int, Failure]) -> list[Any]:
+        if self._store is not None:
+            found: list[Any] = self._store.read(np.array(ids, np.int64)) if ids else []
+            return found
+        return [self._called(one, failures) for one in ids]
+
+    def _called(self, one: int, failures: dict[int, Failure]) -> Any:
+        try:
+            return self._function(one)
+        except LookupError:
+            return None
+        except Exception as exc:  # of the user's function, whatever it is: the other ids live
+            failures[one] = _damaged(one, exc)
+            return None
+
+    def _take(self, one: int, raw: Any, found: dict[int, Tensor], failures: dict[int, Failure]) -> None:
+        if raw is None:
+            failures[one] = Failure(SampleNotFound.__name__, f"id {one} has no sample")
+            return
+        try:
+            sample = torch.as_tensor(raw if self._decode is None else self._decode(raw))
+        except Exception as exc:  # of the user's decoder
+            failures[one] = _damaged(one, exc)
+            return
+        with self._lock:
+            self._shape = self._shape or tuple(sample.shape)
+            if tuple(sample.shape) != self._shape:
+                reason = f"the sample of id {one} has shape {tuple(sample.shape)}, that of others {self._shape}"
+                failures[one] = Failure(SampleDamaged.__name__, reason)
+                return
+            found[one] = sample
+            self._cache.keep(one, sample)
+
+
+def _damaged(one: int, exc: Exception) -> Failure:
+    words = f"{type(exc).__name__}: {exc}"[:_SHOWN]
+    return Failure(SampleDamaged.__name__, f"the sample of id {one} cannot be read: {words}")
+
+
+class _Kept:
+    """The last used samples, up to so many bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._samples: OrderedDict[int, Tensor] = OrderedDict()
+
+    def find(self, one: int) -> Tensor | None:
+        sample = self._samples.get(one)
+        if sample is not None:
+            self._samples.move_to_end(one)
+        return sample
+
+    def keep(self, one: int, sample: Tensor) -> None:
+        if sample.nbytes > self._max_bytes:
+            return
+        if one not in self._samples:  # two threads may have read the same one
+            self._bytes += sample.nbytes
+        self._samples[one] = sample
+        while self._bytes > self._max_bytes:
+            self._bytes -= self._samples.popitem(last=False)[1].nbytes
