@@ -20,9 +20,11 @@ from geartrain.ams.errors import (
     ConfigError,
     GeartrainError,
     GraphUnavailable,
+    InvalidArgument,
     SchedulerUnavailable,
     TableNotFound,
 )
+from geartrain.ams.gear_messages import Freshness, GearPort
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
@@ -151,6 +153,28 @@ class Cluster:
     def graph_service(self) -> GraphCalls | None:
         """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
         return self.graph if self._calls.remote and self._config.graph is not None else None
+
+    def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> GearPort:
+        """The slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``, found through the
+        scheduler; see :class:`geartrain.ams.gear.remote.RemoteGears`. Raises InvalidArgument, GearUnavailable.
+        """
+        if not self._calls.remote:
+            raise InvalidArgument(
+                f"this cluster is embedded in the process and has no slow gears of {name!r}; give build= and samples=, "
+                "or connect() to a cluster"
+            )
+        # Only a process that has slow gears loads them.
+        from geartrain.ams.gear.partitions import job_of
+        from geartrain.ams.gear.remote import RemoteGears
+        from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
+
+        holders = self.streams(job_of(name), worker="fast gear").holders
+        limit = self._config.max_message_bytes
+
+        def open_carrier(address: str) -> GrpcGearCarrier:
+            return GrpcGearCarrier(address, max_message_bytes=limit)
+
+        return RemoteGears(name, dim, holders, open_carrier, self._config, wait=wait, freshness=freshness)
 
     def _open_graph(self) -> GraphCalls:
         # Only a process that uses graphs loads them.

@@ -207,6 +207,68 @@ class GraphConfig(Section):
         return self
 
 
+class SlowGearConfig(Section):
+    """A slow gear: serves the dense features of one dense part, and trains it."""
+
+    listen: ListenAddress = "127.0.0.1:0"
+    """Address to serve on; port 0 picks a free one."""
+    scheduler: TargetAddress = "127.0.0.1:7000"
+    """Where the scheduler of the cluster listens that holds the dense table."""
+    advertise: TargetAddress | None = None
+    """Address that fast gears shall use, if it is not the one bound (containers, NAT)."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name of the dense part and of its dense table."""
+    module: str | None = Field(default=None, min_length=1)
+    """What builds it: 'mypkg.image:build', a function -> nn.Module."""
+    samples: str | None = Field(default=None, min_length=1)
+    """Samples by id: 'mypkg.image:samples' (a function), 'lmdb:FOLDER', 'redis://HOST:PORT/0', 'folder:FOLDER'."""
+    decode: str | None = Field(default=None, min_length=1)
+    """What makes a tensor of a sample's bytes: 'mypkg.image:decode'; needed unless samples are a function."""
+    dim: int | None = Field(default=None, ge=1)
+    """Width of a dense feature."""
+    store: str = "memory"
+    """Where features are shared and gradients that wait survive: 'memory', 'lmdb:FOLDER', 'redis://HOST:PORT/0'."""
+    store_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    """Most bytes of features in the store; a Redis server bounds itself."""
+    device: str = "cpu"
+    """Where the module runs."""
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    """Mixed precision of the module."""
+    train_mode: Literal["backward", "always", "never"] = "backward"
+    """When the module is in train(): in backward passes, also when features are computed, or never."""
+    optimizer: str = "sgd:0.01"
+    """Of the dense table: 'sgd:RATE', 'momentum:RATE', 'adam:RATE'."""
+    expire_seconds: float = Field(default=20.0, ge=0)
+    """Older features are computed again."""
+    max_version_lag: int | None = Field(default=None, ge=0)
+    """Features more dense updates behind are computed again; None: any will do."""
+    gradients_per_id: int = Field(default=16, ge=1)
+    """Gradients of an id that make one backward pass."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Of those gradients; the mean divides an SGD learning rate by their number."""
+    flush_seconds: float | None = Field(default=None, ge=0)
+    """Longest wait of gradients for others of their id; None: no bound."""
+    stale: Literal["apply", "scale", "drop"] = "apply"
+    """Gradients of old features are taken as they are, times 1 / (1 + lag), or dropped beyond max_gradient_lag."""
+    max_gradient_lag: int | None = Field(default=None, ge=0)
+    """In dense updates; with stale: drop."""
+    max_batch: int = Field(default=256, ge=1)
+    """Most ids of one device batch."""
+    max_wait_millis: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """How long a batch of features waits for more."""
+    refresh_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    """How often the updates of other slow gears are looked for; with fast gears in sync mode: 0."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        return self
+
+
 class ClientConfig(Section):
     """A client: any process that pulls and pushes."""
 
@@ -250,6 +312,8 @@ class ClusterConfig(Section):
     """Every server; each is told its own shard and listen address by whoever starts it."""
     graph: GraphConfig = GraphConfig()
     """The graph service, if there is one."""
+    slowgear: SlowGearConfig = SlowGearConfig()
+    """The slow gears of one dense part, if there are any."""
     client: ClientConfig = ClientConfig()
     """Every client."""
     mode: Literal["development", "production"] = "development"

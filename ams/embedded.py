@@ -16,7 +16,7 @@ from geartrain.ams.server.machine import threads_per_shard
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.kv import MemoryStore
-from geartrain.ams.transport.carrier import ClusterView, Cursor, StreamLease, StreamRenewal
+from geartrain.ams.transport.carrier import ClusterView, Cursor, StreamHolders, StreamLease, StreamRenewal
 from geartrain.ams.transport.local import LocalCarrier
 
 _NEVER_LOST = float("inf")
@@ -98,6 +98,10 @@ class LocalSchedulerCarrier:
     def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""
         return self._streams.cursors(job)
+
+    def stream_holders(self, job: str, timeout_seconds: float | None) -> StreamHolders:  # noqa: ARG002
+        """See :class:`SchedulerCarrier`."""
+        return self._streams.holders(job)
 
     def restore_streams(
         self,

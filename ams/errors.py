@@ -20,7 +20,8 @@ GeartrainError
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
 │   ├── StaleCluster                 the cluster version moved on
-│   └── ShardRestarted               the shard came back without the rows the client relies on
+│   ├── ShardRestarted               the shard came back without the rows the client relies on
+│   └── NotHolder                    another slow gear holds the partition of an id now
 ├── SyncError                        a sync group cannot go on; nothing of the step was applied
 │   ├── RankMissing                  not every rank pushed in time
 │   └── StepMismatch                 a rank is at another step than its group
@@ -129,6 +130,10 @@ class StaleCluster(Fenced):
 
 class ShardRestarted(Fenced):
     """The shard was restarted since the client connected and no longer holds the client's rows."""
+
+
+class NotHolder(Fenced):
+    """The slow gear does not hold the partition of an id, or not any more: ask the scheduler who does."""
 
 
 class SyncError(GeartrainError):

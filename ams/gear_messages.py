@@ -29,6 +29,14 @@ class Failure(NamedTuple):
 Failures = Mapping[int, Failure]
 
 
+class Freshness(NamedTuple):
+    """Which features of a cache will do."""
+
+    max_age_seconds: float | None = None
+    max_version_lag: int | None = None
+    """Dense updates since it was computed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FeatureReply:
     """Dense features of K distinct ids, in the order of the request."""
@@ -49,7 +57,7 @@ class Delivery:
     """The feature gradients of one step of one fast gear: K *gradients*, one for each distinct id."""
 
     source: str
-    """The fast gear."""
+    """The fast gear. Behind a tab: a series of deliveries of its own."""
     incarnation: int
     """Of the fast gear: a lower one than was seen of this source is refused."""
     sequence: int
@@ -95,12 +103,24 @@ class GearAccount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a slow gear says when it has taken gradients."""
+
+    account: GearAccount
+    """Of their source."""
+    dense_version: int
+    incarnation: int
+    """Of the slow gear."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GearState:
     """One slow gear as it describes itself."""
 
     name: str
     dim: int
     address: str
+    incarnation: int
     partitions: tuple[int, ...]
     """It holds now."""
     dense_version: int
@@ -109,9 +129,15 @@ class GearState:
     queued_ids: int
     """Whose features wait to be computed."""
     account: GearAccount
-    uptime_seconds: float = 0.0
+    uptime_seconds: float
     error: str = ""
     """Why it does not apply what is due; empty if it does."""
+    is_durable: bool = False
+    """Another slow gear takes over what waits here if this one dies."""
+    gradients_per_id: int = 0
+    """That make one backward pass."""
+    former: tuple[str, ...] = ()
+    """Slow gears ("address#incarnation") that are gone; what became of their gradients is in the account."""
 
 
 class GearPort(Protocol):
@@ -144,6 +170,53 @@ class GearPort(Protocol):
     def close(self) -> None:
         """Let go of what it holds; what waits in slow gears of this process is applied first. Idempotent."""
         ...
+
+
+class GearHandler(Protocol):
+    """What a slow gear's service asks: it decodes and encodes, this computes. Thread-safe; raises GeartrainErrors."""
+
+    @property
+    def name(self) -> str:
+        """The dense part."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Width of its features."""
+        ...
+
+    @property
+    def dense_version(self) -> int:
+        """Of the weights held now."""
+        ...
+
+    def features(self, ids: Ids, freshness: Freshness) -> FeatureReply:
+        """Dense features of distinct ids. Raises NotHolder."""
+        ...
+
+    def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
+        """Take gradients; with ``wait`` apply what they make due. ``former``: was sent to that slow gear before.
+
+        Raises NotHolder, StaleClient (a lower incarnation of the source).
+        """
+        ...
+
+    def flush(self) -> None:
+        """See :class:`GearPort`."""
+        ...
+
+    def describe(self, sources: Sequence[str]) -> GearState:
+        """How it is; the account is that of these sources, of all if there are none."""
+        ...
+
+    def take_over(self, former: str, accounts: Mapping[str, GearAccount]) -> None:
+        """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
+        ...
+
+
+def family_of(source: str) -> str:
+    """The fast gear that a series of deliveries is of."""
+    return source.partition("\t")[0]
 
 
 def first_error(failures: Failures, what: str) -> GeartrainError:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from geartrain.ams.errors import InvalidArgument, SchedulerUnavailable
-from geartrain.ams.transport.carrier import AttemptFailed, Cursor, SchedulerCarrier, StreamLease, StreamRenewal
+from geartrain.ams.transport.carrier import (
+    AttemptFailed,
+    Cursor,
+    SchedulerCarrier,
+    StreamHolders,
+    StreamLease,
+    StreamRenewal,
+)
 
 R = TypeVar("R")
 Cursors = Mapping[int, tuple[int, int]] | Mapping[str, Sequence[int]]
@@ -78,6 +85,10 @@ class DataStreams:
     def cursors(self) -> dict[int, Cursor]:
         """Return the committed cursor of every stream of the job, for a snapshot; nothing before the first lease."""
         return self._call(lambda: self._scheduler.stream_cursors(self._job, self._timeout_seconds))
+
+    def holders(self) -> StreamHolders:
+        """Return which worker holds each stream of the job now; none before the first lease."""
+        return self._call(lambda: self._scheduler.stream_holders(self._job, self._timeout_seconds))
 
     def restore(self, cursors: Cursors) -> None:
         """Put the job back to ``cursors``, one for each stream: every lease ends, lower incarnations are shut out.

@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument
+from geartrain.bridge.gear.slow_gear import SlowGear
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.row_update import PendingUpdate
+
+Head = ClassHead | SlowGear
 
 
 class RowOptimizer(torch.optim.Optimizer):
     """Applies the row gradients that heads have collected; the arithmetic runs in the shards.
 
+    A slow gear (:class:`geartrain.SlowGear`) counts as a head: its feature gradients are delivered to the dense part.
     One param_group per head with ``lr`` (from the table's optimizer) and ``table`` (its name), so that LR schedulers
     work; momentum and weight decay belong to the table and cannot be changed here. The group's parameter is a stand-in
     of one element whose gradient is the factor on the rows' gradients, which is how ``torch.amp.GradScaler`` unscales
     and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``).
     """
 
-    def __init__(self, *heads: ClassHead | Iterable[ClassHead], lr: float | None = None) -> None:
+    def __init__(self, *heads: Head | Iterable[Head], lr: float | None = None) -> None:
         """Train the rows of one or several heads; ``lr`` replaces that of their tables."""
         flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
-        if not flat or not all(isinstance(head, ClassHead) for head in flat):
-            raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads; it was given {heads!r}")
+        if not flat or not all(isinstance(head, ClassHead | SlowGear) for head in flat):
+            raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads or SlowGears; it was given {heads!r}")
         self._updates: dict[int, PendingUpdate[Any]] = {id(head.row_update.carrier): head.row_update for head in flat}
         groups = [
             {

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from geartrain.ams.cluster import Cluster, connect
     from geartrain.ams.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.dense.dense_table import DenseTable, attach
+    from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.heads.class_head import ClassHead
     from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
     from geartrain.bridge.heads.knn_selection import KNNSoftmax
@@ -45,6 +46,7 @@ __all__ = [
     "Normal",
     "PartialFC",
     "RowOptimizer",
+    "SlowGear",
     "SparseMomentum",
     "SphereFace",
     "StreamReader",
@@ -70,6 +72,7 @@ _HOMES = {
     "geartrain.ams.cluster": ("Cluster", "connect"),
     "geartrain.ams.specs": ("SGD", "Adam", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
+    "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.heads.class_head": ("ClassHead",),
     "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.heads.knn_selection": ("KNNSoftmax",),

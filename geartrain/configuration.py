@@ -25,6 +25,7 @@ from geartrain.ams.config import (
     SchedulerConfig,
     Section,
     ServerConfig,
+    SlowGearConfig,
     error_text,
     suggestion,
 )
@@ -59,6 +60,7 @@ SECTIONS: dict[str, type[Section]] = {
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
     "graph": GraphConfig,
+    "slowgear": SlowGearConfig,
     "client": ClientConfig,
 }
 WHOLE = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -46,6 +47,21 @@ class RedisChild:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"redis-server does not listen on {self.path}")
             time.sleep(0.01)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It takes connections and bytes, and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def resume(self) -> None:
+        """End a pause."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Return when it is gone."""

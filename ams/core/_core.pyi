@@ -206,3 +206,19 @@ class SlotIndex:
     def size(self) -> int: ...
     @property
     def capacity(self) -> int: ...
+
+def judge(
+    slots: npt.NDArray[np.int64] | None,
+    versions: npt.NDArray[np.int64],
+    times: npt.NDArray[np.float64],
+    now: float,
+    dense_version: int,
+    expire_seconds: float,
+    max_lag: int | None,
+    out_versions: npt.NDArray[np.int64],
+    out_times: npt.NDArray[np.float64],
+    hits: npt.NDArray[np.bool_],
+    age_edges: npt.NDArray[np.float64],
+    age_counts: npt.NDArray[np.int64],
+    lag_counts: npt.NDArray[np.int64],
+) -> tuple[int, int, int]: ...

@@ -1,8 +1,11 @@
-"""The specification of the slot index, in plain Python."""
+"""The specifications of the slot index and of freshness, in plain Python and numpy."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
 
 
 class SlotIndex:
@@ -48,3 +51,31 @@ class SlotIndex:
     def grow(self, capacity: int) -> None:
         """More slots."""
         self.free |= set(range(len(self.slots) + len(self.free), capacity))
+
+
+def judge(
+    versions: npt.NDArray[np.int64],
+    times: npt.NDArray[np.float64],
+    *,
+    now: float,
+    dense_version: int,
+    expire_seconds: float,
+    max_version_lag: int | None,
+    age_edges: npt.NDArray[np.float64],
+    num_lags: int,
+) -> tuple[npt.NDArray[np.bool_], int, int, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return hits [N], how many are absent, how many lag, and the counts of the hits' ages [E + 1] and lags."""
+    ages = np.abs(now - times)
+    lags = [abs(dense_version - int(version)) for version in versions]
+    young = ages < expire_seconds
+    near = np.array([max_version_lag is None or lag <= max_version_lag for lag in lags], np.bool_)
+    hits = young & near
+    age_bins = np.searchsorted(age_edges, ages[hits], side="right")
+    lag_bins = np.array([min(lag.bit_length(), num_lags - 1) for lag in lags], np.int64)[hits]
+    return (
+        hits,
+        int((times == -np.inf).sum()),
+        int((young & ~near).sum()),
+        np.bincount(age_bins, minlength=len(age_edges) + 1),
+        np.bincount(lag_bins, minlength=num_lags),
+    )

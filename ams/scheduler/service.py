@@ -49,6 +49,7 @@ class SchedulerService:
             "RenewStreams": self.renew_streams,
             "ReleaseStreams": self.release_streams,
             "DescribeStreams": self.describe_streams,
+            "DescribeHolders": self.describe_holders,
             "RestoreStreams": self.restore_streams,
         }
 
@@ -160,6 +161,15 @@ class SchedulerService:
         request = framing.parse(data, scheduler_pb2.DescribeStreamsRequest)
         cursors = codec.cursors_to_pb(self._streams.cursors(request.job))
         return scheduler_pb2.DescribeStreamsReply(cursors=cursors).SerializeToString()
+
+    def describe_holders(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Who reads a job."""
+        found = self._streams.holders(framing.parse(data, scheduler_pb2.DescribeHoldersRequest).job)
+        return scheduler_pb2.DescribeHoldersReply(
+            lease_seconds=found.lease_seconds,
+            holders=[holder or "" for holder in found.holders],
+            incarnations=found.incarnations,
+        ).SerializeToString()
 
     def restore_streams(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Put a job back."""

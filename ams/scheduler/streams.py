@@ -21,7 +21,7 @@ from geartrain.ams.messages import CallContext, jobs_of
 from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.storage.kv import KeyValueStore
-from geartrain.ams.transport.carrier import Cursor, StreamLease, StreamRenewal
+from geartrain.ams.transport.carrier import Cursor, StreamHolders, StreamLease, StreamRenewal
 
 MAX_STREAMS = 4096
 _KIND, _FENCE = "streams", "fence"
@@ -187,6 +187,16 @@ class DataStreams:
         with self._lock:
             known = self._jobs.get(job)
             return {} if known is None else dict(enumerate(known.cursors))
+
+    def holders(self, job: str) -> StreamHolders:
+        """Return who holds each stream now: workers whose lease has run out hold none."""
+        with self._lock:
+            if job not in self._jobs:
+                return StreamHolders(lease_seconds=self.lease_seconds, holders=(), incarnations={})
+            now = self._look_at(job)
+            return StreamHolders(
+                lease_seconds=self.lease_seconds, holders=tuple(now.holders), incarnations=dict(now.incarnations)
+            )
 
     def restore(self, job: str, incarnation: int, cursors: Mapping[int, Cursor]) -> None:
         """Put a job back to ``cursors``, one for each stream from 0 on, and end every lease.

@@ -10,9 +10,12 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import numpy as np
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from geartrain.ams.errors import ConfigError, InvalidArgument, StateFailed, StoreUnavailable
 from geartrain.ams.specs import Ids
@@ -24,15 +27,6 @@ from geartrain.ams.storage.feature_store import (
     checked_read,
     checked_records,
 )
-
-try:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-except ImportError as exc:
-    raise ConfigError(
-        "a redis:// store needs the package redis: pip install 'geartrain[redis]'; or give memory or lmdb:FOLDER"
-    ) from exc
 
 _WRITTEN_AT_ONCE = 1000
 _READ_BYTES = 1 << 20
@@ -66,7 +60,7 @@ class RedisFeatures:
         self._prefix = f"geartrain:{namespace}:".encode()
         self._expiry = b"" if record_seconds is None else _argument(b"PX") + _argument(b"%d" % (record_seconds * 1000))
         self._counters = Counters()
-        self._shown_url = _without_password(url)
+        self._shown_url = without_password(url)
         try:
             self._pool = redis.ConnectionPool.from_url(
                 url,
@@ -178,6 +172,7 @@ def _argument(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
 
 
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def without_password(url: str) -> str:
+    """The URL as messages may show it."""
+    credentials, _, _ = urlsplit(url).netloc.rpartition("@")
+    return url.replace(f"{credentials}@", "", 1) if credentials else url

@@ -19,6 +19,7 @@ import xxhash
 from geartrain.ams.core.ops import checked_ids, splitmix64
 from geartrain.ams.errors import ConfigError, InvalidArgument, InvalidIds
 from geartrain.ams.specs import Ids
+from geartrain.ams.storage.kv import NO_REDIS
 
 SEAL_BYTES = 8
 DEFAULT_RECORD_SECONDS = 86_400.0
@@ -113,8 +114,10 @@ def open_store(
                 f"max_bytes is {max_bytes}; a Redis server bounds itself for all who share it: start it with "
                 "--maxmemory BYTES --maxmemory-policy volatile-lru and leave max_bytes out"
             )
-        from geartrain.ams.storage.feature_redis import RedisFeatures
-
+        try:
+            from geartrain.ams.storage.feature_redis import RedisFeatures
+        except ImportError as exc:
+            raise ConfigError(NO_REDIS) from exc
         return RedisFeatures(url, namespace, record_seconds=record_seconds, timeout_seconds=timeout_seconds)
     raise ConfigError(f"{url!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
 

@@ -77,6 +77,18 @@ class StreamRenewal:
     """More streams are free for this worker."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamHolders:
+    """Who reads a job now."""
+
+    lease_seconds: float
+    """A worker that is silent for so long loses its streams."""
+    holders: tuple[str | None, ...]
+    """The worker of each stream, from 0 on; None: nobody. Empty if the job has no streams."""
+    incarnations: dict[str, int]
+    """The highest of every worker that ever had a lease."""
+
+
 class ShardCarrier(Protocol):
     """The way to one shard. Thread-safe."""
 
@@ -141,6 +153,9 @@ class SchedulerCarrier(Protocol):
 
     def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:
         """Return the committed cursor of every stream of a job."""
+
+    def stream_holders(self, job: str, timeout_seconds: float | None) -> StreamHolders:
+        """Return who holds which stream of a job."""
 
     def restore_streams(
         self, job: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None

@@ -45,6 +45,7 @@ from geartrain.ams.transport.carrier import (
     ClusterView,
     Cursor,
     ShardEntry,
+    StreamHolders,
     StreamLease,
     StreamRenewal,
     gather,
@@ -478,6 +479,16 @@ class GrpcSchedulerCarrier:
         request = scheduler_pb2.DescribeStreamsRequest(job=job)
         reply = self._call("DescribeStreams", request, scheduler_pb2.DescribeStreamsReply, timeout_seconds)
         return codec.cursors_from_pb(reply.cursors)
+
+    def stream_holders(self, job: str, timeout_seconds: float | None) -> StreamHolders:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.DescribeHoldersRequest(job=job)
+        reply = self._call("DescribeHolders", request, scheduler_pb2.DescribeHoldersReply, timeout_seconds)
+        return StreamHolders(
+            lease_seconds=reply.lease_seconds,
+            holders=tuple(holder or None for holder in reply.holders),
+            incarnations=dict(reply.incarnations),
+        )
 
     def restore_streams(
         self, job: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.arrays import ids_array
+from geartrain.ams.core.freshness import Judged, judge
 from geartrain.ams.core.ops import merge_duplicates
-from geartrain.ams.core.slot_index import SlotIndex
+from geartrain.ams.core.slot_index import SlotIndex, Slots
 from geartrain.ams.errors import InvalidArgument, InvalidRows
 from geartrain.ams.specs import Ids
 from geartrain.ams.storage.feature_store import FeatureStore
@@ -36,7 +37,7 @@ Hits = npt.NDArray[np.bool_]
 
 AGE_EDGES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 25))
 """Seconds: 1 ms … 10^6 s, four bins a decade, one below and one above."""
-LAG_EDGES = (1.0, *(2.0**exponent for exponent in range(1, 25)))
+LAG_EDGES = tuple(2**exponent for exponent in range(25))
 """Dense updates: 0, 1, 2 to 3, 4 to 7, …, and one for 2^24 and more."""
 
 
@@ -72,35 +73,39 @@ class FreshnessCounts:
     def __init__(self, freshness: Freshness) -> None:
         self._freshness = freshness
         self._hits = self._absent = self._expired = self._lagging = 0
-        self._ages, self._lags = Histogram(AGE_EDGES), Histogram(LAG_EDGES)
+        self._edges = np.array(AGE_EDGES)
+        self._ages = np.zeros(len(AGE_EDGES) + 1, np.int64)
+        self._lags = np.zeros(len(LAG_EDGES) + 1, np.int64)
 
     def judge(
         self,
+        slots: Slots | None,
         versions: npt.NDArray[np.int64],
         times: npt.NDArray[np.float64],
         now: float,
         dense_version: int,
-        absent: int,
-    ) -> Hits:
-        """Tell which entries are hits [N], and count. ``absent`` of them are not there: their time is -inf."""
-        ages = np.abs(now - times)
-        hits = ages < self._freshness.expire_seconds
-        num_fresh = num_hits = int(np.count_nonzero(hits))
-        lags = np.abs(dense_version - versions)
-        if self._freshness.max_version_lag is not None:
-            hits &= lags <= self._freshness.max_version_lag
-            num_hits = int(np.count_nonzero(hits))
-        self._hits += num_hits
-        self._lagging += num_fresh - num_hits
-        self._absent += absent
-        self._expired += len(times) - num_fresh - absent
-        is_all = num_hits == len(times)
-        self._ages.add(ages if is_all else ages[hits])
-        self._lags.add(lags if is_all else lags[hits])
-        return hits
+    ) -> Judged:
+        """Read the stamps of the entries ``slots`` [N] (None: of all), tell which are hits, and count."""
+        judged = judge(
+            slots,
+            versions,
+            times,
+            now=now,
+            dense_version=dense_version,
+            expire_seconds=self._freshness.expire_seconds,
+            max_version_lag=self._freshness.max_version_lag,
+            age_edges=self._edges,
+            age_counts=self._ages,
+            lag_counts=self._lags,
+        )
+        self._hits += judged.num_hits
+        self._lagging += judged.num_lagging
+        self._absent += judged.num_absent
+        self._expired += len(judged.hits) - judged.num_hits - judged.num_lagging - judged.num_absent
+        return judged
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers and lists, for metrics and JSON."""
+        """Plain numbers and lists, for metrics and JSON; a histogram has ``edges`` [E] and ``counts`` [E + 1]."""
         misses = self._absent + self._expired + self._lagging
         return {
             "hits": self._hits,
@@ -109,26 +114,9 @@ class FreshnessCounts:
             "absent": self._absent,
             "expired": self._expired,
             "lagging": self._lagging,
-            "age_seconds": self._ages.report(),
-            "version_lag": self._lags.report(),
+            "age_seconds": {"edges": list(AGE_EDGES), "counts": self._ages.tolist()},
+            "version_lag": {"edges": list(LAG_EDGES), "counts": self._lags.tolist()},
         }
-
-
-class Histogram:
-    """Counts of values between fixed edges: below the first, between two, from the last on."""
-
-    def __init__(self, edges: tuple[float, ...]) -> None:
-        self._edges = np.array(edges)
-        self._counts = np.zeros(len(edges) + 1, np.int64)
-
-    def add(self, values: npt.NDArray[Any]) -> None:
-        """Count these."""
-        bins = np.searchsorted(self._edges, values, side="right")
-        self._counts += np.bincount(bins, minlength=len(self._counts))
-
-    def report(self) -> dict[str, list[float] | list[int]]:
-        """``edges`` [E] and ``counts`` [E + 1]."""
-        return {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
 
 
 class WorkerCache:
@@ -153,6 +141,7 @@ class WorkerCache:
         self._index = SlotIndex(capacity)
         # One row more than slots: what is not there reads it.
         self._vectors = torch.zeros(capacity + 1, dim, device=device)
+        self._rows = self._vectors.numpy() if self._vectors.device.type == "cpu" else None
         self._versions = np.full(capacity + 1, -1, np.int64)
         self._times = np.full(capacity + 1, -math.inf)
         self._counts = FreshnessCounts(Freshness(expire_seconds, max_version_lag))
@@ -173,25 +162,21 @@ class WorkerCache:
         Raises:
             InvalidIds: they are no integers >= 0, or not [N].
         """
-        array = ids_array(ids, None)
+        array = _ids_of(ids)
         now = self._clock() if now is None else now
         with self._lock:
-            slots = self._index.find(array, touch=True)  # -1 is the last row, too
-            versions, times = self._versions[slots], self._times[slots]
-            absent = int(np.count_nonzero(slots < 0))
-            if absent:
-                slots[slots < 0] = self._index.capacity
-            hits = self._counts.judge(versions, times, now, dense_version, absent)
-            rows = torch.from_numpy(slots).to(self._vectors.device)
-            vectors = self._vectors.index_select(0, rows)
-        return DenseFeatures(vectors, versions, times), hits
+            slots = self._index.find(array, touch=True)
+            slots[slots < 0] = self._index.capacity
+            judged = self._counts.judge(slots, self._versions, self._times, now, dense_version)
+            vectors = self._gathered(slots)
+        return DenseFeatures(vectors, judged.versions, judged.times), judged.hits
 
     def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
         """Keep these features [N, D], in place of older entries; of a repeated id the last counts.
 
         Raises InvalidIds, InvalidRows.
         """
-        array = ids_array(ids, None)
+        array = _ids_of(ids)
         _check_features(features, len(array), self._dim)
         kept = _last_of_each(array)[-self._index.capacity :]
         vectors = features.vectors.detach()
@@ -203,6 +188,12 @@ class WorkerCache:
             rows = torch.from_numpy(slots).to(self._vectors.device)
             self._vectors.index_copy_(0, rows, vectors.to(self._vectors.device, self._vectors.dtype))
             self._versions[slots], self._times[slots] = features.versions[kept], features.times[kept]
+
+    def _gathered(self, slots: Slots) -> Tensor:
+        if self._rows is None:
+            return self._vectors.index_select(0, torch.from_numpy(slots).to(self._vectors.device))
+        # numpy copies a thousand rows before torch has woken its threads.
+        return torch.from_numpy(self._rows.take(slots, axis=0))
 
     def clear(self) -> None:
         """Forget all entries; the counts stay."""
@@ -250,19 +241,19 @@ class SharedCache:
 
     def lookup(self, ids: Tensor | Ids, *, now: float | None = None, dense_version: int) -> tuple[DenseFeatures, Hits]:
         """See :meth:`WorkerCache.lookup`; vectors are on the CPU. Also raises StoreUnavailable, StateDamaged."""
-        array = ids_array(ids, None)
+        array = _ids_of(ids)
         values = self._store.read(array)
         now = self._clock() if now is None else now
-        records, absent, foreign = self._decoded(values)
+        records, foreign = self._decoded(values)
         versions, times = records["version"].copy(), records["time"].copy()
         with self._lock:
-            hits = self._counts.judge(versions, times, now, dense_version, absent)
+            judged = self._counts.judge(None, versions, times, now, dense_version)
             self._foreign += foreign
-        return DenseFeatures(torch.from_numpy(records["vector"].copy()), versions, times), hits
+        return DenseFeatures(torch.from_numpy(records["vector"].copy()), versions, times), judged.hits
 
     def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
         """See :meth:`WorkerCache.insert`. Also raises StoreUnavailable, StateFailed."""
-        array = ids_array(ids, None)
+        array = _ids_of(ids)
         _check_features(features, len(array), self._dim)
         records = np.empty(len(array), self._record)
         records["version"], records["time"] = features.versions, features.times
@@ -275,17 +266,25 @@ class SharedCache:
         with self._lock:
             return {**self._counts.report(), "foreign": self._foreign, "store": vars(self._store.counts())}
 
-    def _decoded(self, values: list[bytes | None]) -> tuple[npt.NDArray[Any], int, int]:
-        """Return the records [N], how many are absent, and how many of those are of another size."""
+    def _decoded(self, values: list[bytes | None]) -> tuple[npt.NDArray[Any], int]:
+        """Return the records [N], and how many were of another size, which is as if they were not there."""
         size = self._record.itemsize
         whole = [value for value in values if value is not None and len(value) == size]
         found = np.frombuffer(b"".join(whole), self._record)
         if len(whole) == len(values):
-            return found, 0, 0
+            return found, 0
         records = np.repeat(self._absent, len(values))
         records[[value is not None and len(value) == size for value in values]] = found
-        absent = len(values) - len(whole)
-        return records, absent, absent - values.count(None)
+        return records, len(values) - len(whole) - values.count(None)
+
+
+def _ids_of(ids: Tensor | Ids) -> Ids:
+    """Return ids [N] as they are if they are legal; else as ``ids_array``, which also words what is wrong."""
+    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
+    is_plain = isinstance(array, np.ndarray) and array.dtype == np.int64 and array.ndim == 1
+    if is_plain and array.flags.c_contiguous and array.min(initial=0) >= 0:
+        return array
+    return ids_array(array, None)
 
 
 def _checked_dim(dim: int) -> int:

@@ -14,15 +14,20 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument
-from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, GearAccount, without
+from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
+from geartrain.bridge.gear.dense_cache import DenseFeatures
 from geartrain.bridge.gear.dense_pass import DensePass
 
 logger = logging.getLogger(__name__)
+
+
+_ANY = Freshness()
+_ANY_INCARNATION = 0
+"""For the batcher, which would count numbers anew for a higher one."""
 
 
 class DenseTable(Protocol):
@@ -37,7 +42,7 @@ class DenseTable(Protocol):
         """Pull the weights if they have changed."""
         ...
 
-    def push(self, sequence: int | None = None, lr: float | None = None, scale: float = 1.0) -> Any:
+    def push(self, sequence: int | None = None, *, lr: float | None = None) -> Any:
         """Push the gradients of the module's parameters, once."""
         ...
 
@@ -47,7 +52,7 @@ class DueBatch(Protocol):
 
     number: int
     ids: Ids
-    gradients: Tensor
+    gradients: npt.NDArray[np.float32]
     lr: float | None
 
 
@@ -60,7 +65,7 @@ class Batcher(Protocol):
         incarnation: int,
         sequence: int,
         ids: Ids,
-        gradients: Tensor,
+        gradients: npt.NDArray[np.float32],
         versions: npt.NDArray[np.int64],
         *,
         dense_version: int,
@@ -93,11 +98,11 @@ class Batcher(Protocol):
 class FeatureCache(Protocol):
     """A cache of dense features (``dense_cache``)."""
 
-    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[Any, npt.NDArray[np.bool_]]:
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, npt.NDArray[np.bool_]]:
         """The features of ids, and which of them are there."""
         ...
 
-    def insert(self, ids: Ids, features: Any) -> None:
+    def insert(self, ids: Ids, features: DenseFeatures) -> None:
         """Keep features."""
         ...
 
@@ -137,7 +142,8 @@ class DenseEngine:
         self._clock = clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
-        self._unfinished: DueBatch | None = None
+        self._incarnations: dict[str, int] = {}
+        self._adding = threading.Lock()
         self._asked = Coalescer(
             self._compute, _part_of, max_ids=dense_pass.max_batch, max_wait_seconds=max_wait_seconds
         )
@@ -157,13 +163,18 @@ class DenseEngine:
         """Ids that wait for a device batch."""
         return self._asked.queued_ids
 
-    def features(self, ids: Ids) -> FeatureReply:
+    def features(self, ids: Ids, freshness: Freshness = _ANY) -> FeatureReply:
         """Dense features of distinct ids; the ids that have none are named in the reply."""
         if not len(ids):
             return self._reply(ids, np.empty((0, self.dim), np.float32), {})
         if self.cache is None:
             return self._asked.ask(ids)
-        found, hit = self.cache.lookup(ids, now=self._clock(), dense_version=self.dense_version)
+        now, version = self._clock(), self.dense_version
+        found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        if freshness.max_age_seconds is not None:
+            hit = hit & (freshness.max_age_seconds > now - found.times)
+        if freshness.max_version_lag is not None:
+            hit = hit & (freshness.max_version_lag >= version - found.versions)
         if hit.all():
             return FeatureReply(
                 vectors_KD=found.vectors.numpy(),
@@ -176,17 +187,30 @@ class DenseEngine:
         return _joined(found, hit, fresh)
 
     def add(self, delivery: Delivery) -> Any:
-        """Take the gradients of a step; a delivery that was counted before is not counted again."""
-        return self.batcher.add(
-            delivery.source,
-            delivery.incarnation,
-            delivery.sequence,
-            delivery.ids,
-            torch.from_numpy(delivery.gradients_KD),
-            delivery.versions,
-            dense_version=self.dense_version,
-            lr=delivery.lr,
-        )
+        """Take the gradients of a step; a delivery that was counted before is not counted again.
+
+        A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
+        StaleClient for an incarnation that was superseded.
+        """
+        family = family_of(delivery.source)
+        with self._adding:
+            latest = self._incarnations.setdefault(family, delivery.incarnation)
+            if delivery.incarnation < latest:
+                raise StaleClient(
+                    f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
+                    "process has its name; stop this one"
+                )
+            self._incarnations[family] = delivery.incarnation
+            return self.batcher.add(
+                delivery.source,
+                _ANY_INCARNATION,
+                delivery.sequence,
+                delivery.ids,
+                delivery.gradients_KD,
+                delivery.versions,
+                dense_version=self.dense_version,
+                lr=delivery.lr,
+            )
 
     def apply_due(self, limit: int | None = None) -> bool:
         """Make one dense update of the gradients that are due; False if there are none.
@@ -194,10 +218,9 @@ class DenseEngine:
         After an error the batch is still due: the next call repeats it, under its number.
         """
         with self._applying:
-            batch = self._unfinished or self.batcher.due(limit)
+            batch = self.batcher.due(limit)
             if batch is None:
                 return False
-            self._unfinished = batch
             failures = self._update(batch)
             if failures:
                 self.batcher.failed(batch.number, {one: failure.reason for one, failure in failures.items()})
@@ -209,7 +232,6 @@ class DenseEngine:
                     next(iter(failures.values())).reason,
                 )
             self.batcher.done(batch.number)
-            self._unfinished = None
             return True
 
     def apply_all(self) -> None:
@@ -229,7 +251,7 @@ class DenseEngine:
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         with self._pass.lock:
             self._refresh(needed=self._numbered)
-            failures = self._pass.backward(batch.ids, torch.as_tensor(batch.gradients))
+            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
             if len(failures) < len(batch.ids):
                 self._dense.push(sequence=batch.number if self._numbered else None, lr=batch.lr)
                 self._refresh(needed=True)
@@ -282,10 +304,8 @@ def account_of(account: Any) -> GearAccount:
     )
 
 
-def as_features(reply: FeatureReply, chosen: npt.NDArray[np.bool_]) -> Any:
+def as_features(reply: FeatureReply, chosen: npt.NDArray[np.bool_]) -> DenseFeatures:
     """Those features of a reply, as caches take them."""
-    from geartrain.bridge.gear.dense_cache import DenseFeatures
-
     return DenseFeatures(
         vectors=torch.from_numpy(reply.vectors_KD[chosen]), versions=reply.versions[chosen], times=reply.times[chosen]
     )
@@ -302,7 +322,7 @@ def _part_of(reply: FeatureReply, positions: Ids, ids: Ids) -> FeatureReply:
     )
 
 
-def _joined(found: Any, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
+def _joined(found: DenseFeatures, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
     vectors_KD, versions, times = found.vectors.numpy().copy(), found.versions.copy(), found.times.copy()
     vectors_KD[~hit], versions[~hit], times[~hit] = fresh.vectors_KD, fresh.versions, fresh.times
     return FeatureReply(

@@ -27,6 +27,7 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     "server": ("tables", "storage", "core", "placement", "transport", "pb"),
     "scheduler": ("tables", "storage", "core", "placement", "transport", "pb"),
     "graph": ("tables", "storage", "core", "placement", "transport", "pb"),
+    "gear": ("core", "placement", "transport", "pb"),
     "writes": (),
     "streams": ("transport",),
     "hosted_calls": ("writes", "transport"),
@@ -34,11 +35,23 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     # What gt.local embeds: the services on threads of the client's process.
     "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
     "snapshot": ("client", "graph", "storage"),
-    "cluster": ("client", "snapshot", "storage", "streams", "writes", "embedded", "graph", "placement", "transport"),
+    "cluster": (
+        "client",
+        "snapshot",
+        "storage",
+        "streams",
+        "writes",
+        "embedded",
+        "graph",
+        "gear",
+        "placement",
+        "transport",
+    ),
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.
-GRPC_FILES = ("ams/transport/grpc*.py", "ams/server/service.py", "ams/scheduler/service.py", "ams/graph/service.py")
+SERVICES = ("server", "scheduler", "graph", "gear")
+GRPC_FILES = ("ams/transport/grpc*.py", *(f"ams/{service}/service.py" for service in SERVICES))
 HOMES: dict[str, tuple[str, ...]] = {
     "grpc": GRPC_FILES,
     "grpc_health": GRPC_FILES,

@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "DenseTable",
     "ClassHead",
     "RowOptimizer",
+    "SlowGear",
     "FullSoftmax",
     "PartialFC",
     "KNNSoftmax",

@@ -683,6 +683,76 @@ class DescribeStreamsReply(_message.Message):
 Global___DescribeStreamsReply: _TypeAlias = DescribeStreamsReply  # noqa: Y015
 
 @_typing.final
+class DescribeHoldersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeHoldersRequest: _TypeAlias = DescribeHoldersRequest  # noqa: Y015
+
+@_typing.final
+class DescribeHoldersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class IncarnationsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    lease_seconds: _builtins.float
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The worker that holds each stream, from 0 on; empty: nobody. None if the job has no streams."""
+
+    @_builtins.property
+    def incarnations(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The highest incarnation of every worker that ever had a lease."""
+
+    def __init__(
+        self,
+        *,
+        lease_seconds: _builtins.float = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
+        incarnations: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "incarnations", b"incarnations", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeHoldersReply: _TypeAlias = DescribeHoldersReply  # noqa: Y015
+
+@_typing.final
 class RestoreStreamsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -89,6 +89,11 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsReply.FromString,
                 _registered_method=True)
+        self.DescribeHolders = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/DescribeHolders',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeHoldersRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeHoldersReply.FromString,
+                _registered_method=True)
         self.RestoreStreams = channel.unary_unary(
                 '/geartrain.ams.v1.Scheduler/RestoreStreams',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.SerializeToString,
@@ -176,6 +181,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeHolders(self, request, context):
+        """Who holds which data stream of a job now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestoreStreams(self, request, context):
         """Put a job back to these cursors; every lease of it ends.
         """
@@ -240,6 +252,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.DescribeStreams,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsReply.SerializeToString,
+            ),
+            'DescribeHolders': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeHolders,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeHoldersRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeHoldersReply.SerializeToString,
             ),
             'RestoreStreams': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreStreams,
@@ -544,6 +561,33 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/DescribeStreams',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeStreamsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeHolders(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/DescribeHolders',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeHoldersRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeHoldersReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class SchedulerStub:
     """Commit, then give streams back."""
     DescribeStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeStreamsRequest, _scheduler_pb2.DescribeStreamsReply]
     """The committed cursors of a job."""
+    DescribeHolders: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeHoldersRequest, _scheduler_pb2.DescribeHoldersReply]
+    """Who holds which data stream of a job now."""
     RestoreStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RestoreStreamsRequest, _scheduler_pb2.RestoreStreamsReply]
     """Put a job back to these cursors; every lease of it ends."""
 
@@ -81,6 +83,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """Commit, then give streams back."""
     DescribeStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeStreamsRequest, _scheduler_pb2.DescribeStreamsReply]  # type: ignore[assignment]
     """The committed cursors of a job."""
+    DescribeHolders: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeHoldersRequest, _scheduler_pb2.DescribeHoldersReply]  # type: ignore[assignment]
+    """Who holds which data stream of a job now."""
     RestoreStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RestoreStreamsRequest, _scheduler_pb2.RestoreStreamsReply]  # type: ignore[assignment]
     """Put a job back to these cursors; every lease of it ends."""
 
@@ -172,6 +176,14 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DescribeStreamsReply, _abc.Awaitable[_scheduler_pb2.DescribeStreamsReply]]:
         """The committed cursors of a job."""
+
+    @_abc_1.abstractmethod
+    def DescribeHolders(
+        self,
+        request: _scheduler_pb2.DescribeHoldersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.DescribeHoldersReply, _abc.Awaitable[_scheduler_pb2.DescribeHoldersReply]]:
+        """Who holds which data stream of a job now."""
 
     @_abc_1.abstractmethod
     def RestoreStreams(

@@ -25,7 +25,7 @@ class PlainDense:
     def refresh(self) -> bool:
         return False
 
-    def push(self, sequence: int | None = None, lr: float | None = None, scale: float = 1.0) -> None:
+    def push(self, sequence: int | None = None, *, lr: float | None = None) -> None:
         self.pushed.append((sequence, lr))
         if self.fails:
             self.fails -= 1
@@ -33,7 +33,7 @@ class PlainDense:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
-                    parameter -= (self.lr if lr is None else lr) * scale * parameter.grad
+                    parameter -= (self.lr if lr is None else lr) * parameter.grad
         self.version += 1
 
 

@@ -1,0 +1,23 @@
+"""Which part of the id space an id is in: 64 partitions, which slow gears hold by the scheduler's stream leases."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.core import ops
+from geartrain.ams.specs import Ids
+
+NUM_PARTITIONS = 64
+_BUCKET_SHIFT, _BUCKETS_PER_PARTITION = 52, 64
+
+
+def job_of(name: str) -> str:
+    """The job of the scheduler whose data streams are the partitions of a dense part."""
+    return f"gear/{name}"
+
+
+def partitions_of(ids: Ids) -> npt.NDArray[np.int64]:
+    """The partition, in [0, 64), of each id [K]: bucket // 64, where the bucket is splitmix64(id) >> 52."""
+    buckets = (ops.splitmix64(ids) >> np.uint64(_BUCKET_SHIFT)).astype(np.int64)
+    return buckets // _BUCKETS_PER_PARTITION

@@ -1,0 +1,411 @@
+"""The slow gears of other processes, as a fast gear reaches them: found through the scheduler, asked again until one
+answers.
+
+Legend: D width of a dense feature, K distinct ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.errors import GeartrainError, GearUnavailable, InvalidArgument, NotHolder, SchedulerUnavailable
+from geartrain.ams.gear.ledger import GearLedger, gear_key
+from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
+from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
+from geartrain.ams.specs import Ids
+from geartrain.ams.transport.carrier import AttemptFailed, StreamHolders
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Positions = npt.NDArray[np.int64]
+Pending = Callable[[], R]
+_BYTES_BESIDE = 24
+"""Of an id in a message, beside its vector."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.5
+_LEASES = 1.5
+"""The partitions of a slow gear that died are free after one lease; its heirs need a moment."""
+
+
+class GearCarrier(Protocol):
+    """The way to one slow gear (``grpc_gear``): each call begins at once; what it returns waits for the reply."""
+
+    def features(
+        self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout_seconds: float
+    ) -> Pending[FeatureReply]:
+        """Ask for features."""
+        ...
+
+    def deliver(
+        self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float
+    ) -> Pending[Taken]:
+        """Hand gradients over."""
+        ...
+
+    def flush(self, name: str, timeout_seconds: float) -> Pending[int]:
+        """Ask to apply all that waits."""
+        ...
+
+    def describe(self, sources: Sequence[str], timeout_seconds: float) -> Pending[GearState]:
+        """Ask how it is."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What of one delivery goes to one slow gear, under a name and number of its own."""
+
+    source: str
+    address: str | None
+    positions: Positions
+    former: str = ""
+    """The slow gear that it was sent to before, whose batches ``address`` has now."""
+
+
+class RemoteGears:
+    """Implements :class:`geartrain.ams.gear_messages.GearPort`. Thread-safe.
+
+    A request goes to the slow gears that hold the partitions of its ids, in messages of at most ``part_bytes``. Where
+    one does not answer, or holds a partition no more, the scheduler is asked again, for ``recovery_timeout_seconds`` or
+    one and a half leases, whichever is longer (0: not at all). A part of a delivery keeps its source and number until
+    it is acknowledged: it is sent again to the same slow gear while that one holds anything; then to the one that took
+    over its batches, if they are durable, so that it counts once; else, cut anew, to the new holders: it counts again
+    if the one that died had applied it and could not say so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        holders: Callable[[], StreamHolders],
+        open_carrier: Callable[[str], GearCarrier],
+        config: ClientConfig,
+        *,
+        wait: bool,
+        freshness: Freshness,
+    ) -> None:
+        """``wait``: a delivery returns when the updates it made due are applied. Raises GearUnavailable,
+        InvalidArgument (the slow gears make features of another width)."""
+        self._name = name
+        self._dim = dim
+        self._ask_holders = holders
+        self._open_carrier = open_carrier
+        self._config = config
+        self._wait = wait
+        self._freshness = freshness
+        self._is_durable = False
+        self._ledger = GearLedger(name)
+        self._carriers: dict[str, GearCarrier] = {}
+        self._holders: tuple[str | None, ...] = (None,) * NUM_PARTITIONS
+        self._lease_seconds = 0.0
+        self._dense_version = 0
+        self._source = ""
+        self._pending: tuple[tuple[str, int], list[_Part]] | None = None
+        self._lock = threading.Lock()
+        self._delivering = threading.Lock()
+        self._max_ids = max(1, config.part_bytes // (4 * dim + _BYTES_BESIDE))
+        self._await_gears()
+
+    @property
+    def dense_version(self) -> int:
+        """See :class:`GearPort`."""
+        return self._dense_version
+
+    def features(self, ids: Ids) -> FeatureReply:
+        """See :class:`GearPort`."""
+        vectors_KD = np.zeros((len(ids), self._dim), np.float32)
+        versions, times = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.float64)
+        failures: dict[int, Failure] = {}
+        left = np.arange(len(ids))
+        patience = self._patience()
+        while len(left):
+            calls = [(places, self._ask(address, ids[places])) for address, places in self._routes(ids, left)]
+            unanswered = []
+            for places, call in calls:
+                try:
+                    reply = call()
+                except (AttemptFailed, NotHolder) as exc:
+                    patience.note(exc)
+                    unanswered.append(places)
+                    continue
+                vectors_KD[places], versions[places], times[places] = reply.vectors_KD, reply.versions, reply.times
+                failures.update(reply.failures)
+                self._heard(reply.dense_version)
+            left = np.concatenate([np.empty(0, np.int64), *unanswered])
+            if len(left):
+                patience.pause()
+                self._look()
+        return FeatureReply(
+            vectors_KD=vectors_KD,
+            versions=versions,
+            times=times,
+            failures=failures,
+            dense_version=self._dense_version,
+        )
+
+    def deliver(self, delivery: Delivery) -> GearAccount:
+        """See :class:`GearPort`. After an error, the same delivery goes on with the parts not acknowledged."""
+        with self._delivering:
+            number = delivery.source, delivery.sequence
+            self._source = delivery.source
+            if self._pending is None or self._pending[0] != number:
+                whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)))
+                self._pending = number, list(whole)
+            parts, patience = self._pending[1], self._patience()
+            while parts:
+                calls = [(part, self._send(delivery, part)) for part in parts]
+                refused = []
+                for part, call in calls:
+                    try:
+                        self._taken(part, call())
+                        parts.remove(part)
+                    except (AttemptFailed, NotHolder) as exc:
+                        patience.note(exc)
+                        refused.append((part, isinstance(exc, NotHolder)))
+                if refused:
+                    patience.pause()
+                    self._look()
+                for part, is_refused in refused:
+                    parts.remove(part)
+                    parts.extend(self._again(part, delivery.ids, is_refused))
+            self._pending = None
+        return self._ledger.total()
+
+    def flush(self) -> None:
+        """See :class:`GearPort`."""
+        done: set[str] = set()
+        patience = self._patience()
+        timeout = self._config.hosted_timeout_seconds
+
+        def flush(carrier: GearCarrier) -> Pending[int]:
+            return carrier.flush(self._name, timeout)
+
+        while left := [address for address in self._addresses() if address not in done]:
+            calls = [(address, self._begin(address, flush)) for address in left]
+            for address, call in calls:
+                try:
+                    self._heard(call())
+                    done.add(address)
+                except (AttemptFailed, NotHolder) as exc:
+                    patience.note(exc)
+            if not done >= set(left):
+                patience.pause()
+                self._look()
+
+    def account(self, source: str | None = None) -> GearAccount:
+        """See :class:`GearPort`. Of one that is dead, ``lost`` is known once its lease has run out."""
+        self._look()
+        if source is None:
+            states, _ = self._describe([])
+            return sum((state.account for state in states), GearAccount())
+        self._settle()
+        return self._ledger.total()
+
+    def close(self) -> None:
+        """See :class:`GearPort`."""
+        with self._lock:
+            carriers, self._carriers = self._carriers, {}
+        for carrier in carriers.values():
+            carrier.close()
+
+    def _await_gears(self) -> None:
+        patience = self._patience()
+        while True:
+            try:
+                self._look(required=True)
+                states, silent = self._describe([])
+            except (AttemptFailed, SchedulerUnavailable) as exc:
+                patience.note(exc)
+                states, silent = [], []
+            if states and not silent and None not in self._holders:
+                break
+            patience.pause()
+        for state in states:
+            if state.dim != self._dim:
+                raise InvalidArgument(
+                    f"dim is {self._dim}; the slow gear of {self._name!r} at {state.address} makes features of "
+                    f"width {state.dim}"
+                )
+            self._heard(state.dense_version)
+            self._is_durable |= state.is_durable
+
+    def _ask(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
+        timeout = self._config.attempt_timeout_seconds
+        return self._begin(
+            address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
+        )
+
+    def _routes(self, ids: Ids, places: Positions) -> Iterator[tuple[str | None, Positions]]:
+        """Cut positions in ``ids`` by who holds their partitions, and by size."""
+        holders = self._holders
+        addresses = np.array([holders[part] or "" for part in partitions_of(ids[places])], object)
+        for address in sorted(set(addresses)):
+            mine = places[addresses == address]
+            for start in range(0, len(mine), self._max_ids):
+                yield address or None, mine[start : start + self._max_ids]
+
+    def _cut(self, source: str, ids: Ids, places: Positions) -> Iterator[_Part]:
+        """The parts of a delivery; a second message to the same slow gear has a name of its own."""
+        seen: dict[str | None, int] = {}
+        for address, mine in self._routes(ids, places):
+            nth = seen[address] = seen.get(address, -1) + 1
+            yield _Part(_series(source, f"+{nth}") if nth else source, address, mine)
+
+    def _send(self, delivery: Delivery, part: _Part) -> Pending[Taken]:
+        sent = replace(
+            delivery,
+            source=part.source,
+            ids=delivery.ids[part.positions],
+            gradients_KD=delivery.gradients_KD[part.positions],
+            versions=delivery.versions[part.positions],
+        )
+        config = self._config
+        timeout = config.hosted_timeout_seconds if self._wait else config.attempt_timeout_seconds
+        return self._begin(
+            part.address,
+            lambda carrier: carrier.deliver(
+                self._name, sent, wait=self._wait, former=part.former, timeout_seconds=timeout
+            ),
+        )
+
+    def _taken(self, part: _Part, taken: Taken) -> None:
+        self._heard(taken.dense_version)
+        if part.address is not None:
+            key = gear_key(part.address, taken.incarnation)
+            self._ledger.note(key, taken.account, is_durable=self._is_durable)
+
+    def _again(self, part: _Part, ids: Ids, is_refused: bool) -> Iterable[_Part]:
+        """Where a part goes that was not acknowledged."""
+        if part.address is None:
+            return self._cut(part.source, ids, part.positions)
+        if part.former:
+            return [replace(part, address=self._heir_of(part.former))]
+        if part.address in self._addresses():
+            if not is_refused:
+                return [part]  # perhaps it has it
+        elif self._is_durable:
+            return [replace(part, address=self._heir_of(part.address), former=part.address)]
+        anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions)
+        return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
+
+    def _heir_of(self, address: str) -> str | None:
+        return self._holders[heir_partition(address)]
+
+    def _begin(self, address: str | None, begin: Callable[[GearCarrier], Pending[R]]) -> Pending[R]:
+        def nobody() -> R:
+            raise AttemptFailed(f"no slow gear of {self._name!r} holds some partitions")
+
+        if address is None:
+            return nobody
+        with self._lock:
+            carrier = self._carriers.get(address)
+            if carrier is None:
+                carrier = self._carriers[address] = self._open_carrier(address)
+        return begin(carrier)
+
+    def _look(self, *, required: bool = False) -> None:
+        """Ask the scheduler who holds what."""
+        try:
+            found = self._ask_holders()
+        except SchedulerUnavailable:
+            if required:
+                raise
+            return  # it may come back; the slow gears are known as they were
+        self._lease_seconds = found.lease_seconds
+        if len(found.holders) == NUM_PARTITIONS:
+            self._holders = found.holders
+        live = self._addresses()
+        with self._lock:
+            gone = [self._carriers.pop(address) for address in list(self._carriers) if address not in live]
+        for carrier in gone:
+            carrier.close()
+        if self._ledger.knows_gone(live):
+            self._settle()
+
+    def _settle(self) -> None:
+        states, silent = self._describe([self._source])
+        self._ledger.settle(states, silent)
+        for state in states:
+            self._heard(state.dense_version)
+
+    def _describe(self, sources: Sequence[str]) -> tuple[list[GearState], list[str]]:
+        """What every slow gear says, and which do not answer."""
+        timeout = self._config.attempt_timeout_seconds
+        calls = [
+            (address, self._begin(address, lambda carrier: carrier.describe(sources, timeout)))
+            for address in self._addresses()
+        ]
+        states, silent = [], []
+        for address, call in calls:
+            try:
+                states.append(call())
+            except (AttemptFailed, GeartrainError) as exc:
+                logger.debug("slow gear %s: %s", address, exc)
+                silent.append(address)
+        return states, silent
+
+    def _addresses(self) -> list[str]:
+        return sorted({holder for holder in self._holders if holder is not None})
+
+    def _heard(self, dense_version: int) -> None:
+        with self._lock:
+            self._dense_version = max(self._dense_version, dense_version)
+
+    def _patience(self) -> _Patience:
+        seconds = self._config.recovery_timeout_seconds
+        return _Patience(self._name, lambda: max(seconds, _LEASES * self._lease_seconds) if seconds else 0.0)
+
+
+def _series(source: str, mark: str) -> str:
+    """A series of deliveries of the same fast gear, with numbers of its own."""
+    return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"
+
+
+def heir_partition(address: str) -> int:
+    """Whoever holds this partition takes over what a slow gear at ``address`` leaves."""
+    return xxhash.xxh3_64_intdigest(address.encode()) % NUM_PARTITIONS
+
+
+class _Patience:
+    """Waits between attempts, until the time is used up."""
+
+    def __init__(self, name: str, seconds: Callable[[], float]) -> None:
+        self._name = name
+        self._seconds = seconds
+        self._began: float | None = None
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._last: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        self._last = error
+
+    def pause(self) -> None:
+        """Wait a little. Raises GearUnavailable when it has been long enough."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+            logger.info("slow gears of %r: %s; trying again", self._name, self._last or "not all are there")
+        left = self._began + self._seconds() - now
+        if left <= 0:
+            raise GearUnavailable(
+                f"the slow gears of {self._name!r} did not answer for all ids within {self._seconds():g} s: "
+                f"{self._last or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise the "
+                "client setting recovery_timeout_seconds"
+            ) from self._last
+        time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
+        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2)

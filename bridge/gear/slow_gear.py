@@ -1,0 +1,246 @@
+"""``gt.SlowGear``: dense features by id as a module of the fast gear's model.
+
+Legend: D width of a dense feature, K distinct ids, N ids of a call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.client import Table
+from geartrain.ams.cluster import Cluster
+from geartrain.ams.core import ops
+from geartrain.ams.errors import InvalidArgument, InvalidIds, SpecMismatch
+from geartrain.ams.gear_messages import FeatureReply, Freshness, GearAccount, GearPort, first_error, without
+from geartrain.ams.specs import Ids, RowOptimizerSpec
+from geartrain.bridge.gear.dense_cache import WorkerCache
+from geartrain.bridge.gear.dense_pass import TrainMode
+from geartrain.bridge.gear.engine import as_features
+from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
+from geartrain.bridge.gear.opening import EngineSettings, open_embedded, open_remote
+from geartrain.bridge.gear.samples import Decode, SampleSource
+
+_NO_FEATURE = -1
+"""In place of the dense version of a feature that is not there."""
+
+
+class SlowGear(nn.Module):
+    """Dense features by id; ``features = image(image_ids)`` has a gradient, which goes back to the slow gears.
+
+    It has no parameters of its own: the dense part lives in the slow gears and in the dense table ``name`` of the
+    cluster. :class:`geartrain.RowOptimizer` delivers the gradients at ``step()``, once for each distinct id, with its
+    learning rate; GradScaler, clipping and LR schedulers work as they do for heads. In ``eval()`` features have no
+    gradient. Not thread-safe (its slow gear is).
+
+    Cost of a call of K distinct ids: those in the worker's cache cost no network; the others one request per slow gear
+    that holds some of them, 8 bytes an id there and 4·D + 16 bytes back. Of a step: one request per slow gear, 4·D + 16
+    bytes an id.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        *,
+        dim: int,
+        expire_seconds: float = 20.0,
+        gradients_per_id: int = 16,
+        max_version_lag: int | None = None,
+        on_missing: Literal["error", "zeros"] = "error",
+        mode: Literal["async", "sync"] = "async",
+        build: Callable[[], nn.Module] | None = None,
+        samples: SampleSource | None = None,
+        decode: Decode | None = None,
+        optimizer: RowOptimizerSpec | None = None,
+        reuse: bool = False,
+        reduction: Literal["mean", "sum"] = "mean",
+        flush_seconds: float | None = None,
+        stale: Literal["apply", "scale", "drop"] = "apply",
+        max_gradient_lag: int | None = None,
+        train_mode: TrainMode = "backward",
+        autocast: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_batch: int = 256,
+        cache_ids: int = 65_536,
+        sample_cache_bytes: int = 256 << 20,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """With ``build`` (a function -> nn.Module, [B, …] samples -> [B, dim]) and ``samples`` (see
+        :class:`~geartrain.bridge.gear.samples.Samples`) the slow gear runs in this process; without, slow gears are
+        found through the cluster's scheduler (``geartrain slowgear``), and what follows ``reuse`` is said to them.
+
+        A feature older than ``expire_seconds``, or more than ``max_version_lag`` dense updates behind, is computed
+        again; ``cache_ids`` are kept here. ``gradients_per_id`` = M: a backward pass of the dense part for an id waits
+        for M gradients and takes their mean (``reduction``; the mean is of M steps, so it divides an SGD learning rate
+        by M against M updates) or sum, or for ``flush_seconds``. ``stale`` and ``max_gradient_lag``: what becomes of
+        gradients of features too many dense updates old. ``mode="sync"``: ``step()`` returns when the dense updates it
+        made due are applied. ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation.
+        ``on_missing``: ids without a sample raise (the features of the others are kept for the next call), or are zeros
+        that get no gradient. ``optimizer`` (``gt.SGD(0.01)``) belongs to the dense table, which is created, or opened
+        with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch``:
+        :class:`~geartrain.bridge.gear.dense_pass.DensePass`.
+
+        Raises InvalidArgument, TableExists, GearUnavailable (no slow gear holds a partition in time).
+        """
+        super().__init__()
+        if on_missing not in ("error", "zeros") or mode not in ("async", "sync"):
+            raise InvalidArgument(
+                f"on_missing is {on_missing!r}, mode {mode!r}; they are 'error' or 'zeros', and 'async' or 'sync'"
+            )
+        if (build is None) != (samples is None):
+            raise InvalidArgument(
+                "a slow gear in this process needs both build= and samples=; one elsewhere (geartrain slowgear) neither"
+            )
+        self.name = name
+        self.dim = dim
+        self.on_missing = on_missing
+        self._clock = clock
+        self._cache = WorkerCache(
+            cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag, clock=clock
+        )
+        self._port: GearPort
+        self.table: Table
+        if build is not None:
+            settings = EngineSettings(
+                dim=dim,
+                optimizer=optimizer,
+                reuse=reuse,
+                gradients_per_id=gradients_per_id,
+                reduction=reduction,
+                flush_seconds=flush_seconds,
+                stale=stale,
+                max_gradient_lag=max_gradient_lag,
+                train_mode=train_mode,
+                autocast=autocast,
+                device=device,
+                max_batch=max_batch,
+                sample_cache_bytes=sample_cache_bytes,
+            )
+            self._port, self.table = open_embedded(cluster, name, build, samples, decode, settings, mode, clock)
+        else:
+            self._port, self.table = open_remote(cluster, name, dim, mode, Freshness(expire_seconds, max_version_lag))
+        stream = cluster.write_stream
+        self._source = f"{stream.name}/gear/{name}"
+        self.row_update = GearUpdate(self.table, self._port, self._source, stream.incarnation)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Dense features of ``ids`` int64 [...] (any shape, any device) -> [..., D] float32 on their device.
+
+        An id that occurs twice costs once, and its gradients are summed. Raises InvalidIds; SampleNotFound,
+        SampleDamaged, NonFinite (naming the first id without a feature; ``.ids`` of a SampleError are all) unless
+        ``on_missing="zeros"``; GearUnavailable.
+        """
+        flat = _checked(ids)
+        distinct, places, _ = ops.merge_duplicates(flat)
+        vectors_KD, versions = self._features(distinct)
+        vectors_KD = vectors_KD.to(ids.device)
+        if self.training and torch.is_grad_enabled():
+            update = self.row_update
+            carrier = update.carrier_on(ids.device)
+            vectors_KD = _Delivered.apply(carrier, vectors_KD, update, distinct, versions)  # type: ignore[no-untyped-call]
+        return vectors_KD.index_select(0, torch.from_numpy(places).to(ids.device)).reshape(*ids.shape, self.dim)
+
+    @property
+    def step(self) -> int:
+        """Deliveries made."""
+        return self.row_update.step
+
+    def flush(self) -> None:
+        """Apply every gradient that waits in the slow gears, of all fast gears, partial batches with their true count.
+
+        Call it before a snapshot of the cluster: batches that wait are in no snapshot.
+        """
+        self._port.flush()
+
+    def account(self) -> GearAccount:
+        """What became of the gradients that this fast gear has delivered."""
+        return self._port.account(self._source)
+
+    @property
+    def cache(self) -> WorkerCache:
+        """The worker's cache: hits, misses, histograms of age and lag."""
+        return self._cache
+
+    def close(self) -> None:
+        """Flush a slow gear of this process; let go of connections to others. Idempotent."""
+        self._port.close()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Name, width and step; the weights are in snapshots of the cluster."""
+        return {"gear": self.name, "dim": self.dim, "step": self.step}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Go on at the saved step. SpecMismatch for another name or width."""
+        for key, mine in (("gear", self.name), ("dim", self.dim)):
+            if state[key] != mine:
+                raise SpecMismatch(f"the saved slow gear has {key} {state[key]!r}, this one {mine!r}")
+        self.row_update.discard()
+        self.row_update.step = int(state["step"])
+
+    def _features(self, ids: Ids) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """Vectors [K, D] of distinct ids, and the dense version of each; :data:`_NO_FEATURE` where there is none."""
+        found, hit = self._cache.lookup(ids, now=self._clock(), dense_version=self._port.dense_version)
+        if hit.all():
+            return found.vectors, found.versions
+        missing = ids[~hit]
+        reply = self._port.features(missing)
+        good = self._kept(missing, reply)
+        if reply.failures and self.on_missing == "error":
+            raise first_error(reply.failures, "that")
+        fresh_KD = torch.from_numpy(reply.vectors_KD)
+        versions = np.where(good, reply.versions, _NO_FEATURE)
+        if not hit.any():
+            return fresh_KD, versions
+        vectors_KD, all_versions = found.vectors.clone(), np.array(found.versions)
+        vectors_KD[torch.from_numpy(~hit)] = fresh_KD
+        all_versions[~hit] = versions
+        return vectors_KD, all_versions
+
+    def _kept(self, ids: Ids, reply: FeatureReply) -> npt.NDArray[np.bool_]:
+        """Cache what came, also when some ids have failed; say which have not."""
+        good = without(ids, reply.failures)
+        self._cache.insert(ids[good], as_features(reply, good))
+        return good
+
+
+class _Delivered(torch.autograd.Function):
+    """The features as they are; their gradient is queued for the step. (The carrier makes autograd call back.)"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        carrier: Tensor,  # noqa: ARG004
+        vectors_KD: Tensor,
+        update: GearUpdate,
+        ids: Ids,
+        versions: npt.NDArray[np.int64],
+    ) -> Tensor:
+        ctx.update, ctx.ids, ctx.versions = update, ids, versions
+        return vectors_KD.view_as(vectors_KD)
+
+    @staticmethod
+    def backward(ctx: Any, gradients_KD: Tensor) -> Any:
+        gradients_KD = gradients_KD.detach().to("cpu", torch.float32, copy=True)
+        there = ctx.versions != _NO_FEATURE
+        ids, versions = ctx.ids, ctx.versions
+        if not there.all():
+            ids, versions, gradients_KD = ids[there], versions[there], gradients_KD[torch.from_numpy(there)]
+        ctx.update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
+        return None, None, None, None, None
+
+
+def _checked(ids: Tensor) -> Ids:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise InvalidIds(f"ids are {kind}; they must be a tensor of int64, of any shape")
+    flat: Ids = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+    if flat.size and flat.min() < 0:
+        raise InvalidIds(f"id {flat.min()} is negative; ids lie in [0, 2**63)")
+    return flat
