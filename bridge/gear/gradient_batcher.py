@@ -149,7 +149,8 @@ class GradientBatcher:
             raise SpecMismatch(f"the store holds gradients of dim {found} under {prefix!r}; dim is {dim}")
         for arrays, values in events:
             batcher._replay(arrays, values)
-        batcher._state.not_after(batcher._clock())
+        batcher._latest_now = batcher._clock()
+        batcher._state.not_after(batcher._latest_now)
         batcher._earliest = -math.inf
         return batcher
 

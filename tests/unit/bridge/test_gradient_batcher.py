@@ -174,6 +174,14 @@ def test_stale_gradients_follow_the_rule() -> None:
     )
 
 
+def test_a_gradient_may_be_stale_beside_one_that_is_not_finite() -> None:
+    one = batcher(1, stale="drop", max_gradient_lag=2)
+    values = {1: 1.0, 2: np.nan, 3: 1.0, 4: np.nan}
+    add(one, 1, values, versions=[10, 10, 5, 5], dense_version=10)
+    assert of(taken(one)) == {1: (1.0, 1)}
+    assert one.account() == Account(received=4, due=1, dropped_stale=1, non_finite=2)
+
+
 def test_the_newest_learning_rate_and_the_lowest_version_travel_with_the_batch() -> None:
     one = batcher(2)
     add(one, 1, {1: 1.0}, versions=[5], dense_version=9, lr=0.1)
@@ -273,6 +281,26 @@ def test_a_restart_goes_on_where_it_stopped() -> None:
     with pytest.raises(SpecMismatch, match="of dim 3"):
         GradientBatcher.restored(store, DIM + 1, gradients_per_id=2)
     assert GradientBatcher.restored(store, DIM + 1, gradients_per_id=2, prefix="other/").due() is None
+
+
+def test_every_kind_of_call_survives_a_restart() -> None:
+    store = MemoryStore()
+
+    def again() -> GradientBatcher:
+        return GradientBatcher.restored(store, DIM, gradients_per_id=2, reduction="sum")
+
+    add(again(), 1, {1: 1.0, 2: 2.0, 3: 3.0, 4: 1.5e38})
+    add(again(), 2, {4: 1e38})
+    again().flush()
+    assert again().account() == Account(received=5, due=5)
+    assert of(taken(again())) == {1: (1.0, 1), 2: (2.0, 1), 3: (3.0, 1)}
+    assert again().account() == Account(received=5, due=3, non_finite=2)
+    again().failed(1, {2: "no sample"})
+    assert of(taken(again())) == {1: (1.0, 1), 3: (3.0, 1)}
+    again().done(1)
+    again().done(1)
+    assert again().account() == Account(received=5, applied=2, dropped_failed=1, non_finite=2)
+    assert again().due() is None and add(again(), 2, {4: 1.0}).received == 5
 
 
 class FailingStore(MemoryStore):

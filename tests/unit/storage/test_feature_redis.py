@@ -121,6 +121,23 @@ def test_a_server_that_was_started_again_costs_no_error(child: RedisChild, store
     assert store.read(IDS) == [None] * 5
 
 
+def test_a_connection_that_breaks_in_between_costs_no_error(
+    store: FeatureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from geartrain.ams.storage import feature_redis
+
+    whole, breaks = feature_redis._exchange, [True]
+
+    def breaking(connection: Any, command: bytes, num_replies: int) -> Any:
+        if breaks and breaks.pop():
+            connection.disconnect()
+            raise feature_redis.redis.ConnectionError("broken")
+        return whole(connection, command, num_replies)
+
+    monkeypatch.setattr(feature_redis, "_exchange", breaking)
+    assert store.read(IDS) == VALUES
+
+
 def test_a_server_that_answers_nothing_is_waited_for_once(child: RedisChild, store: FeatureStore) -> None:
     with child.paused():
         start = time.monotonic()

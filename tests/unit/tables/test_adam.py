@@ -245,6 +245,19 @@ def test_a_restored_table_goes_on_to_the_same_bits() -> None:
     assert frozen(again) == frozen(last)
 
 
+@pytest.mark.parametrize("place", [0, 9])
+def test_restored_moments_count_where_a_push_could_overflow(place: int) -> None:
+    table, _ = make(Adam(1e-3, (0.9, 0.9)))
+    slots = np.zeros((1, 10), np.float32)
+    slots[0, place] = 3.4e38
+    table.restore(np.array([1]), np.ones((1, 5), np.float32), slots, np.array([4]))
+    gradient = np.full((1, 5), 3.2e19 if place else 0.0, np.float32)  # 0.1 g² is 1.02e38
+    assert not table.surely_takes(float(gradient.max()))
+    with pytest.raises(NonFinite):
+        table.push(np.array([1]), gradient, lr=1e30)
+    assert frozen(table)[1] == (np.ones(5, np.float32).tobytes(), slots.tobytes(), 4)
+
+
 def test_state_that_is_not_adams_is_refused() -> None:
     table, _ = make(Adam(0.1))
     ids, rows, slots = np.array([1]), np.ones((1, 5), np.float32), np.ones((1, 10), np.float32)

@@ -1,0 +1,91 @@
+"""A step of a module of 10M parameters: its weights in a dense table, against weights and Adam in this process.
+
+Ours is ``DenseTable.step()``: gather the gradients, push them, Adam in the shards, ask for the version, pull the new
+weights, give them to the module. The rival is ``torch.optim.Adam(fused=True)`` on the same module, which serves one
+process and moves nothing: the ratio says what it costs to share the weights, 4·P bytes up and 4·P down each step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from geartrain.ams.cluster import Cluster, connect, local
+from geartrain.ams.specs import Adam
+from geartrain.bridge.dense.dense_table import attach
+
+LAYERS, WIDTH = 10, 1000
+ROUNDS, WARM_UP = 10, 2
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench gear_dense``; ``full`` takes five times as many rounds. One thread of torch's."""
+    rounds = ROUNDS * (5 if full else 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for shards in (1, 2):
+            with local(shards) as cluster:
+                yield _compare(cluster, f"in this process, {shards} shard{'s' * (shards > 1)}", rounds)
+            with _served(shards) as cluster:
+                yield _compare(cluster, f"over gRPC, {shards} shard{'s' * (shards > 1)}", rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compare(cluster: Cluster, where: str, rounds: int) -> dict[str, Any]:
+    module, rival = _module(), _module()
+    dense = attach(module, cluster, name="bench", optimizer=Adam(1e-4))
+    adam = torch.optim.Adam(rival.parameters(), 1e-4, fused=True)
+    ours, theirs = _alternate(dense.step, adam.step, rounds)
+    num_parameters = sum(one.numel() for one in module.parameters())
+    return {
+        "case": f"step of {num_parameters:,} parameters with Adam {where}",
+        "ours": round(ours * 1e3, 2),
+        "rival": "torch.optim.Adam(fused=True), nothing travels",
+        "theirs": round(theirs * 1e3, 2),
+        "unit": "ms",
+        "ratio": round(theirs / ours, 3),
+        "target": None,
+    }
+
+
+def _module() -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    return module
+
+
+def _alternate(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for round_number in range(rounds + WARM_UP):
+        for call, seconds in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
+            call()
+            if round_number >= WARM_UP:
+                seconds.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+@contextmanager
+def _served(shards: int) -> Iterator[Cluster]:
+    command = [sys.executable, "-m", "geartrain", "up", f"--shards={shards}", "--scheduler-listen=127.0.0.1:0"]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up:
+        assert up.stdout is not None
+        try:
+            ready = json.loads(up.stdout.readline())
+            with connect(ready["scheduler"]) as cluster:
+                yield cluster
+        finally:
+            up.terminate()
