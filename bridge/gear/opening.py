@@ -32,6 +32,7 @@ class EngineSettings:
     reuse: bool = False
     """Open the dense table if it is there."""
     gradients_per_id: int = 16
+    ids_per_update: int = 1
     reduction: Literal["mean", "sum"] = "mean"
     flush_seconds: float | None = None
     stale: Literal["apply", "scale", "drop"] = "apply"
@@ -91,6 +92,7 @@ def batcher_settings(settings: EngineSettings) -> dict[str, Any]:
     """The settings that are the gradient batcher's."""
     return {
         "gradients_per_id": settings.gradients_per_id,
+        "ids_per_update": settings.ids_per_update,
         "reduction": settings.reduction,
         "flush_seconds": settings.flush_seconds,
         "stale": settings.stale,
