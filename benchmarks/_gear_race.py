@@ -62,6 +62,7 @@ class Runner:
             for views in batches:
                 self.trainer.step(views)
                 self.steps += 1
+                self.clock.tick()
                 if before + time.perf_counter() - started >= until_seconds:
                     break
             self.trainer.drain()
@@ -107,6 +108,17 @@ def equal_seconds(runners: Sequence[Runner], streams: Sequence[Iterator[Views]],
             chosen = (number + place) % len(runners)
             runners[chosen].train(streams[chosen], until)
             runners[chosen].test()
+
+
+def close(runners: Sequence[Runner]) -> None:
+    """End their trainers."""
+    for runner in runners:
+        runner.trainer.close()
+
+
+def row_of_curves(runners: Sequence[Runner]) -> dict[str, list[tuple[float, int, float]]]:
+    """Name -> its curve."""
+    return {runner.name: runner.curve for runner in runners}
 
 
 def first(batches: Iterator[Views], count: int) -> list[Views]:

@@ -25,7 +25,7 @@ CHANNELS = 16
 FAST_HIDDEN = 512
 BATCH = 128
 LEARNING_RATE = 1e-3
-THREADS = 2
+THREADS = 1
 
 
 class CreativeNet(nn.Module):

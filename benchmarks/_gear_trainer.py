@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from _gear_task import DIM, LEARNING_RATE, build_dense, build_fast, test_auc
+from _gear_task import BATCH, DIM, LEARNING_RATE, build_dense, build_fast, test_auc
 from torch.nn import functional
 
 import geartrain as gt
@@ -34,6 +34,9 @@ class TrainingClock:
         running = 0.0 if started is None else time.perf_counter() - started
         return 1e9 + self.speed * (self.real_seconds + running)
 
+    def tick(self) -> None:
+        """A step was made."""
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let it run during the block."""
@@ -43,6 +46,23 @@ class TrainingClock:
         finally:
             self.real_seconds += time.perf_counter() - self._started
             self._started = None
+
+
+class StepClock(TrainingClock):
+    """Every step lasts ``step_seconds`` on it, however long it took: a run is the same on every machine."""
+
+    def __init__(self, step_seconds: float) -> None:
+        super().__init__()
+        self._step_seconds = step_seconds
+        self._steps = 0
+
+    def __call__(self) -> float:
+        """Unix-like seconds on this clock."""
+        return 1e9 + self._steps * self._step_seconds
+
+    def tick(self) -> None:
+        """A step was made."""
+        self._steps += 1
 
 
 class GearTrainer:
@@ -56,7 +76,8 @@ class GearTrainer:
         blocks: int,
         expire_seconds: float,
         gradients_per_id: int,
-        mode: Literal["async", "sync"] = "async",
+        ids_per_update: int = BATCH,
+        mode: Literal["async", "sync"] = "sync",
         seed: int = 0,
         lr: float = LEARNING_RATE,
     ) -> None:
@@ -68,6 +89,7 @@ class GearTrainer:
             dim=DIM,
             expire_seconds=expire_seconds,
             gradients_per_id=gradients_per_id,
+            ids_per_update=ids_per_update,
             mode=mode,
             build=lambda: build_dense(blocks, seed),
             samples=data.pictures,

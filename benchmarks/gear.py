@@ -1,7 +1,8 @@
 """Gear training against conventional training: time of a run by expiry, and throughput where ids recur.
 
-Page views (``_gear_task.py``), batch 128, D=64, Adam on both parts, 2 threads for everything; the slow gear runs in the
-fast gear's process, so both sides have the same cores. How deep the dense part must be for its step to cost 20 times
+Page views (``_gear_task.py``), batch 128, D=64, Adam on both parts. Both sides have one thread: the slow gear runs in
+the fast gear's process and makes its dense updates within the step (``mode="sync"``), of 128 ids each
+(``ids_per_update``). How deep the dense part must be for its step to cost 20 times
 the sparse part's is measured first; the cases quote the ratio found. Conventional training, in its best shape, is in
 ``_conventional_gear.py``. All take turns of 20 steps.
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from _conventional_gear import ConventionalTrainer
 from _gear_formula import predicted
-from _gear_race import Runner, equal_steps, first, keep
+from _gear_race import Runner, close, equal_steps, first, keep
 from _gear_task import BATCH, THREADS, blocks_for, page_views, recurring
 from _gear_trainer import GearTrainer, TrainingClock
 
@@ -80,7 +81,7 @@ def throughput(
         equal_steps(runners, batches, finish=_flush)
         gear, rival = (runner.seconds for runner in runners)
         hits = runners[0].trainer.hit_rate  # type: ignore[attr-defined]
-        _close(runners)
+        close(runners)
         rows.append(_row(batches, ratio, speed, THROUGHPUT_EXPIRE, gradients_per_id, gear, rival, hits, data))
         yield {
             "case": f"{len(batches)} steps, each of {num_ids} ids {RECURRENCES} times, M={gradients_per_id}, expiry "
@@ -105,7 +106,7 @@ def expiry(
     equal_steps(runners, batches)
     seconds = [runner.seconds for runner in runners]
     hits = [runner.trainer.hit_rate for runner in runners[:-1]]  # type: ignore[attr-defined]
-    _close(runners)
+    close(runners)
     rows = [
         _row(batches, ratio, speed, expire, EXPIRY_M, taken, seconds[-1], hit, data)
         for expire, taken, hit in zip(EXPIRIES, seconds, hits, strict=False)
@@ -133,11 +134,6 @@ def _gear(data: PageViews, blocks: int, speed: float, expire: float, gradients_p
 def _flush(runner: Runner) -> None:
     if isinstance(runner.trainer, GearTrainer):
         runner.trainer.flush()
-
-
-def _close(runners: Sequence[Runner]) -> None:
-    for runner in runners:
-        runner.trainer.close()
 
 
 def _row(
