@@ -24,7 +24,7 @@ from geartrain.ams.errors import (
     SchedulerUnavailable,
     TableNotFound,
 )
-from geartrain.ams.gear_messages import Freshness, GearPort
+from geartrain.ams.gear_messages import Freshness, GearPort, GearState
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
@@ -171,8 +171,8 @@ class Cluster:
         holders = self.streams(job_of(name), worker="fast gear").holders
         limit = self._config.max_message_bytes
 
-        def open_carrier(address: str) -> GrpcGearCarrier:
-            return GrpcGearCarrier(address, max_message_bytes=limit)
+        def open_carrier(address: str, on_wait: Callable[[], None]) -> GrpcGearCarrier:
+            return GrpcGearCarrier(address, max_message_bytes=limit, on_wait=on_wait)
 
         return RemoteGears(name, dim, holders, open_carrier, self._config, wait=wait, freshness=freshness)
 
@@ -490,6 +490,26 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     scheduler, open_carrier = _grpc_carriers(address, config)
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"{exc}; {_REMEDY}") from exc
+    finally:
+        scheduler.close()
+
+
+def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tuple[list[GearState], list[str]]:
+    """Describe the slow gears of all dense tables of the cluster at ``address``; and say which do not answer.
+
+    Raises ConfigError or SchedulerUnavailable.
+    """
+    config = config or ClientConfig()
+    scheduler, _ = _grpc_carriers(address, config)
+    from geartrain.ams.gear.status import describe_gears
+    from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
+
+    seconds = config.connect_timeout_seconds
+    try:
+        names = [spec.name for spec in scheduler.describe(seconds).tables]
+        return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds), GrpcGearCarrier)
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {_REMEDY}") from exc
     finally:

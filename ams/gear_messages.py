@@ -109,8 +109,8 @@ class Taken:
     account: GearAccount
     """Of their source."""
     dense_version: int
-    incarnation: int
-    """Of the slow gear."""
+    journal: str
+    """See :class:`GearState`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,8 @@ class GearState:
     name: str
     dim: int
     address: str
-    incarnation: int
+    journal: str
+    """Names what the account is of: the address if what it was given survives its process, else "address#number"."""
     partitions: tuple[int, ...]
     """It holds now."""
     dense_version: int
@@ -137,7 +138,7 @@ class GearState:
     gradients_per_id: int = 0
     """That make one backward pass."""
     former: tuple[str, ...] = ()
-    """Slow gears ("address#incarnation") that are gone; what became of their gradients is in the account."""
+    """Journals of slow gears that are gone; what became of their gradients is in the account."""
 
 
 class GearPort(Protocol):

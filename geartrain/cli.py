@@ -32,6 +32,7 @@ COMMANDS = {
     "scheduler": ("geartrain.cli_roles", "scheduler"),
     "server": ("geartrain.cli_roles", "server"),
     "graph": ("geartrain.cli_graph", "app"),
+    "slowgear": ("geartrain.cli_slowgear", "slowgear"),
     "health": ("geartrain.cli_status", "health"),
     "config": ("geartrain.cli_config", "app"),
     "doctor": ("geartrain.cli_doctor", "doctor"),

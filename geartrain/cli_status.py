@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from geartrain.ams.cluster import ClusterStatus
     from geartrain.ams.config import ClientConfig
+    from geartrain.ams.gear_messages import GearState
     from geartrain.ams.graph_messages import GraphsState
 
 
@@ -27,24 +28,51 @@ def status(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Show shards and tables of a running cluster, and its graphs with --graph; exits with 1 if it is not ready."""
+    """Show shards, tables and slow gears of a running cluster, and its graphs with --graph; exits with 1 if it is not
+    ready."""
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)
-    from geartrain.ams.cluster import cluster_status  # after the settings are known to be right: it is slower
+    from geartrain.ams.cluster import cluster_status, slow_gear_status  # after the settings are known to be right
 
     found = cluster_status(config.server.scheduler, config=config.client)
+    gears, silent = slow_gear_status(config.server.scheduler, config=config.client)
     graphs, complaint = (None, None) if config.client.graph is None else _graphs(config.client.graph, config.client)
     if as_json:
         asked = {} if config.client.graph is None else {"graph_service": graphs and dataclasses.asdict(graphs)}
-        print(json.dumps({**dataclasses.asdict(found), **asked}))
+        told = [dataclasses.asdict(gear) for gear in gears]
+        print(json.dumps({**dataclasses.asdict(found), "slow_gears": told, **asked}))
     else:
         _print_tables(found, config.server.scheduler)
+        _print_gears(gears)
         if graphs is not None:
             _print_graphs(graphs, str(config.client.graph))
-    if complaint is not None:
-        print(complaint, file=sys.stderr)
-    if not found.ready or complaint is not None:
+    complaints = [*silent, *([] if complaint is None else [complaint])]
+    for line in complaints:
+        print(line, file=sys.stderr)
+    if not found.ready or complaints:
         raise typer.Exit(1)
+
+
+def _print_gears(gears: list[GearState]) -> None:
+    for name in sorted({gear.name for gear in gears}):
+        print(f"slow gears of {name}")
+        for gear in gears:
+            if gear.name == name:
+                print(f"  {gear_line(gear)}")
+
+
+def gear_line(gear: GearState) -> str:
+    """One slow gear in words: what it holds, what its cache serves, what became of the gradients it was given."""
+    asked = gear.cache_hits + gear.cache_misses
+    rate = f"{100 * gear.cache_hits / asked:.0f} % of {asked:,} from its cache" if asked else "no feature asked for"
+    account = gear.account
+    dropped = account.dropped_stale + account.dropped_failed + account.non_finite
+    error = f"; does not apply what is due: {gear.error}" if gear.error else ""
+    return (
+        f"{gear.address}: {counted(len(gear.partitions), 'partition')}, dense version {gear.dense_version}, {rate}, "
+        f"{gear.queued_ids} ids queued; gradients: {account.received:,} received, {account.applied:,} applied, "
+        f"{account.waiting:,} waiting, {account.due:,} due, {dropped:,} dropped{error}"
+    )
 
 
 def _graphs(address: str, config: ClientConfig) -> tuple[GraphsState | None, str | None]:
@@ -70,7 +98,7 @@ def _print_graphs(graphs: GraphsState, address: str) -> None:
 
 
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server or a graph service.")],
+    address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server, a graph service or a slow gear.")],
     timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:

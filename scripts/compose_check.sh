@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 read -r -a compose <<<"${COMPOSE:-docker compose}"
-trap '"${compose[@]}" --profile worker down -v' EXIT
+trap '"${compose[@]}" --profile worker --profile gear down -v' EXIT
 
 "${compose[@]}" up -d
 for _ in $(seq 60); do
@@ -14,6 +14,7 @@ for _ in $(seq 60); do
 done
 [ "${ready:-}" ] || { echo "the cluster is not ready after a minute" >&2; exit 1; }
 "${compose[@]}" --profile worker run --rm -T worker
+"${compose[@]}" --profile gear run --rm -T fast-gear
 "${compose[@]}" exec -T scheduler geartrain snapshot create /snapshots --scheduler 127.0.0.1:7000
 "${compose[@]}" exec -T scheduler geartrain snapshot restore /snapshots --replace --scheduler 127.0.0.1:7000
 "${compose[@]}" exec -T scheduler geartrain status --scheduler 127.0.0.1:7000 --json

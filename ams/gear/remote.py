@@ -20,7 +20,7 @@ import xxhash
 
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, GearUnavailable, InvalidArgument, NotHolder, SchedulerUnavailable
-from geartrain.ams.gear.ledger import GearLedger, gear_key
+from geartrain.ams.gear.ledger import GearLedger
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
 from geartrain.ams.specs import Ids
@@ -34,6 +34,9 @@ Pending = Callable[[], R]
 _BYTES_BESIDE = 24
 """Of an id in a message, beside its vector."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.5
+_PASSING = (AttemptFailed, NotHolder, GearUnavailable)
+"""What may be another way in a moment."""
+_DESCRIBE_SECONDS = 5.0
 _LEASES = 1.5
 """The partitions of a slow gear that died are free after one lease; its heirs need a moment."""
 
@@ -93,14 +96,15 @@ class RemoteGears:
         name: str,
         dim: int,
         holders: Callable[[], StreamHolders],
-        open_carrier: Callable[[str], GearCarrier],
+        open_carrier: Callable[[str, Callable[[], None]], GearCarrier],
         config: ClientConfig,
         *,
         wait: bool,
         freshness: Freshness,
     ) -> None:
-        """``wait``: a delivery returns when the updates it made due are applied. Raises GearUnavailable,
-        InvalidArgument (the slow gears make features of another width)."""
+        """``open_carrier`` (address, on_wait) opens the way to a slow gear; on_wait is to be called now and then while
+        a reply is waited for. ``wait``: a delivery returns when the updates it made due are applied. Raises
+        GearUnavailable, InvalidArgument (the slow gears make features of another width)."""
         self._name = name
         self._dim = dim
         self._ask_holders = holders
@@ -118,6 +122,7 @@ class RemoteGears:
         self._pending: tuple[tuple[str, int], list[_Part]] | None = None
         self._lock = threading.Lock()
         self._delivering = threading.Lock()
+        self._glancing = threading.Lock()
         self._max_ids = max(1, config.part_bytes // (4 * dim + _BYTES_BESIDE))
         self._await_gears()
 
@@ -134,12 +139,12 @@ class RemoteGears:
         left = np.arange(len(ids))
         patience = self._patience()
         while len(left):
-            calls = [(places, self._ask(address, ids[places])) for address, places in self._routes(ids, left)]
+            calls = [(places, self._asked(address, ids[places])) for address, places in self._routes(ids, left)]
             unanswered = []
             for places, call in calls:
                 try:
                     reply = call()
-                except (AttemptFailed, NotHolder) as exc:
+                except _PASSING as exc:
                     patience.note(exc)
                     unanswered.append(places)
                     continue
@@ -172,9 +177,9 @@ class RemoteGears:
                 refused = []
                 for part, call in calls:
                     try:
-                        self._taken(part, call())
+                        self._taken(call())
                         parts.remove(part)
-                    except (AttemptFailed, NotHolder) as exc:
+                    except _PASSING as exc:
                         patience.note(exc)
                         refused.append((part, isinstance(exc, NotHolder)))
                 if refused:
@@ -201,7 +206,7 @@ class RemoteGears:
                 try:
                     self._heard(call())
                     done.add(address)
-                except (AttemptFailed, NotHolder) as exc:
+                except _PASSING as exc:
                     patience.note(exc)
             if not done >= set(left):
                 patience.pause()
@@ -244,8 +249,8 @@ class RemoteGears:
             self._heard(state.dense_version)
             self._is_durable |= state.is_durable
 
-    def _ask(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
-        timeout = self._config.attempt_timeout_seconds
+    def _asked(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
+        timeout = self._config.hosted_timeout_seconds
         return self._begin(
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )
@@ -283,11 +288,9 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, part: _Part, taken: Taken) -> None:
+    def _taken(self, taken: Taken) -> None:
         self._heard(taken.dense_version)
-        if part.address is not None:
-            key = gear_key(part.address, taken.incarnation)
-            self._ledger.note(key, taken.account, is_durable=self._is_durable)
+        self._ledger.note(taken.journal, taken.account)
 
     def _again(self, part: _Part, ids: Ids, is_refused: bool) -> Iterable[_Part]:
         """Where a part goes that was not acknowledged."""
@@ -315,17 +318,32 @@ class RemoteGears:
         with self._lock:
             carrier = self._carriers.get(address)
             if carrier is None:
-                carrier = self._carriers[address] = self._open_carrier(address)
+                carrier = self._carriers[address] = self._open_carrier(address, self._glance)
         return begin(carrier)
 
+    def _glance(self) -> None:
+        """While a reply is waited for: hang up on slow gears that hold nothing any more."""
+        if self._glancing.acquire(blocking=False):
+            try:
+                self._ask()
+            except SchedulerUnavailable as exc:
+                logger.debug("%s", exc)
+            finally:
+                self._glancing.release()
+
     def _look(self, *, required: bool = False) -> None:
-        """Ask the scheduler who holds what."""
+        """Ask the scheduler who holds what; account for those who are gone."""
         try:
-            found = self._ask_holders()
+            self._ask()
         except SchedulerUnavailable:
             if required:
                 raise
             return  # it may come back; the slow gears are known as they were
+        if self._ledger.knows_gone(self._addresses()):
+            self._settle()
+
+    def _ask(self) -> None:
+        found = self._ask_holders()
         self._lease_seconds = found.lease_seconds
         if len(found.holders) == NUM_PARTITIONS:
             self._holders = found.holders
@@ -334,8 +352,6 @@ class RemoteGears:
             gone = [self._carriers.pop(address) for address in list(self._carriers) if address not in live]
         for carrier in gone:
             carrier.close()
-        if self._ledger.knows_gone(live):
-            self._settle()
 
     def _settle(self) -> None:
         states, silent = self._describe([self._source])
@@ -345,7 +361,7 @@ class RemoteGears:
 
     def _describe(self, sources: Sequence[str]) -> tuple[list[GearState], list[str]]:
         """What every slow gear says, and which do not answer."""
-        timeout = self._config.attempt_timeout_seconds
+        timeout = min(_DESCRIBE_SECONDS, self._config.attempt_timeout_seconds)
         calls = [
             (address, self._begin(address, lambda carrier: carrier.describe(sources, timeout)))
             for address in self._addresses()

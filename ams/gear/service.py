@@ -51,7 +51,7 @@ class GearService:
         return gear_pb2.PushFeatureGradientsReply(
             account=codec.account_to_pb(taken.account),
             dense_version=taken.dense_version,
-            incarnation=taken.incarnation,
+            journal=taken.journal,
         ).SerializeToString()
 
     def flush(self, data: bytes, _: grpc.ServicerContext) -> bytes:
@@ -70,7 +70,7 @@ class GearService:
         request = framing.parse(data, gear_pb2.HandOverRequest)
         self._require_name(request.name)
         if not request.former:
-            raise InvalidArgument("former is empty; it must be the 'address#incarnation' of the one that leaves")
+            raise InvalidArgument("former is empty; it must be the journal of the one that leaves")
         accounts = {entry.source: codec.account_from_pb(entry.account) for entry in request.accounts}
         self._handler.take_over(request.former, accounts)
         return gear_pb2.HandOverReply().SerializeToString()
@@ -89,8 +89,6 @@ class GearServer:
         self._config = config
         self._server: GrpcServer | None = None
         self._ended = threading.Event()
-        self.end_reason: str | None = None
-        """Why it ended by itself, if it did."""
 
     def bind(self) -> str:
         """Bind; return the address. Raises ConfigError (the port is in use)."""
@@ -104,9 +102,8 @@ class GearServer:
         self._server.start()
         self._server.ready()
 
-    def end(self, reason: str) -> None:
+    def end(self) -> None:
         """Let whoever waits know that it cannot go on."""
-        self.end_reason = reason
         self._ended.set()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:

@@ -137,8 +137,8 @@ class LmdbFeatures:
             raise StateFailed(f"{self._path} was closed; open the store again")
         return self._environment
 
-    def _commit(self, changes: dict[bytes, bytes], gone: Sequence[bytes]) -> None:
-        environment = self._opened()
+    def _commit(self, changes: dict[bytes, bytes], dropped: Sequence[bytes]) -> None:
+        environment, gone = self._opened(), set(dropped)
         while True:
             try:
                 with environment.begin(write=True) as transaction:

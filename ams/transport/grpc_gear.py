@@ -28,6 +28,7 @@ _IDS = _STAMPS = _KEYS = 14
 _VECTORS = _GRADIENTS = 15
 _FLOAT32 = np.dtype("<f4")
 _COUNTS = [field.name for field in fields(GearAccount) if field.name != "lost"]
+_WAIT_SECONDS = 2.0
 _MAX_SOURCE = 300
 """Characters: a stream's name and what is said of it behind."""
 
@@ -37,10 +38,21 @@ Pending = Callable[[], R]
 
 
 class GrpcGearCarrier:
-    """Calls one slow gear. Thread-safe."""
+    """Calls one slow gear. Thread-safe.
 
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    ``on_wait`` is called every two seconds that a reply is waited for: it may find that the slow gear is gone, and
+    :meth:`close`, which ends the wait.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self.address = address
+        self._on_wait = on_wait
         self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
 
     def features(
@@ -65,7 +77,7 @@ class GrpcGearCarrier:
             return Taken(
                 account=account_from_pb(told.account),
                 dense_version=told.dense_version,
-                incarnation=told.incarnation,
+                journal=told.journal,
             )
 
         return settle
@@ -107,13 +119,16 @@ class GrpcGearCarrier:
             raise AttemptFailed(f"{peer}: the connection is closed") from exc
 
         def settle() -> bytes:
-            try:
-                reply: bytes = call.result()
-            except grpc.RpcError as exc:
-                raise error_from(exc, peer) from exc
-            except grpc.FutureCancelledError as exc:
-                raise AttemptFailed(f"{peer}: the connection was closed") from exc
-            return reply
+            while True:
+                try:
+                    reply: bytes = call.result(_WAIT_SECONDS)
+                    return reply
+                except grpc.FutureTimeoutError:
+                    self._on_wait()
+                except grpc.RpcError as exc:
+                    raise error_from(exc, peer) from exc
+                except grpc.FutureCancelledError as exc:
+                    raise AttemptFailed(f"{peer}: the connection was closed") from exc
 
         return settle
 
@@ -130,7 +145,8 @@ def decode_freshness(request: gear_pb2.FeaturesRequest) -> Freshness:
     age = request.max_age_seconds if request.HasField("max_age_seconds") else None
     if age is not None and not age >= 0:
         raise InvalidArgument(f"max_age_seconds is {age!r}; it must be >= 0")
-    return Freshness(age, request.max_version_lag if request.HasField("max_version_lag") else None)
+    lag = min(request.max_version_lag, 2**62) if request.HasField("max_version_lag") else None
+    return Freshness(age, lag)
 
 
 def encode_features(reply: FeatureReply) -> bytes:
@@ -186,10 +202,11 @@ def decode_delivery(data: bytes, dim: int) -> tuple[gear_pb2.PushFeatureGradient
     gradients_KD = framing.rows_from(raw.get(_GRADIENTS), num_ids, dim, _FLOAT32)
     lr = header.lr if header.HasField("lr") else None
     _require_distinct(ids)
-    if not 1 <= len(header.source) <= _MAX_SOURCE or header.sequence < 1 or not 1 <= header.incarnation < 2**63:
+    numbers = (header.incarnation, header.sequence)
+    if not 1 <= len(header.source) <= _MAX_SOURCE or not all(1 <= number < 2**63 for number in numbers):
         raise InvalidArgument(
-            f"source {header.source!r}, incarnation {header.incarnation}, sequence {header.sequence}: a source has "
-            f"1 … {_MAX_SOURCE} characters, an incarnation and a sequence are >= 1"
+            f"source {header.source[:_MAX_SOURCE]!r}, incarnation and sequence {numbers}: a source has 1 … "
+            f"{_MAX_SOURCE} characters, the numbers lie in [1, 2^63)"
         )
     if lr is not None and not (np.isfinite(lr) and lr >= 0):
         raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0")
@@ -225,7 +242,7 @@ def state_to_pb(state: GearState) -> gear_pb2.DescribeGearReply:
         name=state.name,
         dim=state.dim,
         address=state.address,
-        incarnation=state.incarnation,
+        journal=state.journal,
         partitions=state.partitions,
         dense_version=state.dense_version,
         cache_hits=state.cache_hits,
@@ -246,7 +263,7 @@ def state_from_pb(state: gear_pb2.DescribeGearReply) -> GearState:
         name=state.name,
         dim=state.dim,
         address=state.address,
-        incarnation=state.incarnation,
+        journal=state.journal,
         partitions=tuple(state.partitions),
         dense_version=state.dense_version,
         cache_hits=state.cache_hits,

@@ -88,8 +88,8 @@ class DenseTable(torch.optim.Optimizer):
 
         A parameter without a gradient has a gradient of zero, which momentum and weight decay act on as on any other;
         where no parameter has one, nothing is pushed. With ranks every rank calls it, and the update is that of the
-        mean of their gradients weighted by ``samples``, which each is the mean over. A step that GradScaler skips on
-        one rank is skipped on all, and pushes nothing.
+        mean of their gradients weighted by ``samples``, which each is the mean over (0: it had none). A step that
+        GradScaler skips on one rank is skipped on all, and pushes nothing.
 
         Costs, per step: 4·P bytes up and 4·P down over S shards (4·B more each way for what is beside the parameters),
         one request per shard each way and a small one that asks for the version. Raises NonFinite (nothing was
@@ -102,7 +102,7 @@ class DenseTable(torch.optim.Optimizer):
                 loss = closure()
         lr = float(self.param_groups[0]["lr"])
         grad_scale = getattr(self, "grad_scale", None)
-        scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+        scale = 1.0 if grad_scale is None else float(1.0 / torch.as_tensor(grad_scale))
         found_inf = getattr(self, "found_inf", None)
         skips = found_inf is not None and bool(found_inf)
         if not self._pull_is_due:
@@ -192,6 +192,8 @@ class DenseTable(torch.optim.Optimizer):
         """Check and number the push; nothing travels yet."""
         if not (math.isfinite(lr) and lr >= 0):
             raise InvalidArgument(f"lr of dense table {self.name!r} is {lr!r}; it must be finite and >= 0")
+        if not isinstance(samples, int) or samples < 0:
+            raise InvalidArgument(f"samples is {samples!r}; it must be the number of samples of the batch, 0 or more")
         self._tensors.check()
         weights = self._weights
         group = None if self._ranks is None else self._ranks.sync_group(samples)

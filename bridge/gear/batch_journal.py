@@ -15,7 +15,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from geartrain.ams.errors import StateDamaged
+from geartrain.ams.errors import InvalidArgument, StateDamaged
 from geartrain.ams.storage.kv import KeyValueStore
 
 _FORMAT = 1
@@ -28,6 +28,9 @@ class Journal:
     """Records in a store, under a prefix of its own. Not thread-safe, like its store."""
 
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
+        """Raises InvalidArgument unless the prefix ends with a slash."""
+        if not prefix.endswith("/"):
+            raise InvalidArgument(f"prefix is {prefix!r}; it must end with '/', or 'p/1' would own what 'p/10' keeps")
         self._store = store
         self._prefix = prefix
         self._next = 0
@@ -37,18 +40,14 @@ class Journal:
 
     def is_empty(self) -> bool:
         """Whether nothing was ever written under the prefix."""
-        return not any(key.startswith(self._prefix) for key in self._store.read_all())
+        return not self._records()
 
     def read(self) -> tuple[tuple[Arrays, Values] | None, list[tuple[Arrays, Values]]]:
         """Return the last state (None: there is none) and the events after it, in order.
 
         Raises StateDamaged: a record is damaged, of another version of Geartrain, or missing.
         """
-        own = {
-            key.removeprefix(self._prefix): value
-            for key, value in self._store.read_all().items()
-            if key.startswith(self._prefix)
-        }
+        own = self._records()
         state = None
         if "state" in own:
             self._state_bytes = len(own["state"])
@@ -86,6 +85,13 @@ class Journal:
         data = _encoded(arrays, values | {"next_event": self._next})
         self._store.write({self._prefix + "state": data, **dict.fromkeys(self._events)})
         self._events, self._event_bytes, self._state_bytes = [], 0, len(data)
+
+    def _records(self) -> dict[str, bytes]:
+        return {
+            key.removeprefix(self._prefix): value
+            for key, value in self._store.read_all().items()
+            if key == self._prefix + "state" or key.startswith(self._prefix + "event/")
+        }
 
     def _decoded(self, name: str, data: bytes) -> tuple[Arrays, Values]:
         try:

@@ -18,6 +18,7 @@ from geartrain.ams.core.slot_index import SlotIndex, Slots
 from geartrain.ams.specs import Ids
 
 _FIRST_CAPACITY = 1024
+_SCANNED = 256
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
@@ -76,7 +77,7 @@ class Mark:
 class BatchState:
     """See the head of this file. Not thread-safe.
 
-    Memory: (4 D + 8 S + 97) bytes a slot.
+    Memory: (4 D + 8 S + 113) bytes a slot.
     """
 
     def __init__(self, dim: int, gradients_per_id: int, ids_per_update: int = 1) -> None:
@@ -92,6 +93,8 @@ class BatchState:
         self.fates: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, np.int64) for name in FATES}
         """Each [S]."""
         self.adds = 0
+        self._latest = -np.inf
+        """When the last add came. First times never fall in the order of arrival: see ``not_after``."""
         self._index = SlotIndex(_FIRST_CAPACITY)
         self._ids = np.zeros(_FIRST_CAPACITY, np.int64)
         self._sums = np.zeros((_FIRST_CAPACITY, dim), np.float32)
@@ -126,6 +129,9 @@ class BatchState:
         non_finite: int,
     ) -> None:
         """Count gradients of distinct ids [N], [N, D]; those dropped before are counted, too."""
+        if now < self._latest:
+            self.not_after(now)
+        self._latest = now
         column = self._column(source)
         self.marks[source] = mark
         self.adds += 1
@@ -155,18 +161,18 @@ class BatchState:
         slots = slots[slots >= 0]
         self._make_due(slots[~self._is_due[slots]])
 
-    def waiting_ids(self, until: float | None = None) -> Ids:
+    def waiting_ids(self, until: float = np.inf) -> Ids:
         """Ids whose batch is not due, those that waited longest first; ``until``: only what came no later."""
-        ids, slots = self._index.oldest(len(self._index))
-        chosen = ~self._is_due[slots]
-        if until is not None:
-            chosen &= self._first_times[slots] <= until
-        return ids[chosen]
+        slots = self._arrived(until)
+        return self._ids[slots[~self._is_due[slots] & (self._first_times[slots] <= until)]]
 
     def earliest(self) -> float:
-        """When the first gradient came of those whose batch is not due; infinity where there is none. O(C)."""
-        _, slots = self._index.oldest(len(self._index))
-        return float(self._first_times[slots[~self._is_due[slots]]].min(initial=np.inf))
+        """No gradient of a batch that is not due came earlier; infinity where there is none."""
+        _, slots = self._index.oldest(_SCANNED)
+        waiting = slots[~self._is_due[slots]]
+        if len(waiting):
+            return float(self._first_times[waiting[0]])
+        return np.inf if len(slots) == len(self._index) else float(self._first_times[slots[-1]])
 
     def not_after(self, now: float) -> None:
         """The clock was set back: nothing came later than it says now."""
@@ -274,6 +280,7 @@ class BatchState:
         slots = state._slots_of(arrays["ids"], 0.0)
         for name in ("sums", "counts", "versions", "lrs", "last_add", "first_times"):
             getattr(state, f"_{name}")[slots] = arrays[name]
+        state._latest = float(state._first_times[slots].max(initial=-np.inf))
         due = slots[arrays["due"]]
         state._is_due[due] = True
         state._due = [due]
@@ -284,6 +291,15 @@ class BatchState:
             }
             state.taken = Taken(**values["taken"], **taken)
         return state
+
+    def _arrived(self, until: float) -> Slots:
+        """The slots of all that came no later, and perhaps of some that came after. O(their number)."""
+        count = _SCANNED
+        while True:
+            _, slots = self._index.oldest(count)
+            if len(slots) < count or self._first_times[slots[-1]] > until:
+                return slots
+            count *= 4
 
     def _column(self, source: str) -> int:
         column = self.sources.setdefault(source, len(self.sources))

@@ -26,7 +26,7 @@ _HALF_SCALE = 4096.0
 
 
 class DensePass:
-    """A module over the samples of ids. Every method takes :attr:`lock`, which whoever changes the weights takes, too.
+    """A module over the samples of ids. It runs under :attr:`lock`, which whoever changes the weights takes, too.
 
     ``train_mode`` says when the module is in ``train()``: ``"backward"``: only in backward passes, so that features are
     those of an evaluation, and BatchNorm learns its statistics from the batches of backward passes; ``"always"``: also
@@ -91,15 +91,15 @@ class DensePass:
     def backward(self, ids: Ids, gradients_KD: Tensor) -> dict[int, Failure]:
         """Set ``.grad`` of the parameters to the sum over ``ids`` of gradient · ∂feature/∂parameter.
 
-        At today's weights, in ceil(K / max_batch) forward and backward passes. Of ids that are in the result nothing is
+        One caller at a time. At the weights of the moment, in ceil(K / max_batch) forward and backward passes, between
+        which features may be computed. Of ids that are in the result nothing is
         in the sum: their sample, their feature or their part of the sum is missing or not finite.
         """
         failures: dict[int, Failure] = {}
-        with self.lock:
-            self.module.zero_grad(set_to_none=True)
-            for start in range(0, len(ids), self.max_batch):
-                part = slice(start, start + self.max_batch)
-                failures |= self._backward_batch(ids[part], gradients_KD[part])
+        self.module.zero_grad(set_to_none=True)
+        for start in range(0, len(ids), self.max_batch):
+            part = slice(start, start + self.max_batch)
+            failures |= self._backward_batch(ids[part], gradients_KD[part])
         return failures
 
     def _backward_batch(self, ids: Ids, gradients_BD: Tensor) -> dict[int, Failure]:
@@ -129,7 +129,7 @@ class DensePass:
     ) -> dict[int, Failure] | None:
         """Add to the gradients of the parameters. None: they are finite; else which features are not, if any."""
         scale = _HALF_SCALE if autocast is torch.float16 else 1.0
-        with torch.enable_grad(), self._mode(self._train_mode != "never"):
+        with self.lock, torch.enable_grad(), self._mode(self._train_mode != "never"):
             vectors_BD = self._forward(batch, autocast)
             bad = _non_finite(ids, vectors_BD)
             if bad:

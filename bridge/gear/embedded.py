@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Literal
 
-from geartrain.ams.errors import GeartrainError
+from geartrain.ams.errors import GeartrainError, InternalError
 from geartrain.ams.gear_messages import Delivery, FeatureReply, GearAccount
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
@@ -50,8 +51,6 @@ class EmbeddedGear:
 
     def flush(self) -> None:
         """See :class:`GearPort`."""
-        if self.worker is not None:
-            self.worker.raise_error()
         self._engine.flush()
 
     def account(self, source: str | None = None) -> GearAccount:
@@ -99,12 +98,13 @@ class GearWorker:
         if (error := self._error) is not None:
             raise error
 
-    def wait_until_due(self, most: int) -> None:
-        """Wait while more than ``most`` gradients are due. Raises why, if they are not applied."""
+    def wait_until_due(self, most: int, longest_seconds: float = 10.0) -> None:
+        """Wait, for so long, while more than ``most`` gradients are due. Raises why, if they are not applied."""
         if self._engine.account().due <= most:
             return
+        deadline = time.monotonic() + longest_seconds
         with self._changed:
-            while not self._is_ended and self._engine.account().due > most:
+            while not self._is_ended and self._engine.account().due > most and time.monotonic() < deadline:
                 self.raise_error()
                 self._changed.wait(self._tick_seconds)
 
@@ -134,3 +134,7 @@ class GearWorker:
             if self._error is None:
                 logger.warning("dense updates wait: %s", exc)
             self._error = exc
+        except Exception as exc:  # of the user's module, whatever it is: it is tried again
+            if self._error is None:
+                logger.exception("dense updates wait")
+            self._error = InternalError(f"the dense part failed in its backward pass: {type(exc).__name__}: {exc}")

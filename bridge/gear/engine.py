@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.errors import GearUnavailable, InvalidArgument, NotHolder, StaleClient, StateError
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
@@ -94,6 +95,10 @@ class Batcher(Protocol):
         """What became of the gradients."""
         ...
 
+    def report(self) -> dict[str, Any]:
+        """``sources``: the last (incarnation, sequence) of each."""
+        ...
+
 
 class FeatureCache(Protocol):
     """A cache of dense features (``dense_cache``)."""
@@ -104,6 +109,10 @@ class FeatureCache(Protocol):
 
     def insert(self, ids: Ids, features: DenseFeatures) -> None:
         """Keep features."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """``hits``, ``misses`` and more."""
         ...
 
 
@@ -122,13 +131,14 @@ class DenseEngine:
         batcher: Batcher,
         *,
         cache: FeatureCache | None = None,
-        numbered: bool = False,
+        acknowledge: Callable[[int], None] | None = None,
         max_wait_seconds: float = 0.0,
         refresh_seconds: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``numbered``: dense pushes carry the number of their batch, so that one that is repeated changes nothing
-        (the cluster's stream needs a name). ``max_wait_seconds``: how long a batch of features waits for company."""
+        """With ``acknowledge`` (``cluster.acknowledge``, of a stream with a name) dense pushes carry the number of
+        their batch, so that one that is repeated, even by another process, changes nothing. ``max_wait_seconds``: how
+        long a batch of features waits for company."""
         if not (max_wait_seconds >= 0 and refresh_seconds >= 0):
             raise InvalidArgument(
                 f"max_wait_seconds is {max_wait_seconds}, refresh_seconds {refresh_seconds}; both must be >= 0"
@@ -137,11 +147,13 @@ class DenseEngine:
         self.cache = cache
         self._pass = dense_pass
         self._dense = dense
-        self._numbered = numbered
+        self._acknowledge = acknowledge
         self._refresh_seconds = refresh_seconds
         self._clock = clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
+        self.lost: str | None = None
+        """Why this process may keep and apply nothing any more: another one took its place."""
         self._incarnations: dict[str, int] = {}
         self._adding = threading.Lock()
         self._asked = Coalescer(
@@ -190,34 +202,48 @@ class DenseEngine:
         """Take the gradients of a step; a delivery that was counted before is not counted again.
 
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
-        StaleClient for an incarnation that was superseded.
+        StaleClient for an incarnation that was superseded; NotHolder if what it keeps is another process's now.
         """
-        family = family_of(delivery.source)
         with self._adding:
-            latest = self._incarnations.setdefault(family, delivery.incarnation)
-            if delivery.incarnation < latest:
-                raise StaleClient(
-                    f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
-                    "process has its name; stop this one"
+            self.fence(delivery)
+            try:
+                return self.batcher.add(
+                    delivery.source,
+                    _ANY_INCARNATION,
+                    delivery.sequence,
+                    delivery.ids,
+                    delivery.gradients_KD,
+                    delivery.versions,
+                    dense_version=self.dense_version,
+                    lr=delivery.lr,
                 )
-            self._incarnations[family] = delivery.incarnation
-            return self.batcher.add(
-                delivery.source,
-                _ANY_INCARNATION,
-                delivery.sequence,
-                delivery.ids,
-                delivery.gradients_KD,
-                delivery.versions,
-                dense_version=self.dense_version,
-                lr=delivery.lr,
+            except (StaleClient, StateError) as exc:
+                self.lost = str(exc)
+                raise NotHolder(f"this slow gear may keep no gradients any more: {exc}") from exc
+
+    def fence(self, delivery: Delivery) -> None:
+        """Raise StaleClient if a higher incarnation of its fast gear was here, and shut lower ones out."""
+        family = family_of(delivery.source)
+        latest = self._incarnations.setdefault(family, delivery.incarnation)
+        if delivery.incarnation < latest:
+            raise StaleClient(
+                f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
+                "process has its name; stop this one"
             )
+        self._incarnations[family] = delivery.incarnation
+
+    def has_counted(self, delivery: Delivery) -> bool:
+        """Whether it was counted before: it is sent again because the answer was lost."""
+        mark = self.batcher.report()["sources"].get(delivery.source)
+        return mark is not None and delivery.sequence <= mark[1]
 
     def apply_due(self, limit: int | None = None) -> bool:
         """Make one dense update of the gradients that are due; False if there are none.
 
-        After an error the batch is still due: the next call repeats it, under its number.
+        After an error the batch is still due: the next call repeats it, under its number. GearUnavailable: another
+        process has taken this one's place, and the batch with it.
         """
-        with self._applying:
+        with self._applying, self._place_kept():
             batch = self.batcher.due(limit)
             if batch is None:
                 return False
@@ -241,19 +267,42 @@ class DenseEngine:
 
     def flush(self) -> None:
         """Apply every gradient that waits, in batches of their true count."""
-        self.batcher.flush()
+        with self._place_kept():
+            self.batcher.flush()
         self.apply_all()
 
     def account(self, source: str | None = None) -> GearAccount:
         """What became of the gradients of ``source``; None: of all."""
         return account_of(self.batcher.account(source))
 
+    def family_account(self, family: str | None) -> GearAccount:
+        """What became of the gradients of all series of deliveries of a fast gear; None: of all fast gears."""
+        if family is None:
+            return self.account()
+        series = [source for source in self.batcher.report()["sources"] if family_of(source) == family]
+        return sum((self.account(source) for source in series), GearAccount())
+
+    def families(self) -> list[str]:
+        """The fast gears that have delivered."""
+        return sorted({family_of(source) for source in self.batcher.report()["sources"]})
+
+    @contextmanager
+    def _place_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except (StaleClient, StateError) as exc:
+            self.lost = str(exc)
+            raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
+
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         with self._pass.lock:
-            self._refresh(needed=self._numbered)
-            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+            self._refresh()
+        failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        with self._pass.lock:
+            if self._acknowledge is not None:  # earlier numbers are done with
+                self._acknowledge(batch.number)
             if len(failures) < len(batch.ids):
-                self._dense.push(sequence=batch.number if self._numbered else None, lr=batch.lr)
+                self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
                 self._refresh(needed=True)
             return failures
 
@@ -267,7 +316,7 @@ class DenseEngine:
         with self._pass.lock:
             self._refresh()
             version = self.dense_version
-            vectors_KD, failures = self._pass.features(ids)
+        vectors_KD, failures = self._pass.features(ids)
         reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)

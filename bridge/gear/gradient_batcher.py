@@ -45,10 +45,11 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.arrays import ids_array, rows_array
-from geartrain.ams.core.ops import all_finite, merge_duplicates
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, StaleClient, StateFailed
+from geartrain.ams.core.ops import all_finite
+from geartrain.ams.errors import InvalidArgument, SpecMismatch, StaleClient, StateFailed
 from geartrain.ams.specs import Ids
 from geartrain.ams.storage.kv import KeyValueStore
+from geartrain.bridge.gear.batch_checks import check_distinct, check_sender, check_settings, checked_lags
 from geartrain.bridge.gear.batch_journal import Arrays, Journal, Values
 from geartrain.bridge.gear.batch_state import Account, BatchState, Floats, Mark, Taken
 
@@ -81,7 +82,8 @@ class GradientBatcher:
     """See the head of this file. Thread-safe.
 
     Shapes: N ids of an add, K of a due batch, D width. An add of 1,000 ids of D = 64 takes about 0.3 ms, with a store
-    also the writing of its bytes. Memory: (4 D + 8 · sources + 112) bytes an id that waits.
+    also the writing of its bytes. Memory: (4 D + 8 · sources + 112) bytes an id that waits; ``flush_seconds``
+    bounds how many do. What was needed once is kept for the next.
     """
 
     def __init__(
@@ -110,14 +112,14 @@ class GradientBatcher:
             max_gradient_lag: for ``stale="drop"``: the largest lag that is taken.
             store: where it is kept, or None: it ends with the process. Stays the caller's to close; a
                 :class:`geartrain.ams.storage.kv.LockedStore` where batchers share it.
-            prefix: of its keys there.
+            prefix: of its keys there; ends with "/".
             clock: unix seconds. Set back, a batch waits at most ``flush_seconds`` from then on.
 
         Raises:
             InvalidArgument: a value outside its range, or the store holds gradients under this prefix
                 (``restored`` goes on with them).
         """
-        _check_settings(dim, gradients_per_id, ids_per_update, reduction, flush_seconds, stale, max_gradient_lag)
+        check_settings(dim, gradients_per_id, ids_per_update, reduction, flush_seconds, stale, max_gradient_lag)
         self._gradients_per_id = gradients_per_id
         self._reduction = reduction
         self._flush_seconds = flush_seconds
@@ -200,9 +202,9 @@ class GradientBatcher:
         """
         ids = ids_array(ids, None)
         rows = rows_array(gradients, len(ids), self._state.dim, dtype=_FLOAT32)
-        lags = _lags(versions, len(ids), dense_version)
-        _check_distinct(ids)
-        _check_sender(source, incarnation, sequence, lr)
+        lags = checked_lags(versions, len(ids), dense_version)
+        check_distinct(ids)
+        check_sender(source, incarnation, sequence, lr)
         with self._changing():
             if self._is_repeat(source, Mark(incarnation, sequence)):
                 return self._state.account(source)
@@ -237,11 +239,11 @@ class GradientBatcher:
         with self._changing():
             if self._state.taken is None:
                 self._close_overdue()
-                ids = self._state.due_ids(limit)
-                if len(ids):
+                while len(ids := self._state.due_ids(limit)):
                     ids = self._without_overflown(ids)
-                if len(ids):
-                    self._make({"ids": ids}, {"call": "take"})
+                    if len(ids):
+                        self._make({"ids": ids}, {"call": "take"})
+                        break
             return None if self._state.taken is None else self._due_batch(self._state.taken)
 
     def flush(self) -> None:
@@ -308,19 +310,15 @@ class GradientBatcher:
 
     def _make(self, arrays: Arrays, values: Values) -> None:
         """Write a change, then make it."""
-        if self._journal is not None:
-            try:
+        try:
+            if self._journal is not None:
                 self._journal.write(arrays, values | {"dim": self._state.dim})
-            except BaseException as exc:  # it may be there or not: only reading it again can tell
-                self._failure = exc
-                raise
-        self._replay(arrays, values)
-        if self._journal is not None and self._journal.is_long:
-            try:
+            self._replay(arrays, values)
+            if self._journal is not None and self._journal.is_long:
                 self._journal.compact(*self._state.arrays())
-            except BaseException as exc:
-                self._failure = exc
-                raise
+        except BaseException as exc:  # it may be there or not: only reading it again can tell
+            self._failure = exc
+            raise
 
     def _replay(self, arrays: Arrays, values: Values) -> None:
         state, call = self._state, values["call"]
@@ -413,60 +411,3 @@ class GradientBatcher:
                 f"batch {number} was never taken; the last one is {self._state.number}: give the number of a DueBatch"
             )
         return self._state.taken is not None and self._state.taken.number == number
-
-
-def _lags(versions: Any, num_ids: int, dense_version: int) -> npt.NDArray[np.int64]:
-    array = np.asarray(versions)
-    if array.shape != (num_ids,) or (array.dtype.kind not in "iu" and num_ids):
-        raise InvalidRows(
-            f"versions are {array.dtype} of shape {array.shape}; {num_ids} ids need integers ({num_ids},)"
-        )
-    return np.maximum(dense_version - array.astype(np.int64), 0)
-
-
-def _check_distinct(ids: Ids) -> None:
-    distinct, inverse, _ = merge_duplicates(ids)
-    if len(distinct) < len(ids):
-        first = int(np.flatnonzero(np.bincount(inverse) > 1)[0])
-        raise InvalidIds(
-            f"id {distinct[first]} occurs {np.count_nonzero(inverse == first)} times; ids of an add must be distinct: "
-            "sum the gradients of an id within a step first"
-        )
-
-
-def _check_sender(source: str, incarnation: int, sequence: int, lr: float | None) -> None:
-    if not source:
-        raise InvalidArgument("source is ''; it must name the fast gear, so that a retried gradient counts once")
-    if incarnation < 0 or sequence < 0:
-        raise InvalidArgument(f"incarnation is {incarnation} and sequence {sequence}; both must be >= 0")
-    if lr is not None and not (math.isfinite(lr) and lr >= 0):
-        raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0, or None for the dense table's own")
-
-
-def _check_settings(
-    dim: int,
-    gradients_per_id: int,
-    ids_per_update: int,
-    reduction: str,
-    flush_seconds: float | None,
-    stale: str,
-    max_gradient_lag: int | None,
-) -> None:
-    if dim < 1:
-        raise InvalidArgument(f"dim is {dim}; it must be at least 1")
-    if gradients_per_id < 1:
-        raise InvalidArgument(f"gradients_per_id is {gradients_per_id}; it must be at least 1")
-    if ids_per_update < 1:
-        raise InvalidArgument(f"ids_per_update is {ids_per_update}; it must be at least 1")
-    if reduction not in ("mean", "sum"):
-        raise InvalidArgument(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    if flush_seconds is not None and not flush_seconds >= 0:
-        raise InvalidArgument(f"flush_seconds is {flush_seconds!r}; it must be >= 0, or None for no bound")
-    if stale not in ("apply", "scale", "drop"):
-        raise InvalidArgument(f"stale is {stale!r}; it must be 'apply', 'scale' or 'drop'")
-    if (stale == "drop") != (max_gradient_lag is not None):
-        raise InvalidArgument(
-            f"max_gradient_lag is {max_gradient_lag} with stale={stale!r}; stale='drop' needs it, the others take None"
-        )
-    if max_gradient_lag is not None and max_gradient_lag < 0:
-        raise InvalidArgument(f"max_gradient_lag is {max_gradient_lag}; it must be >= 0")

@@ -46,24 +46,14 @@ class EngineSettings:
     sample_cache_bytes: int = 256 << 20
 
 
-def open_engine(
-    cluster: Cluster,
-    name: str,
-    build: Callable[[], nn.Module],
-    samples: SampleSource,
-    decode: Decode | None,
-    settings: EngineSettings,
-    clock: Callable[[], float],
-    *,
-    batcher: Any = None,
-    cache: FeatureCache | None = None,
-    numbered: bool = False,
-) -> DenseEngine:
-    """Build the module, attach it to the dense table ``name`` and return its engine. ``batcher`` None: in memory."""
+def open_pass(
+    build: Callable[[], nn.Module], samples: SampleSource, decode: Decode | None, settings: EngineSettings
+) -> DensePass:
+    """Build the module and join it to its samples. Raises InvalidArgument."""
     module = build()
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"build() returned {type(module).__name__}; it must return a torch.nn.Module")
-    dense_pass = DensePass(
+    return DensePass(
         module,
         Samples(samples, decode, cache_bytes=settings.sample_cache_bytes),
         settings.dim,
@@ -72,16 +62,29 @@ def open_engine(
         train_mode=settings.train_mode,
         max_batch=settings.max_batch,
     )
-    if batcher is None:
-        batcher = GradientBatcher(settings.dim, **batcher_settings(settings), clock=clock)
+
+
+def open_engine(
+    cluster: Cluster,
+    name: str,
+    dense_pass: DensePass,
+    batcher: GradientBatcher,
+    settings: EngineSettings,
+    clock: Callable[[], float],
+    *,
+    cache: FeatureCache | None = None,
+    acknowledge: Callable[[int], None] | None = None,
+) -> DenseEngine:
+    """Attach the module of ``dense_pass`` to the dense table ``name`` and return its engine."""
     optimizer = SGD(0.01) if settings.optimizer is None else settings.optimizer
-    dense = attach(module, cluster, name=name, mode="async", optimizer=optimizer, reuse=settings.reuse)
+    with dense_pass.lock:
+        dense = attach(dense_pass.module, cluster, name=name, mode="async", optimizer=optimizer, reuse=settings.reuse)
     return DenseEngine(
         dense_pass,
         dense,
         batcher,
         cache=cache,
-        numbered=numbered,
+        acknowledge=acknowledge,
         max_wait_seconds=settings.max_wait_seconds,
         refresh_seconds=settings.refresh_seconds,
         clock=clock,
@@ -111,7 +114,9 @@ def open_embedded(
     clock: Callable[[], float],
 ) -> tuple[GearPort, Table]:
     """Return a slow gear of this process, and its dense table."""
-    engine = open_engine(cluster, name, build, samples, decode, settings, clock)
+    dense_pass = open_pass(build, samples, decode, settings)
+    batcher = GradientBatcher(settings.dim, **batcher_settings(settings), clock=clock)
+    engine = open_engine(cluster, name, dense_pass, batcher, settings, clock)
     tick_seconds = min(1.0, (settings.flush_seconds or 4.0) / 4)
     return EmbeddedGear(engine, mode=mode, tick_seconds=max(tick_seconds, 0.01)), cluster.table(name)
 

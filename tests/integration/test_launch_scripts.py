@@ -95,6 +95,10 @@ def test_environment_variables_become_flags(echo: str) -> None:
     server = run("server", "--log-level=debug", PYTHON=echo, SCHEDULER="a:7000", LISTEN="b:0", SHARDS="3", INSECURE="1")
     expected = ["-m", "geartrain", "server", "--scheduler=a:7000", "--listen=b:0", "--shards=3", "--insecure"]
     assert server.stdout.split() == [*expected, "--log-level=debug"]
+    part = {"NAME": "image", "MODULE": "m:build", "SAMPLES": "folder:/x", "DIM": "64"}
+    gear = run("slowgear", "-m", "4", PYTHON=echo, SCHEDULER="a:7000", STORE="redis://r:6379/0", **part)
+    told = ["--name=image", "--module=m:build", "--samples=folder:/x", "--dim=64", "--store=redis://r:6379/0"]
+    assert gear.stdout.split() == ["-m", "geartrain", "slowgear", "--scheduler=a:7000", *told, "-m", "4"]
     graph = run("graph", PYTHON=echo, SCHEDULER="a:7000")
     assert graph.stdout.split() == ["-m", "geartrain", "graph", "--scheduler=a:7000"]
 
@@ -118,6 +122,8 @@ def test_several_hosts_meet_at_the_master(echo: str) -> None:
         ("server", [], {"SCHEDULER": "host:port"}, "SCHEDULER is 'host:port'"),
         ("server", [], {"SCHEDULER": "a:1", "INSECURE": "yes"}, "INSECURE is 'yes'"),
         ("graph", [], {}, "SCHEDULER is not set"),
+        ("slowgear", [], {}, "SCHEDULER is not set"),
+        ("slowgear", [], {"SCHEDULER": "a:1", "NAME": "x", "MODULE": "m:b", "DIM": "4"}, "SAMPLES is not set"),
         ("worker", [], {}, "what shall be trained"),
         ("worker", ["glyphs"], {"NPROC_PER_NODE": "2"}, "SCHEDULER is not set"),
         ("worker", ["glyphs"], {"NPROC_PER_NODE": "some"}, "NPROC_PER_NODE is 'some'"),
@@ -133,7 +139,7 @@ def test_what_is_missing_is_named(name: str, arguments: list[str], settings: dic
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("name", ["scheduler", "server", "graph", "worker"])
+@pytest.mark.parametrize("name", ["scheduler", "server", "graph", "slowgear", "worker"])
 def test_help_names_every_variable(name: str) -> None:
     done = run(name, "--help")
     assert done.returncode == 0

@@ -228,9 +228,9 @@ class PushFeatureGradientsReply(_message.Message):
 
     ACCOUNT_FIELD_NUMBER: _builtins.int
     DENSE_VERSION_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
     dense_version: _builtins.int
-    incarnation: _builtins.int
+    journal: _builtins.str
     """Of the slow gear."""
     @_builtins.property
     def account(self) -> Global___GearAccount:
@@ -241,11 +241,11 @@ class PushFeatureGradientsReply(_message.Message):
         *,
         account: Global___GearAccount | None = ...,
         dense_version: _builtins.int = ...,
-        incarnation: _builtins.int = ...,
+        journal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "dense_version", b"dense_version", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "dense_version", b"dense_version", "journal", b"journal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,7 +318,7 @@ class DescribeGearReply(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DIM_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     DENSE_VERSION_FIELD_NUMBER: _builtins.int
     CACHE_HITS_FIELD_NUMBER: _builtins.int
@@ -333,7 +333,10 @@ class DescribeGearReply(_message.Message):
     name: _builtins.str
     dim: _builtins.int
     address: _builtins.str
-    incarnation: _builtins.int
+    journal: _builtins.str
+    """Names what the account is of: the address of the slow gear if what it was given survives its process, and that with
+    "#incarnation" if not.
+    """
     dense_version: _builtins.int
     cache_hits: _builtins.int
     cache_misses: _builtins.int
@@ -354,7 +357,7 @@ class DescribeGearReply(_message.Message):
     def account(self) -> Global___GearAccount: ...
     @_builtins.property
     def former(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Slow gears ("address#incarnation") that are gone; what became of their gradients is in the account."""
+        """Journals of slow gears that are gone; what became of their gradients is in the account."""
 
     def __init__(
         self,
@@ -362,7 +365,7 @@ class DescribeGearReply(_message.Message):
         name: _builtins.str = ...,
         dim: _builtins.int = ...,
         address: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
+        journal: _builtins.str = ...,
         partitions: _abc.Iterable[_builtins.int] | None = ...,
         dense_version: _builtins.int = ...,
         cache_hits: _builtins.int = ...,
@@ -377,7 +380,7 @@ class DescribeGearReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "address", b"address", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "dense_version", b"dense_version", "dim", b"dim", "error", b"error", "former", b"former", "gradients_per_id", b"gradients_per_id", "incarnation", b"incarnation", "is_durable", b"is_durable", "name", b"name", "partitions", b"partitions", "queued_ids", b"queued_ids", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "address", b"address", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "dense_version", b"dense_version", "dim", b"dim", "error", b"error", "former", b"former", "gradients_per_id", b"gradients_per_id", "is_durable", b"is_durable", "journal", b"journal", "name", b"name", "partitions", b"partitions", "queued_ids", b"queued_ids", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,7 +418,7 @@ class HandOverRequest(_message.Message):
     ACCOUNTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     former: _builtins.str
-    """"address#incarnation" of the one that leaves. The same again changes nothing."""
+    """Journal of the one that leaves. The same again changes nothing."""
     @_builtins.property
     def accounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceAccount]: ...
     def __init__(

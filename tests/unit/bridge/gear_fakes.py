@@ -65,6 +65,9 @@ class PlainBatcher:
     def failed(self, _: int, ids: Mapping[int, str]) -> None:
         self.failures.update(ids)
 
+    def report(self) -> dict[str, Any]:
+        return {"sources": {}}
+
     def account(self, _: str | None = None) -> Any:
         waiting = self.received - self.applied
         return SimpleNamespace(

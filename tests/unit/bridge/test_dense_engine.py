@@ -51,7 +51,7 @@ Parts = tuple[DenseEngine, PlainDense, PlainBatcher]
 
 
 def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Parts:
-    named = {key: settings.pop(key) for key in ("numbered", "max_wait_seconds") if key in settings}
+    named = {key: settings.pop(key) for key in ("acknowledge", "max_wait_seconds") if key in settings}
     dense, batcher = PlainDense(module), PlainBatcher()
     dense_pass = DensePass(module, Samples(samples), DIM, **settings)
     return DenseEngine(dense_pass, dense, batcher, clock=lambda: 100.0, **named), dense, batcher
@@ -177,14 +177,15 @@ def test_a_gradient_that_spoils_the_sum_is_found_among_many() -> None:
 
 
 def test_an_update_that_failed_is_repeated_under_its_number() -> None:
-    engine, dense, batcher = engine_of(Counted(), numbered=True)
+    acknowledged: list[int] = []
+    engine, dense, batcher = engine_of(Counted(), acknowledge=acknowledged.append)
     engine.add(delivery([1, 2], torch.ones(2, DIM)))
     dense.fails = 1
     with pytest.raises(ShardUnavailable):
         engine.apply_due()
     assert batcher.finished == [] and engine.account().due == 2
     assert engine.apply_due()
-    assert dense.pushed == [(1, None), (1, None)] and batcher.finished == [1]
+    assert dense.pushed == [(1, None), (1, None)] and batcher.finished == [1] and acknowledged == [1, 1]
 
 
 class Normed(nn.Sequential):

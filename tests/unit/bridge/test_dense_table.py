@@ -269,6 +269,23 @@ def test_gradients_that_are_not_finite_push_nothing_anywhere(cluster: gt.Cluster
     assert dense.version == 2
 
 
+def test_what_a_step_is_given_is_checked(cluster: gt.Cluster) -> None:
+    module = small_net()
+    dense = gt.attach(module, cluster, name="net", dim=DIM)
+    backward(module, 0)
+    for samples in (-1, 0.5):
+        with pytest.raises(InvalidArgument, match=rf"samples is {samples}"):
+            dense.step(samples=samples)  # type: ignore[arg-type]
+    with pytest.raises(NonFinite, match="scale is inf"):
+        dense.push(scale=float("inf"))
+    with pytest.raises(InvalidArgument, match="lr of dense table 'net' is nan"):
+        dense.push(lr=float("nan"))
+    dense.param_groups[0]["lr"] = -1.0
+    with pytest.raises(InvalidArgument, match=r"lr of dense table 'net' is -1\.0"):
+        dense.step()
+    assert not dense.refresh()
+
+
 def test_without_any_gradient_nothing_is_pushed(cluster: gt.Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, StaleClient, StateFailed
+from geartrain.ams.errors import (
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    SpecMismatch,
+    StaleClient,
+    StateDamaged,
+    StateFailed,
+)
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
 from geartrain.bridge.gear.gradient_batcher import Account, DueBatch, GradientBatcher
 
@@ -167,6 +176,25 @@ def test_a_batch_that_waits_too_long_is_due() -> None:
     assert of(taken(one)) == {2: (1.0, 1)}
 
 
+def test_of_many_that_wait_exactly_the_overdue_are_due() -> None:
+    clock = Clock()
+    one = batcher(2, flush_seconds=50.0, clock=clock)
+    for sequence in range(100):
+        ids = np.arange(20) + 20 * sequence
+        one.add("fast", 1, sequence, ids, np.ones((20, DIM), np.float32), ids, dense_version=0)
+        clock.now += 1.0
+    again = np.arange(0, 2000, 4)  # full batches, among those that wait
+    one.add("fast", 1, 100, again, np.ones((len(again), DIM), np.float32), again, dense_version=0)
+    assert taken(one, 500).ids.tolist() == again.tolist()
+    one.done(1)
+    assert taken(one).ids.tolist() == [number for number in range(51 * 20) if number % 4]
+    one.done(2)
+    clock.now += 0.9
+    assert one.due() is None
+    clock.now += 0.1
+    assert taken(one).ids.tolist() == [number for number in range(51 * 20, 52 * 20) if number % 4]
+
+
 def test_a_clock_set_back_does_not_keep_a_batch_for_ever() -> None:
     clock = Clock()
     one = batcher(10, flush_seconds=5.0, clock=clock)
@@ -282,6 +310,27 @@ def test_each_source_has_its_own_account() -> None:
     assert one.account("a") + one.account("b") == one.account()
 
 
+def test_threads_may_add_while_another_takes() -> None:
+    one = batcher(2, store=MemoryStore())
+    sources = [f"s{number}" for number in range(4)]
+
+    def send(source: str) -> None:
+        for sequence in range(50):
+            add(one, sequence, dict.fromkeys(range(20), 1.0), source=source)
+
+    threads = [threading.Thread(target=send, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or one.report()["ids_due"]:
+        batch = one.due(7)
+        if batch is not None:
+            np.testing.assert_array_equal(batch.gradients[:, 0], 1.0)
+            one.done(batch.number)
+    assert [one.account(source).received for source in sources] == [1000] * 4
+    account = one.account()
+    assert account.applied + account.waiting == 4000 and account.due == 0
+
+
 def no_change(call: Callable[[], object], one: GradientBatcher, error: type[Exception], match: str) -> None:
     before = one.account()
     with pytest.raises(error, match=match):
@@ -361,6 +410,32 @@ def test_every_kind_of_call_survives_a_restart() -> None:
     again().done(1)
     assert again().account() == Account(received=5, applied=2, dropped_failed=1, non_finite=2)
     assert again().due() is None and add(again(), 2, {4: 1.0}).received == 5
+
+
+def test_batchers_share_a_store_under_prefixes_of_their_own() -> None:
+    store = MemoryStore()
+    for prefix in ("p/1/", "p/10/", "p/"):
+        add(batcher(5, store=store, prefix=prefix), 1, {len(prefix): 1.0})
+    for prefix in ("p/1/", "p/10/", "p/"):
+        again = GradientBatcher.restored(store, DIM, gradients_per_id=5, prefix=prefix)
+        again.flush()
+        assert taken(again).ids.tolist() == [len(prefix)]
+    with pytest.raises(InvalidArgument, match="prefix is 'p'; it must end with '/'"):
+        batcher(5, store=store, prefix="p")
+
+
+def test_a_journal_with_a_gap_is_damaged() -> None:
+    store = MemoryStore()
+    one = batcher(5, store=store)
+    for sequence in range(3):
+        add(one, sequence, {1: 1.0})
+    names = sorted(store.read_all())
+    store.write({names[1]: None})
+    with pytest.raises(StateDamaged, match=r"'gradients/' are not whole: 'event/0+1' is missing"):
+        GradientBatcher.restored(store, DIM, gradients_per_id=5)
+    store.write({names[1]: b"nonsense"})
+    with pytest.raises(StateDamaged, match=r"'gradients/event/0+1' is no record of a gradient batcher"):
+        GradientBatcher.restored(store, DIM, gradients_per_id=5)
 
 
 class FailingStore(MemoryStore):

@@ -293,4 +293,4 @@ class BatcherMachine(RuleBasedStateMachine):
 
 
 TestGradientBatcherModel = BatcherMachine.TestCase
-TestGradientBatcherModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestGradientBatcherModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -17,7 +17,7 @@ entry = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     entries=st.lists(entry, min_size=1, max_size=30),
     dense_version=st.integers(0, 40),

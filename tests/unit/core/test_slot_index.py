@@ -40,7 +40,7 @@ class Both:
         self.names = now
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(capacity=st.integers(1, 20), steps=st.lists(step, max_size=25))
 def test_the_index_does_what_its_specification_says(capacity: int, steps: list[tuple[str, list[int]]]) -> None:
     both = Both(capacity)

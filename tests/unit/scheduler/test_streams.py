@@ -185,3 +185,15 @@ def test_the_number_of_streams_is_fixed_for_a_job() -> None:
         job.streams.lease("job", "a", 1, num_streams=3)
     with pytest.raises(StaleClient, match="'unknown' has no streams"):
         job.streams.renew("unknown", "a", 1, {})
+
+
+def test_who_holds_what_is_told_and_nobody_after_the_lease() -> None:
+    clocked = Clocked(num_streams=4)
+    assert clocked.streams.holders("job").holders == ()
+    clocked.lease("a", incarnation=3)
+    clocked.lease("b")
+    clocked.settle(["b"])
+    told = clocked.streams.holders("job")
+    assert told.holders == ("a",) * 4 and told.incarnations == {"a": 3, "b": 1} and told.lease_seconds == LEASE
+    clocked.now += LEASE + 1
+    assert clocked.streams.holders("job").holders == (None,) * 4

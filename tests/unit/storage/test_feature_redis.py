@@ -28,7 +28,7 @@ def child() -> Iterator[RedisChild]:
 
 @pytest.fixture
 def store(child: RedisChild) -> Iterator[FeatureStore]:
-    one = open_store(child.url, timeout_seconds=0.5)
+    one = open_store(child.url)
     one.write(IDS, VALUES)
     yield one
     one.close()
@@ -139,13 +139,16 @@ def test_a_connection_that_breaks_in_between_costs_no_error(
 
 
 def test_a_server_that_answers_nothing_is_waited_for_once(child: RedisChild, store: FeatureStore) -> None:
+    impatient = open_store(child.url, timeout_seconds=0.5)
     with child.paused():
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="does not answer"):
-            store.read(IDS[:1])
+            impatient.read(IDS[:1])
         assert 0.4 < time.monotonic() - start < 5
+    assert store.read(IDS) == VALUES, "it is awake again"
     for one in range(5):
-        assert store.read(IDS[one:]) == VALUES[one:], "a late reply is not the next call's"
+        assert impatient.read(IDS[one:]) == VALUES[one:], "a late reply is not the next call's"
+    impatient.close()
 
 
 def test_processes_share_a_server(child: RedisChild, store: FeatureStore) -> None:

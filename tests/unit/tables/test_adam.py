@@ -68,7 +68,7 @@ def test_rows_moments_and_updates_equal_the_reference_bit_by_bit(
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     optimizer=st.builds(
         Adam,
@@ -191,7 +191,7 @@ def test_a_row_that_would_leave_float16_is_refused() -> None:
     assert frozen(table) == before
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     optimizer=st.sampled_from(SETTINGS),
     dtype=st.sampled_from(["float32", "float16", "bfloat16"]),

@@ -1,0 +1,184 @@
+"""The layers of the dense-feature cache: 1,000 ids that all hit, D = 64, against the bare fetch of the same bytes.
+
+The worker layer's rival is torch gathering rows whose positions are known already: no index, no stamps, no counts. The
+Redis layer's rival is redis-py's MGET of the same keys on the same server (with hiredis where that is installed): no
+seals, no decoding. A batcher's rival is numpy adding rows at positions that are known already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from geartrain.ams.storage.feature_store import open_store
+from geartrain.bridge.gear.dense_cache import DenseFeatures, SharedCache, WorkerCache
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+
+NUM_IDS = 1_000
+DIM = 64
+CAPACITY = 100_000
+NUM_BATCHES = 16
+ROUNDS = 200
+WARM_UP = 10
+NOW = 1_000.0
+GATHER_TARGET = 0.25
+MGET_TARGET = round(1 / 1.3, 3)
+
+
+def measure_worker_layer() -> list[dict[str, Any]]:
+    """Lookup in the worker's own memory, alternating with a gather in each of torch's two forms.
+
+    On one thread: torch would wake others for these 256 KB, which costs more than they copy.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _against_gathers()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _against_gathers() -> list[dict[str, Any]]:
+    ids = _ids(CAPACITY)
+    cache = WorkerCache(CAPACITY, DIM, expire_seconds=20.0)
+    cache.insert(ids, _features(CAPACITY))
+    slab = torch.randn(CAPACITY, DIM)
+    places = _batches(CAPACITY)
+    batches = [torch.from_numpy(ids[place]) for place in places]
+    positions = [torch.from_numpy(place) for place in places]
+    assert all(cache.lookup(batch, now=NOW, dense_version=1)[1].all() for batch in batches)
+
+    def lookup(turn: int) -> object:
+        return cache.lookup(batches[turn], now=NOW, dense_version=1)
+
+    case = "worker layer, lookup"
+    ours, theirs = _alternate(lookup, lambda turn: slab[positions[turn]])
+    results = [_result(case, ours, "torch slab[positions]", theirs, GATHER_TARGET)]
+    ours, theirs = _alternate(lookup, lambda turn: slab.index_select(0, positions[turn]))
+    return [*results, _result(case, ours, "torch slab.index_select", theirs, GATHER_TARGET)]
+
+
+def measure_redis_layer() -> list[dict[str, Any]]:
+    """Read and lookup through a Redis server, alternating with MGET; empty where Redis or its client is missing."""
+    try:
+        import redis
+    except ImportError:
+        return []
+    if shutil.which("redis-server") is None:
+        return []
+    count = 20 * NUM_IDS
+    ids = _ids(count)
+    with _redis_server() as path, redis.Redis(unix_socket_path=path) as client:
+        store = open_store(f"unix://{path}?db=0", namespace="bench")
+        cache = SharedCache(store, DIM, expire_seconds=20.0)
+        cache.insert(ids, _features(count))
+        places = _batches(count)
+        batches = [ids[place] for place in places]
+        keys = [[b"geartrain:bench:" + int(one).to_bytes(8, "little") for one in batch] for batch in batches]
+        assert all(cache.lookup(batch, now=NOW, dense_version=1)[1].all() for batch in batches)
+        assert None not in client.mget(keys[0])
+        read, mget_beside_read = _alternate(
+            lambda turn: store.read(batches[turn]), lambda turn: client.mget(keys[turn])
+        )
+        lookup, mget_beside_lookup = _alternate(
+            lambda turn: cache.lookup(batches[turn], now=NOW, dense_version=1), lambda turn: client.mget(keys[turn])
+        )
+        store.close()
+    return [
+        _result("Redis store, read with seals", read, "redis-py MGET", mget_beside_read, MGET_TARGET),
+        _result("Redis layer, lookup", lookup, "redis-py MGET", mget_beside_lookup, MGET_TARGET),
+    ]
+
+
+def measure_batcher() -> list[dict[str, Any]]:
+    """An add of gradients to batches that wait already, alternating with numpy's indexed sum."""
+    ids = _ids(CAPACITY)
+    batcher = GradientBatcher(DIM, gradients_per_id=2**30)
+    gradients = np.random.default_rng(2).normal(size=(NUM_IDS, DIM)).astype(np.float32)
+    sums, places = np.zeros((CAPACITY, DIM), np.float32), _batches(CAPACITY)
+    versions = np.zeros(NUM_IDS, np.int64)
+    sequence = itertools.count()
+
+    def add(turn: int) -> object:
+        return batcher.add("bench", 1, next(sequence), ids[places[turn]], gradients, versions, dense_version=0)
+
+    def plain(turn: int) -> None:
+        sums[places[turn]] += gradients
+
+    ours, theirs = _alternate(add, plain)
+    return [_result("gradient batcher, add", ours, "numpy sums[positions] += gradients", theirs, None)]
+
+
+def _ids(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng(0).permutation(10 * count)[:count].astype(np.int64)
+
+
+def _batches(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    rng = np.random.default_rng(1)
+    return [rng.choice(count, NUM_IDS, replace=False) for _ in range(NUM_BATCHES)]
+
+
+def _features(count: int) -> DenseFeatures:
+    return DenseFeatures(torch.randn(count, DIM), np.zeros(count, np.int64), np.full(count, NOW - 1.0))
+
+
+def _alternate(ours: Callable[[int], object], theirs: Callable[[int], object]) -> tuple[float, float]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for round_number in range(ROUNDS + WARM_UP):
+        for call, seconds in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
+            call(round_number % NUM_BATCHES)
+            if round_number >= WARM_UP:
+                seconds.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _result(case: str, ours: float, rival: str, theirs: float, target: float | None) -> dict[str, Any]:
+    return {
+        "case": f"{case}, {NUM_IDS:,} ids, D={DIM} fp32",
+        "ours": round(ours * 1e6, 1),
+        "rival": rival,
+        "theirs": round(theirs * 1e6, 1),
+        "unit": "us",
+        "ratio": round(theirs / ours, 3),
+        "target": target,
+    }
+
+
+@contextmanager
+def _redis_server() -> Iterator[str]:
+    """A server of its own; yields the path of its socket."""
+    with tempfile.TemporaryDirectory(prefix="gt-bench-") as folder:
+        path = f"{folder}/redis.sock"
+        options = ["--port", "0", "--unixsocket", path, "--save", "", "--dir", folder]
+        with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as server:
+            try:
+                deadline = time.monotonic() + 10
+                while True:
+                    with socket.socket(socket.AF_UNIX) as probe:
+                        if probe.connect_ex(path) == 0:
+                            break
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"redis-server does not listen on {path}")
+                    time.sleep(0.02)
+                yield path
+            finally:
+                server.terminate()
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:  # noqa: ARG001
+    """The cache cases of ``geartrain bench gear``."""
+    yield from measure_worker_layer()
+    yield from measure_redis_layer()
+    yield from measure_batcher()

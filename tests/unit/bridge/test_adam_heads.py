@@ -1,0 +1,51 @@
+"""Class centers trained by Adam, wherever they are worked on: what torch.optim.Adam makes of a linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import geartrain as gt
+
+CLASSES, DIM, BATCH, STEPS = 3_000, 8, 16, 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rows": "pull"}, {"rows": "pull", "rows_cache_bytes": 0}, {"rows": "hosted"}],
+    ids=["held", "streamed", "hosted"],
+)
+def test_a_head_with_adam_trains_as_a_linear_layer_does(settings: dict[str, Any]) -> None:
+    with gt.local(num_shards=2) as cluster:
+        head = gt.ClassHead(
+            cluster,
+            "t",
+            num_classes=CLASSES,
+            dim=DIM,
+            select=gt.FullSoftmax(),
+            margin=None,
+            optimizer=gt.Adam(0.02, (0.8, 0.99), 1e-5, 0.01),
+            initializer=gt.Normal(std=0.1),
+            **settings,
+        )
+        weights = nn.Parameter(head.weights().double())
+        rows, reference = gt.RowOptimizer(head), torch.optim.Adam([weights], 0.02, (0.8, 0.99), 1e-5, 0.01)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            features = torch.randn(BATCH, DIM, generator=generator)
+            labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+            head(features, labels).backward()
+            rows.step()
+            rows.zero_grad()
+            reference.zero_grad()
+            nn.functional.cross_entropy(features.double() @ weights.T, labels).backward()
+            reference.step()
+        torch.testing.assert_close(head.weights().double(), weights.detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_rows_on_ranks_have_no_adam() -> None:
+    with pytest.raises(gt.errors.InvalidArgument, match="other optimizers need rows='pull'"):
+        gt.ClassHead(None, "t", num_classes=10, dim=2, optimizer=gt.Adam(), rows="ranks")

@@ -1,0 +1,277 @@
+"""How a fast gear finds its slow gears, and what it sends again, to whom and under which name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.errors import GearUnavailable, InvalidArgument, NonFinite, NotHolder
+from geartrain.ams.gear.ledger import journal_of
+from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
+from geartrain.ams.gear.remote import RemoteGears, heir_partition
+from geartrain.ams.gear_messages import Delivery, FeatureReply, Freshness, GearAccount, GearState, Taken, family_of
+from geartrain.ams.specs import Ids
+from geartrain.ams.transport.carrier import AttemptFailed, StreamHolders
+
+DIM = 2
+IDS = np.arange(200)
+
+
+class Gears:
+    """Slow gears that live in this test: which partitions each holds, and what each was given."""
+
+    def __init__(self, *addresses: str, survives: bool = False) -> None:
+        self.survives = survives
+        self.holders: list[str | None] = [addresses[part % len(addresses)] for part in range(NUM_PARTITIONS)]
+        self.given: dict[str, dict[tuple[str, int], list[int]]] = defaultdict(dict)
+        self.calls: list[tuple[str, str, str]] = []
+        self.dead: set[str] = set()
+        self.leaves_unanswered: set[str] = set()
+        self.former: dict[str, tuple[str, ...]] = {}
+        self.on_look: Callable[[], None] = lambda: None
+
+    def look(self) -> StreamHolders:
+        self.on_look()
+        return StreamHolders(lease_seconds=0.01, holders=tuple(self.holders), incarnations={})
+
+    def move(self, address: str, *others: str) -> None:
+        places = [part for part, holder in enumerate(self.holders) if holder == address]
+        for nth, part in enumerate(places):
+            self.holders[part] = others[nth % len(others)]
+
+    def account(self, address: str) -> GearAccount:
+        owners = (address, *self.former.get(address, ()))
+        received = sum(len(ids) for owner in owners for ids in self.given[owner].values())
+        return GearAccount(received=received, waiting=received)
+
+    def counts(self) -> list[int]:
+        """How often each id was counted."""
+        every = [one for given in self.given.values() for ids in given.values() for one in ids]
+        return np.bincount(every, minlength=len(IDS)).tolist()
+
+    def carrier(self, address: str, on_wait: Callable[[], None]) -> Any:  # noqa: ARG002
+        return _Carrier(self, address)
+
+
+class _Carrier:
+    def __init__(self, gears: Gears, address: str) -> None:
+        self._gears, self._address = gears, address
+
+    def _answers(self) -> None:
+        if self._address in self._gears.dead:
+            raise AttemptFailed(f"{self._address} does not answer")
+
+    def _require(self, ids: Ids) -> None:
+        for part in partitions_of(ids):
+            if self._gears.holders[part] != self._address:
+                raise NotHolder(f"partition {part} is not here")
+
+    def features(self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout: float) -> Any:  # noqa: ARG002
+        def answer() -> FeatureReply:
+            self._answers()
+            self._require(ids)
+            vectors = np.repeat(ids[:, None], dim, axis=1).astype(np.float32)
+            stamps = np.ones(len(ids))
+            return FeatureReply(
+                vectors_KD=vectors, versions=stamps.astype(np.int64), times=stamps, failures={}, dense_version=7
+            )
+
+        return answer
+
+    def deliver(self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float) -> Any:  # noqa: ARG002
+        def answer() -> Taken:
+            gears = self._gears
+            gears.calls.append((self._address, delivery.source, former))
+            self._answers()
+            journal = former or self._address
+            if former and former not in gears.former.get(self._address, ()):
+                raise NotHolder("not the heir")
+            key = delivery.source, delivery.sequence
+            if key not in gears.given[journal]:
+                if not former:
+                    self._require(delivery.ids)
+                gears.given[journal][key] = delivery.ids.tolist()
+            if self._address in gears.leaves_unanswered:
+                gears.leaves_unanswered.discard(self._address)
+                gears.dead.add(self._address)
+                raise AttemptFailed(f"{self._address} died before it answered")
+            told = journal_of(self._address, 1, survives=gears.survives)
+            return Taken(account=gears.account(self._address), dense_version=8, journal=told)
+
+        return answer
+
+    def flush(self, name: str, timeout_seconds: float) -> Any:  # noqa: ARG002
+        def answer() -> int:
+            self._answers()
+            return 9
+
+        return answer
+
+    def describe(self, sources: Any, timeout_seconds: float) -> Any:  # noqa: ARG002
+        def answer() -> GearState:
+            self._answers()
+            gears = self._gears
+            return GearState(
+                name="image",
+                dim=DIM,
+                address=self._address,
+                journal=journal_of(self._address, 1, survives=gears.survives),
+                partitions=(),
+                dense_version=5,
+                cache_hits=0,
+                cache_misses=0,
+                queued_ids=0,
+                account=gears.account(self._address),
+                uptime_seconds=0.0,
+                is_durable=gears.survives,
+                former=gears.former.get(self._address, ()),
+            )
+
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def remote(gears: Gears, *, dim: int = DIM, recovery: float = 20.0, **settings: Any) -> RemoteGears:
+    config = ClientConfig(recovery_timeout_seconds=recovery, **settings)
+    return RemoteGears("image", dim, gears.look, gears.carrier, config, wait=False, freshness=Freshness())
+
+
+def delivery(sequence: int, ids: Ids = IDS) -> Delivery:
+    return Delivery(
+        source="fast",
+        incarnation=1,
+        sequence=sequence,
+        ids=ids,
+        gradients_KD=np.ones((len(ids), DIM), np.float32),
+        versions=np.zeros(len(ids), np.int64),
+        lr=None,
+    )
+
+
+def test_requests_go_to_the_holders_of_their_ids_and_come_back_in_order() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    reply = port.features(IDS[::-1])
+    assert reply.vectors_KD[:, 0].tolist() == IDS[::-1].tolist() and port.dense_version == 7
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert {source for _, source, _ in gears.calls} == {"fast"} and len(gears.calls) == 3
+    port.flush()
+    assert port.dense_version == 9
+
+
+def test_a_large_delivery_travels_in_several_messages_with_names_of_their_own() -> None:
+    gears = Gears("a")
+    ids = np.arange(3 * 2048)
+    port = remote(gears, part_bytes=64 << 10)
+    port.deliver(delivery(1, ids))
+    port.deliver(delivery(2, ids))
+    sources = {source for _, source, _ in gears.calls}
+    assert sources == {"fast", "fast\t+1", "fast\t+2"} and {family_of(source) for source in sources} == {"fast"}
+    assert sum(map(len, gears.given["a"].values())) == 2 * len(ids)
+
+
+def test_who_moved_is_found_again() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.move("b", "a", "c")
+    assert port.features(IDS).vectors_KD[:, 0].tolist() == IDS.tolist()
+    gears.move("a", "b", "c")
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+
+
+def test_one_that_lost_the_answer_but_lives_counts_once() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    gears.on_look = gears.dead.clear  # the network is back
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert [call for call in gears.calls if call[0] == "b"] == [("b", "fast", "")] * 2
+
+
+def test_one_that_died_before_it_counted_is_replaced() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.dead.add("b")
+    port.deliver(delivery(1, IDS[partitions_of(IDS) % 3 != 1]))
+    gears.on_look = lambda: gears.move("b", "a", "c")
+    account = port.deliver(delivery(2))
+    second = [key for given in gears.given.values() for key in given if key[1] == 2]
+    assert sorted(second) == [("fast", 2), ("fast", 2), ("fast\t@b", 2), ("fast\t@b", 2)]
+    counts = np.array(gears.counts()) - (partitions_of(IDS) % 3 != 1)
+    assert counts.tolist() == [1] * len(IDS) and account.adds_up
+
+
+def test_what_died_durably_goes_to_the_heir_under_its_own_number() -> None:
+    gears = Gears("a", "b", "c", survives=True)
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+
+    def on_look() -> None:
+        if "b" in gears.dead:
+            gears.move("b", "a", "c")
+            heir = gears.holders[heir_partition("b")]
+            assert heir is not None
+            if any(former == "b" for _, _, former in gears.calls):  # it takes over a moment later
+                gears.former[heir] = ("b",)
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)  # counted before it died, and known to its heir
+    again = [call for call in gears.calls if call[2] == "b"]
+    assert len(again) == 2 and {source for _, source, _ in again} == {"fast"}
+    account = port.account("fast")
+    assert account.adds_up and account.received == len(IDS) and account.lost == 0
+
+
+def test_after_an_error_the_same_delivery_goes_on_where_it_stopped() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears, recovery=0.0)
+    gears.dead.add("b")
+    with pytest.raises(GearUnavailable, match=r"'image'.*b does not answer.*recovery_timeout_seconds"):
+        port.deliver(delivery(1))
+    gears.dead.clear()
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert [address for address, _, _ in gears.calls].count("a") == 1
+
+
+def test_an_error_of_the_slow_gear_is_the_callers() -> None:
+    gears = Gears("a")
+    port = remote(gears)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NonFinite("the gradients of 1 of 3 ids are not finite")
+
+    port._carriers["a"].deliver = refuse  # type: ignore[method-assign]
+    with pytest.raises(NonFinite):
+        port.deliver(delivery(1))
+
+
+def test_no_slow_gear_or_one_of_another_width_is_named() -> None:
+    gears = Gears("a")
+    gears.holders[3] = None
+    with pytest.raises(GearUnavailable, match="geartrain slowgear"):
+        remote(gears, recovery=0.0)
+    with pytest.raises(InvalidArgument, match=r"dim is 3.*width 2"):
+        remote(Gears("a"), dim=3)
+
+
+def test_what_a_dead_one_held_is_lost_and_the_account_adds_up() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    port.deliver(delivery(1))
+    held = len(gears.given["b"]["fast", 1])
+    gears.dead.add("b")
+    gears.move("b", "a")
+    account = port.account("fast")
+    assert account.lost == held and account.received == len(IDS) and account.adds_up
