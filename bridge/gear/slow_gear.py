@@ -88,7 +88,8 @@ class SlowGear(nn.Module):
         ``on_missing``: ids without a sample raise (the features of the others are kept for the next call), or are zeros
         that get no gradient. ``optimizer`` (``gt.SGD(0.01)``) belongs to the dense table, which is created, or opened
         with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch``:
-        :class:`~geartrain.bridge.gear.dense_pass.DensePass`.
+        :class:`~geartrain.bridge.gear.dense_pass.DensePass`; with ``"always"`` and ``"never"`` what a backward pass
+        computed again is a fresh feature, too.
 
         Raises InvalidArgument, TableExists, GearUnavailable (no slow gear holds a partition in time).
         """
@@ -127,7 +128,9 @@ class SlowGear(nn.Module):
                 max_batch=max_batch,
                 sample_cache_bytes=sample_cache_bytes,
             )
-            self._port, self.table = open_embedded(cluster, name, build, samples, decode, settings, mode, clock)
+            self._port, self.table = open_embedded(
+                cluster, name, build, samples, decode, settings, mode, clock, self._cache
+            )
         else:
             self._port, self.table = open_remote(cluster, name, dim, mode, Freshness(expire_seconds, max_version_lag))
         stream = cluster.write_stream
