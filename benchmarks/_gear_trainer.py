@@ -91,6 +91,7 @@ class GearTrainer:
             gradients_per_id=gradients_per_id,
             ids_per_update=ids_per_update,
             mode=mode,
+            train_mode="never",
             build=lambda: build_dense(blocks, seed),
             samples=data.pictures,
             optimizer=gt.Adam(lr),

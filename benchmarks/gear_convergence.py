@@ -79,7 +79,7 @@ def _result(name: str, ours: list[Curve], theirs: list[Curve]) -> dict[str, Any]
         "rival": "conventional training by as many workers",
         "theirs": round(rival, 2),
         "unit": "points",
-        "ratio": round(mine / rival, 3),
+        "ratio": round(max(mine, 0.01) / max(rival, 0.01), 3),
         "target": None,
     }
 

@@ -8,12 +8,14 @@ geartrain/workers/data/page_views.py for what is real in them). The slow gear ru
 or, with a cluster (geartrain up) and slow gears of their own, which any number of fast gears share:
 
     PYTHONPATH=examples geartrain slowgear --scheduler 127.0.0.1:7000 --name creative \\
-        --module gear_training:build --samples gear_training:samples
+        --module gear_training:build --samples gear_training:samples --optimizer adam:0.001 \\
+        --ids-per-update 128 --train-mode never --expire-seconds 5
     python examples/gear_training.py --scheduler 127.0.0.1:7000
 """
 
 import argparse
 import functools
+import itertools
 import os
 import time
 from pathlib import Path
@@ -77,7 +79,13 @@ def main(arguments: list[str] | None = None) -> float:
     data = page_views()
     torch.manual_seed(0)
     viewer = Viewer(data.num_users, data.num_movies)
-    embedded = {"build": build, "samples": data.pictures.float() / 255, "optimizer": gt.Adam(1e-3)}
+    embedded = {
+        "build": build,
+        "samples": data.pictures.float() / 255,
+        "optimizer": gt.Adam(1e-3),
+        "ids_per_update": BATCH,  # a dense update is worth while for as many ids as a batch has
+        "train_mode": "never",  # no layer of the dense part is another one in training
+    }
     with gt.connect(chosen.scheduler) if chosen.scheduler else gt.local() as cluster:
         image = gt.SlowGear(
             cluster,
@@ -89,11 +97,8 @@ def main(arguments: list[str] | None = None) -> float:
         )
         optimizer, rows = torch.optim.Adam(viewer.parameters(), lr=1e-3), gt.RowOptimizer(image, lr=1e-3)
         started = time.perf_counter()
-        for step, views in enumerate(
-            data.train.batches(BATCH, seed=0, passes=1 + chosen.steps * BATCH // len(data.train))
-        ):
-            if step == chosen.steps:
-                break
+        batches = data.train.batches(BATCH, seed=0, passes=1 + chosen.steps * BATCH // len(data.train))
+        for step, views in enumerate(itertools.islice(batches, chosen.steps)):
             logits = viewer(views.users, views.movies, image(views.images))
             loss = functional.binary_cross_entropy_with_logits(logits, views.labels)
             optimizer.zero_grad()
