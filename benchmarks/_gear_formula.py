@@ -7,8 +7,10 @@ gradients of an id that share one backward pass, of forward and backward:
     speed-up = (s + d) / (s + h + (1 − H) · φ · d + d / M)
 
 The hit rate of an id asked for λ times a second, at random times, with features that live E seconds: after each miss
-come λE hits on average, so H = λE / (1 + λE); an id that occurs R times in all misses once at least, H <= 1 − 1/R.
-Since λ grows as steps get shorter, the two equations are solved together.
+come λE hits on average, so 1 − H = 1 / (1 + λE). Where a backward pass leaves fresh features (``train_mode`` "always"
+or "never"), it saves one miss for M times that the id is asked for: 1 − H = 1 / (1 + λE) − 1 / M. An id that occurs R
+times in all misses once at least: 1 − H >= 1 / R. Since λ grows as steps get shorter, the two equations are solved
+together.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ FORWARD_PART = 1 / 3
 """A backward pass costs about twice its forward."""
 
 
-def hit_rate(per_step: npt.ArrayLike, expire_seconds: float, step_seconds: float, steps: int) -> float:
+def hit_rate(
+    per_step: npt.ArrayLike,
+    expire_seconds: float,
+    step_seconds: float,
+    steps: int,
+    gradients_per_pass: float = float("inf"),
+) -> float:
     """Expected hit rate of a run.
 
     Args:
@@ -28,6 +36,7 @@ def hit_rate(per_step: npt.ArrayLike, expire_seconds: float, step_seconds: float
         expire_seconds: life of a feature.
         step_seconds: of one step.
         steps: of the run; bounds the hits of rare ids.
+        gradients_per_pass: M, if backward passes leave fresh features.
     """
     rates = np.asarray(per_step, np.float64)
     rates = rates[rates > 0]
@@ -35,22 +44,23 @@ def hit_rate(per_step: npt.ArrayLike, expire_seconds: float, step_seconds: float
         return 0.0
     lived = rates * expire_seconds / step_seconds
     asked = rates * steps
-    misses = np.maximum(asked / (1 + lived), -np.expm1(-asked))  # an id that occurs at all misses once
+    stale = np.maximum(1 / (1 + lived) - 1 / gradients_per_pass, 0.0)
+    misses = np.maximum(asked * stale, -np.expm1(-asked))  # an id that occurs at all misses once
     return float(1 - misses.sum() / asked.sum())
 
 
 def speed_up(
-    ratio: float, hits: float, gradients_per_id: int, overhead: float = 0.0, forward: float = FORWARD_PART
+    ratio: float, hits: float, gradients_per_pass: float, overhead: float = 0.0, forward: float = FORWARD_PART
 ) -> float:
     """Steps of gear training in the time of a conventional one; in units of s: ratio = d/s, overhead = h/s."""
-    return (1 + ratio) / (1 + overhead + (1 - hits) * forward * ratio + ratio / gradients_per_id)
+    return (1 + ratio) / (1 + overhead + (1 - hits) * forward * ratio + ratio / gradients_per_pass)
 
 
 def predicted(
     per_step: npt.ArrayLike,
     *,
     ratio: float,
-    gradients_per_id: int,
+    gradients_per_pass: float,
     expire_steps: float,
     steps: int,
     overhead: float = 0.0,
@@ -59,6 +69,6 @@ def predicted(
     """(speed-up, hit rate) with features that live as long as ``expire_steps`` conventional steps."""
     gain = 1.0
     for _ in range(50):  # a contraction: halving towards the new value
-        hits = hit_rate(per_step, expire_steps, 1 / gain, steps)
-        gain = (gain + speed_up(ratio, hits, gradients_per_id, overhead, forward)) / 2
+        hits = hit_rate(per_step, expire_steps, 1 / gain, steps, gradients_per_pass)
+        gain = (gain + speed_up(ratio, hits, gradients_per_pass, overhead, forward)) / 2
     return gain, hits

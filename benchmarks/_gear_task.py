@@ -123,16 +123,25 @@ def blocks_for(ratio: float, data: PageViews, *, rounds: int = 7) -> tuple[int, 
     """
     views = data.train.rows(torch.arange(BATCH))
     pictures = data.pictures[:BATCH]
-    fast_cost, *dense_costs = _least_seconds(
-        [_fast_step(data, views), *(_dense_step(n, pictures) for n in (1, 5))], rounds
-    )
-    block = max((dense_costs[1] - dense_costs[0]) / 4, 1e-9)
-    blocks = max(1, round(1 + (ratio * fast_cost - dense_costs[0]) / block))
-    fast_cost, dense_cost = _least_seconds([_fast_step(data, views), _dense_step(blocks, pictures)], rounds)
-    return blocks, dense_cost / fast_cost
+
+    def measured(*depths: int) -> list[float]:
+        parts = [fast_step(data, views), *(_dense_step(blocks, pictures) for blocks in depths)]
+        alone, *dense = least_seconds(parts, rounds)
+        return [cost / alone for cost in dense]
+
+    shallow, deep = measured(1, 5)
+    blocks = max(1, round(1 + (ratio - shallow) / max((deep - shallow) / 4, 1e-9)))
+    (found,) = measured(blocks)
+    for _ in range(2):  # a shallow and a deep network do not cost the same a block
+        better = max(1, round(blocks * ratio / found))
+        if better == blocks:
+            break
+        blocks, (found,) = better, measured(better)
+    return blocks, found
 
 
-def _least_seconds(steps: Sequence[functools.partial[None]], rounds: int) -> list[float]:
+def least_seconds(steps: Sequence[functools.partial[None]], rounds: int) -> list[float]:
+    """The least seconds of each of ``steps``, which take turns: whatever disturbs a measurement makes it longer."""
     least = [float("inf")] * len(steps)
     for number in range(rounds + 1):
         for place, step in enumerate(steps):
@@ -155,7 +164,8 @@ def _dense_step(blocks: int, pictures: Tensor) -> functools.partial[None]:
     return functools.partial(step)
 
 
-def _fast_step(data: PageViews, views: Views) -> functools.partial[None]:
+def fast_step(data: PageViews, views: Views) -> functools.partial[None]:
+    """A step of the sparse part alone."""
     fast = build_fast(data, 0)
     optimizer = torch.optim.Adam(fast.parameters(), lr=LEARNING_RATE, fused=True)
 

@@ -13,9 +13,12 @@ have their turn.
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ import torch
 from _conventional_gear import ConventionalTrainer
 from _gear_formula import predicted
 from _gear_race import Runner, close, equal_steps, first, keep
-from _gear_task import BATCH, THREADS, blocks_for, page_views, recurring
+from _gear_task import BATCH, THREADS, blocks_for, fast_step, least_seconds, page_views, recurring
 from _gear_trainer import GearTrainer, TrainingClock
 
 from geartrain.workers.data.page_views import PageViews, Views
@@ -41,6 +44,23 @@ THROUGHPUT_IDS = 512
 THROUGHPUT_EXPIRE = 5.0
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What was measured first."""
+
+    blocks: int
+    """Depth of the dense part."""
+    ratio: float
+    """Cost of its step over that of the sparse part."""
+    overhead: float
+    """What gear training adds to a step, likewise."""
+    speed: float
+    """Of the clock."""
+
+    def __str__(self) -> str:
+        return f"dense part {self.ratio:.0f} x the sparse part's cost, clock x {self.speed:.1f}"
+
+
 def results(full: bool = False) -> Iterator[dict[str, Any]]:
     """The cases of ``geartrain bench gear``; ``full`` has four times as many steps."""
     threads = torch.get_num_threads()
@@ -49,9 +69,9 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
         data = page_views()
         blocks, ratio = blocks_for(COST_RATIO, data)
         speed = PAPER_STEP_SECONDS / conventional_step_seconds(data, blocks)
-        setting = f"dense part {ratio:.0f} x the sparse part's cost, clock x {speed:.1f}"
-        yield from throughput(data, blocks, ratio, speed, setting, num_ids=THROUGHPUT_IDS * (4 if full else 1))
-        yield from expiry(data, blocks, ratio, speed, setting, steps=STEPS * (4 if full else 1))
+        costs = Costs(blocks, ratio, gear_overhead(data, blocks), speed)
+        yield from throughput(data, costs, num_ids=THROUGHPUT_IDS * (4 if full else 1))
+        yield from expiry(data, costs, steps=STEPS * (4 if full else 1))
     finally:
         torch.set_num_threads(threads)
 
@@ -67,25 +87,35 @@ def conventional_step_seconds(data: PageViews, blocks: int, rounds: int = 7) -> 
     return statistics.median(taken[1:])
 
 
-def throughput(
-    data: PageViews, blocks: int, ratio: float, speed: float, setting: str, *, num_ids: int
-) -> Iterator[dict[str, Any]]:
+def gear_overhead(data: PageViews, blocks: int, rounds: int = 40) -> float:
+    """What look-up and delivery add to a step of the sparse part, in units of that step: every feature a hit, no
+    gradients due. The least of many, as in :func:`blocks_for`."""
+    views = data.train.rows(torch.arange(BATCH))
+    trainer = GearTrainer(data, TrainingClock(), blocks=blocks, expire_seconds=60.0, gradients_per_id=1 << 30)
+    alone, joined = least_seconds([fast_step(data, views), functools.partial(trainer.step, views)], rounds)
+    trainer.close()
+    return max(0.0, joined / alone - 1)
+
+
+def throughput(data: PageViews, costs: Costs, *, num_ids: int) -> Iterator[dict[str, Any]]:
     """Every id exactly 50 times; what still waits at the end is part of the time."""
     batches = list(recurring(data, num_ids, RECURRENCES, seed=0))
     rows = []
     for gradients_per_id, target in THROUGHPUT:
         runners = [
-            _gear(data, blocks, speed, THROUGHPUT_EXPIRE, gradients_per_id),
-            Runner("conventional", ConventionalTrainer(data, blocks=blocks), TrainingClock(speed)),
+            _gear(data, costs, THROUGHPUT_EXPIRE, gradients_per_id),
+            Runner("conventional", ConventionalTrainer(data, blocks=costs.blocks), TrainingClock(costs.speed)),
         ]
         equal_steps(runners, batches, finish=_flush)
         gear, rival = (runner.seconds for runner in runners)
         hits = runners[0].trainer.hit_rate  # type: ignore[attr-defined]
         close(runners)
-        rows.append(_row(batches, ratio, speed, THROUGHPUT_EXPIRE, gradients_per_id, gear, rival, hits, data))
+        passes = math.ceil(RECURRENCES / gradients_per_id)  # of each id, backward: the last one is not full
+        row = _row(data, batches, costs, THROUGHPUT_EXPIRE, RECURRENCES / passes, gear, rival, hits)
+        rows.append({**row, "M": gradients_per_id})
         yield {
             "case": f"{len(batches)} steps, each of {num_ids} ids {RECURRENCES} times, M={gradients_per_id}, expiry "
-            f"{THROUGHPUT_EXPIRE:g} s (hit rate {hits:.2f}); {setting}",
+            f"{THROUGHPUT_EXPIRE:g} s (hit rate {hits:.2f}); {costs}",
             "ours": round(len(batches) / gear, 1),
             "rival": ConventionalTrainer.name,
             "theirs": round(len(batches) / rival, 1),
@@ -93,29 +123,28 @@ def throughput(
             "ratio": round(rival / gear, 2),
             "target": target,
         }
-    keep("throughput", {"setting": setting, "rows": rows})
+    keep("throughput", {"setting": f"{costs}, overhead {costs.overhead:.2f}", "rows": rows})
 
 
-def expiry(
-    data: PageViews, blocks: int, ratio: float, speed: float, setting: str, *, steps: int
-) -> Iterator[dict[str, Any]]:
+def expiry(data: PageViews, costs: Costs, *, steps: int) -> Iterator[dict[str, Any]]:
     """The paper's Table 2: the same page views at every expiry, and conventionally."""
     batches = first(data.train.batches(BATCH, seed=0, passes=10), steps)
-    runners = [_gear(data, blocks, speed, seconds, EXPIRY_M) for seconds in EXPIRIES]
-    runners.append(Runner("conventional", ConventionalTrainer(data, blocks=blocks), TrainingClock(speed)))
+    runners = [_gear(data, costs, seconds, EXPIRY_M) for seconds in EXPIRIES]
+    rival = ConventionalTrainer(data, blocks=costs.blocks)
+    runners.append(Runner("conventional", rival, TrainingClock(costs.speed)))
     equal_steps(runners, batches)
     seconds = [runner.seconds for runner in runners]
     hits = [runner.trainer.hit_rate for runner in runners[:-1]]  # type: ignore[attr-defined]
     close(runners)
     rows = [
-        _row(batches, ratio, speed, expire, EXPIRY_M, taken, seconds[-1], hit, data)
+        _row(data, batches, costs, expire, EXPIRY_M, taken, seconds[-1], hit)
         for expire, taken, hit in zip(EXPIRIES, seconds, hits, strict=False)
     ]
-    keep("expiry", {"setting": setting, "rows": rows})
+    keep("expiry", {"setting": f"{costs}, overhead {costs.overhead:.2f}", "rows": rows})
     one = EXPIRIES.index(1.0)
     for expire, taken, hit in zip(EXPIRIES, seconds, hits, strict=False):
         yield {
-            "case": f"{steps} steps of page views, M={EXPIRY_M}, expiry {expire:g} s (hit rate {hit:.2f}); {setting}",
+            "case": f"{steps} steps of page views, M={EXPIRY_M}, expiry {expire:g} s (hit rate {hit:.2f}); {costs}",
             "ours": round(taken, 2),
             "rival": "expiry 1 s",
             "theirs": round(seconds[one], 2),
@@ -125,9 +154,9 @@ def expiry(
         }
 
 
-def _gear(data: PageViews, blocks: int, speed: float, expire: float, gradients_per_id: int) -> Runner:
-    clock = TrainingClock(speed)
-    trainer = GearTrainer(data, clock, blocks=blocks, expire_seconds=expire, gradients_per_id=gradients_per_id)
+def _gear(data: PageViews, costs: Costs, expire: float, gradients_per_id: int) -> Runner:
+    clock = TrainingClock(costs.speed)
+    trainer = GearTrainer(data, clock, blocks=costs.blocks, expire_seconds=expire, gradients_per_id=gradients_per_id)
     return Runner(f"expiry {expire:g} s", trainer, clock)
 
 
@@ -137,30 +166,27 @@ def _flush(runner: Runner) -> None:
 
 
 def _row(
+    data: PageViews,
     batches: Sequence[Views],
-    ratio: float,
-    speed: float,
+    costs: Costs,
     expire: float,
-    gradients_per_id: int,
+    gradients_per_pass: float,
     ours: float,
     theirs: float,
     hits: float,
-    data: PageViews,
 ) -> dict[str, float]:
-    """What was measured beside what the formula says of it (without overhead)."""
-    asked = np.bincount(
-        np.concatenate([views.images.unique().numpy() for views in batches]), minlength=len(data.pictures)
-    )
-    step_seconds = theirs / len(batches) * speed
+    """What was measured beside what the formula says of it."""
+    ids = np.concatenate([views.images.unique().numpy() for views in batches])
     gain, hit = predicted(
-        asked / len(batches),
-        ratio=ratio,
-        gradients_per_id=gradients_per_id,
-        expire_steps=expire / step_seconds,
+        np.bincount(ids, minlength=len(data.pictures)) / len(batches),
+        ratio=costs.ratio,
+        gradients_per_pass=gradients_per_pass,
+        expire_steps=expire / (theirs / len(batches) * costs.speed),
         steps=len(batches),
+        overhead=costs.overhead,
     )
     return {
-        "M": gradients_per_id,
+        "M": gradients_per_pass,
         "expire_seconds": expire,
         "steps": len(batches),
         "gear_seconds": round(ours, 3),

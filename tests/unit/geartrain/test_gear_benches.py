@@ -139,9 +139,10 @@ def test_the_formula_agrees_with_a_simulation(benches: Any) -> None:
     assert formula.hit_rate(rates, life, 1.0, steps) == pytest.approx(hits / asked, abs=0.02)
     assert formula.hit_rate([1.0], 1e9, 1.0, 50) == pytest.approx(0.98)
     assert formula.hit_rate([1.0], 0.0, 1.0, 50) == 0.0
-    gain, hit = formula.predicted([0.25], ratio=20, gradients_per_id=16, expire_steps=10, steps=200)
+    assert formula.hit_rate([0.1], 10, 1.0, 50_000, 4) == pytest.approx(1 - (1 / 2 - 1 / 4))
+    gain, hit = formula.predicted([0.25], ratio=20, gradients_per_pass=16, expire_steps=10, steps=200)
     assert gain == pytest.approx(formula.speed_up(20, hit, 16), rel=1e-3)
-    assert hit == pytest.approx(formula.hit_rate([0.25], 10, 1 / gain, 200), rel=1e-3)
+    assert hit == pytest.approx(formula.hit_rate([0.25], 10, 1 / gain, 200, 16), rel=1e-3)
 
 
 @pytest.fixture
