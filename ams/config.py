@@ -244,6 +244,8 @@ class SlowGearConfig(Section):
     """Features more dense updates behind are computed again; None: any will do."""
     gradients_per_id: int = Field(default=16, ge=1)
     """Gradients of an id that make one backward pass."""
+    ids_per_update: int = Field(default=1, ge=1)
+    """Ids with so many gradients that make a dense update worth while; about a batch's."""
     reduction: Literal["mean", "sum"] = "mean"
     """Of those gradients; the mean divides an SGD learning rate by their number."""
     flush_seconds: float | None = Field(default=None, ge=0)

@@ -45,6 +45,9 @@ def slowgear(
     gradients_per_id: Annotated[
         int | None, typer.Option("--gradients-per-id", "-m", help="Gradients of an id that make one backward pass.")
     ] = None,
+    ids_per_update: Annotated[
+        int | None, typer.Option("--ids-per-update", help="Ids with so many that are waited for; about a batch's.")
+    ] = None,
     reduction: Annotated[str | None, typer.Option(help="Of those gradients: mean or sum.")] = None,
     flush_seconds: Annotated[float | None, typer.Option(help="Longest wait of gradients for more of their id.")] = None,
     stale: Annotated[str | None, typer.Option(help="Gradients of old features: apply, scale or drop.")] = None,
@@ -86,6 +89,7 @@ def slowgear(
         expire_seconds=expire_seconds,
         max_version_lag=max_version_lag,
         gradients_per_id=gradients_per_id,
+        ids_per_update=ids_per_update,
         reduction=reduction,
         flush_seconds=flush_seconds,
         stale=stale,

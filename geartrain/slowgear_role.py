@@ -187,6 +187,7 @@ def _settings(config: SlowGearConfig) -> EngineSettings:
         optimizer=optimizer_named(config.optimizer),
         reuse=True,
         gradients_per_id=config.gradients_per_id,
+        ids_per_update=config.ids_per_update,
         reduction=config.reduction,
         flush_seconds=config.flush_seconds,
         stale=config.stale,

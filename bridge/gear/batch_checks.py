@@ -47,6 +47,7 @@ def check_sender(source: str, incarnation: int, sequence: int, lr: float | None)
 def check_settings(
     dim: int,
     gradients_per_id: int,
+    ids_per_update: int,
     reduction: str,
     flush_seconds: float | None,
     stale: str,
@@ -57,6 +58,8 @@ def check_settings(
         raise InvalidArgument(f"dim is {dim}; it must be at least 1")
     if gradients_per_id < 1:
         raise InvalidArgument(f"gradients_per_id is {gradients_per_id}; it must be at least 1")
+    if ids_per_update < 1:
+        raise InvalidArgument(f"ids_per_update is {ids_per_update}; it must be at least 1")
     if reduction not in ("mean", "sum"):
         raise InvalidArgument(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
     if flush_seconds is not None and not flush_seconds >= 0:

@@ -77,12 +77,13 @@ class Mark:
 class BatchState:
     """See the head of this file. Not thread-safe.
 
-    Memory: (4 D + 8 S + 112) bytes a slot.
+    Memory: (4 D + 8 S + 113) bytes a slot.
     """
 
-    def __init__(self, dim: int, gradients_per_id: int) -> None:
+    def __init__(self, dim: int, gradients_per_id: int, ids_per_update: int = 1) -> None:
         self.dim = dim
         self.gradients_per_id = gradients_per_id
+        self.ids_per_update = ids_per_update
         self.number = 0
         """Of the last batch taken."""
         self.taken: Taken | None = None
@@ -103,6 +104,10 @@ class BatchState:
         self._last_add = np.zeros(_FIRST_CAPACITY, np.int64)
         self._first_times = np.zeros(_FIRST_CAPACITY)
         self._is_due = np.zeros(_FIRST_CAPACITY, np.bool_)
+        self._is_full = np.zeros(_FIRST_CAPACITY, np.bool_)
+        """Has M gradients and is not due, for want of company."""
+        self._full_gradients = 0
+        """In those."""
         self._due: list[Slots] = []
         """Slots in the order in which they became due."""
 
@@ -148,8 +153,7 @@ class BatchState:
         already = int(np.count_nonzero(self._is_due[slots]))
         self.fates["due"][column] += already
         self.fates["waiting"][column] += len(ids) - already
-        full = self._counts[slots].sum(1) >= self.gradients_per_id
-        self._make_due(slots[full & ~self._is_due[slots]])
+        self._gather(slots[~self._is_due[slots]])
 
     def close(self, ids: Ids) -> None:
         """Make the batches of these ids due, full or not. Ids without one are left out."""
@@ -264,10 +268,10 @@ class BatchState:
 
     @classmethod
     def from_arrays(
-        cls, arrays: dict[str, npt.NDArray[Any]], values: dict[str, Any], gradients_per_id: int
+        cls, arrays: dict[str, npt.NDArray[Any]], values: dict[str, Any], gradients_per_id: int, ids_per_update: int = 1
     ) -> BatchState:
         """The state that :meth:`arrays` described."""
-        state = cls(values["dim"], gradients_per_id)
+        state = cls(values["dim"], gradients_per_id, ids_per_update)
         for source in values["sources"]:
             state._column(source)
         state.number, state.adds = values["number"], values["adds"]
@@ -280,8 +284,7 @@ class BatchState:
         due = slots[arrays["due"]]
         state._is_due[due] = True
         state._due = [due]
-        full = state._counts[slots].sum(1) >= gradients_per_id  # it may be fewer than when it was written
-        state._make_due(slots[full & ~state._is_due[slots]])
+        state._find_full(slots)
         if "taken" in values:
             taken: dict[str, Any] = {
                 name: arrays[f"taken.{name}"].copy() for name in ("ids", "sums", "counts", "versions")
@@ -317,7 +320,8 @@ class BatchState:
             self._ids[fresh] = ids[new]
             self._sums[fresh], self._counts[fresh], self._last_add[fresh] = 0, 0, 0
             self._versions[fresh] = np.iinfo(np.int64).max
-            self._lrs[fresh], self._first_times[fresh], self._is_due[fresh] = 0, now, False
+            self._lrs[fresh], self._first_times[fresh] = 0, now
+            self._is_due[fresh], self._is_full[fresh] = False, False
             slots[new] = fresh
         return slots
 
@@ -327,12 +331,39 @@ class BatchState:
             return
         self._index.grow(max(2 * have, len(self._index) + count))
         more = self._index.capacity - have
-        for name in ("ids", "sums", "counts", "versions", "lrs", "last_add", "first_times", "is_due"):
+        for name in ("ids", "sums", "counts", "versions", "lrs", "last_add", "first_times", "is_due", "is_full"):
             slab = getattr(self, f"_{name}")
             setattr(self, f"_{name}", np.concatenate([slab, np.zeros((more, *slab.shape[1:]), slab.dtype)]))
 
+    def _gather(self, slots: Slots) -> None:
+        """Of these slots, which are not due and have one gradient more than before, let full ones wait for company."""
+        counts = self._counts[slots].sum(1)
+        full = counts >= self.gradients_per_id
+        if not full.any():
+            return
+        slots, counts = slots[full], counts[full]
+        self._full_gradients += int(np.where(self._is_full[slots], 1, counts).sum())
+        self._is_full[slots] = False
+        if self._full_gradients >= self.ids_per_update * self.gradients_per_id:
+            company = np.flatnonzero(self._is_full) if self._full_gradients > counts.sum() else slots[:0]
+            self._is_full[slots] = True
+            self._make_due(np.concatenate([company, slots]))
+        else:
+            self._is_full[slots] = True
+
+    def _find_full(self, slots: Slots) -> None:
+        """Look anew which of these slots are full; M may have been another one when they were written."""
+        counts = self._counts[slots].sum(1)
+        full = ~self._is_due[slots] & (counts >= self.gradients_per_id)
+        self._is_full[slots] = full
+        self._full_gradients = int(counts[full].sum())
+        if full.any() and self._full_gradients >= self.ids_per_update * self.gradients_per_id:
+            self._make_due(slots[full])
+
     def _make_due(self, slots: Slots) -> None:
         if len(slots):
+            self._full_gradients -= int(self._counts[slots[self._is_full[slots]]].sum())
+            self._is_full[slots] = False
             self._is_due[slots] = True
             self._due.append(slots)
             self._move("waiting", "due", self._counts[slots])

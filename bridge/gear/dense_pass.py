@@ -6,7 +6,7 @@ Legend: B samples of one device batch, D width of a dense feature, K distinct id
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -64,6 +64,9 @@ class DensePass:
         self._samples = samples
         self._autocast = autocast
         self._train_mode = train_mode
+        self.on_recomputed: Callable[[Ids, Tensor], None] | None = None
+        """Given the ids [B] and features [B, D] of every backward pass, unless ``train_mode="backward"`` makes them
+        others than those of :meth:`features`."""
 
     def features(self, ids: Ids) -> tuple[Tensor, dict[int, Failure]]:
         """Compute the features [K, D] float32 of ``ids`` on the device; rows of those that failed are zeros.
@@ -138,6 +141,8 @@ class DensePass:
             grads = torch.autograd.grad(
                 vectors_BD, parameters, gradients_BD.to(self.device, torch.float32) * scale, allow_unused=True
             )
+            if self.on_recomputed is not None and self._train_mode != "backward":
+                self.on_recomputed(ids, vectors_BD.detach())
         found = [grad for grad in grads if grad is not None]
         if found and not bool(torch.stack([torch.isfinite(grad).all() for grad in found]).all()):
             return {}

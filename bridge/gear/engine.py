@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from geartrain.ams.errors import GearUnavailable, InvalidArgument, NotHolder, StaleClient, StateError
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
@@ -131,20 +132,25 @@ class DenseEngine:
         batcher: Batcher,
         *,
         cache: FeatureCache | None = None,
+        near: FeatureCache | None = None,
         acknowledge: Callable[[int], None] | None = None,
         max_wait_seconds: float = 0.0,
         refresh_seconds: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """With ``acknowledge`` (``cluster.acknowledge``, of a stream with a name) dense pushes carry the number of
-        their batch, so that one that is repeated, even by another process, changes nothing. ``max_wait_seconds``: how
-        long a batch of features waits for company."""
+        """``near``: the cache of a fast gear in this process. What a backward pass had to compute again goes into both
+        caches (but see ``train_mode`` of the pass), so that an id whose gradients come in time is seldom computed for
+        its feature alone. With ``acknowledge`` (``cluster.acknowledge``, of a stream with a name) dense pushes carry
+        the number of their batch, so that one that is repeated, even by another process, changes nothing.
+        ``max_wait_seconds``: how long a batch of features waits for company."""
         if not (max_wait_seconds >= 0 and refresh_seconds >= 0):
             raise InvalidArgument(
                 f"max_wait_seconds is {max_wait_seconds}, refresh_seconds {refresh_seconds}; both must be >= 0"
             )
         self.batcher = batcher
         self.cache = cache
+        self._caches = [one for one in (cache, near) if one is not None]
+        dense_pass.on_recomputed = self._keep_recomputed if self._caches else None
         self._pass = dense_pass
         self._dense = dense
         self._acknowledge = acknowledge
@@ -305,6 +311,11 @@ class DenseEngine:
                 self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
                 self._refresh(needed=True)
             return failures
+
+    def _keep_recomputed(self, ids: Ids, vectors_BD: Tensor) -> None:
+        reply = self._reply(ids, vectors_BD.cpu().numpy(), {})
+        for cache in self._caches:
+            cache.insert(ids, as_features(reply, np.ones(len(ids), np.bool_)))
 
     def _refresh(self, *, needed: bool = False) -> None:
         now = self._clock()

@@ -1,8 +1,13 @@
 """Gradients of dense features, collected by id until a backward pass of the dense part pays.
 
 One *gradient* is one (fast gear, step, id): occurrences of an id within a step are summed before they travel. A batch
-is what waits for one id. It is due when it has ``gradients_per_id`` (M) of them, when its first has waited for
-``flush_seconds``, or after ``flush``; what comes until it is taken joins it.
+is what waits for one id. It is full when it has ``gradients_per_id`` (M) of them. Full batches are due when together
+they have those of ``ids_per_update`` ids (times M); any batch is when its first has waited for ``flush_seconds``, or
+after ``flush``. What comes until it is taken joins it.
+
+**Company** (``ids_per_update`` > 1). One dense update is made of what is due together. Few ids in each mean many noisy
+updates between two looks at a feature, all against the same old features, and a learning rate that serves ordinary
+batches overshoots; they also use a device badly. Ids up to the size of an ordinary batch cost no more arithmetic.
 
 **Reduction** (seed 002, section 3.6): ``"mean"`` divides the sum by the number of gradients in the batch. Ordinary
 back-propagation adds the gradients of an id, so with plain SGD a mean of M is the sum at a learning rate divided by M;
@@ -86,6 +91,7 @@ class GradientBatcher:
         dim: int,
         *,
         gradients_per_id: int,
+        ids_per_update: int = 1,
         reduction: Reduction = "mean",
         flush_seconds: float | None = None,
         stale: StaleRule = "apply",
@@ -98,7 +104,8 @@ class GradientBatcher:
 
         Args:
             dim: D.
-            gradients_per_id: M; 1 makes every gradient due at once.
+            gradients_per_id: M; with 1 every batch is full at once.
+            ids_per_update: ids whose full batches make a dense update worth while; 1: none waits for another's.
             reduction: see the head of this file.
             flush_seconds: longest wait for a batch to fill; None: no bound.
             stale: see the head of this file.
@@ -112,14 +119,14 @@ class GradientBatcher:
             InvalidArgument: a value outside its range, or the store holds gradients under this prefix
                 (``restored`` goes on with them).
         """
-        check_settings(dim, gradients_per_id, reduction, flush_seconds, stale, max_gradient_lag)
+        check_settings(dim, gradients_per_id, ids_per_update, reduction, flush_seconds, stale, max_gradient_lag)
         self._gradients_per_id = gradients_per_id
         self._reduction = reduction
         self._flush_seconds = flush_seconds
         self._stale = stale
         self._max_gradient_lag = max_gradient_lag
         self._clock = clock
-        self._state = BatchState(dim, gradients_per_id)
+        self._state = BatchState(dim, gradients_per_id, ids_per_update)
         self._journal = None if store is None else Journal(store, prefix)
         if self._journal is not None and not self._journal.is_empty():
             raise InvalidArgument(
@@ -145,7 +152,7 @@ class GradientBatcher:
         batcher._journal = Journal(store, prefix)
         state, events = batcher._journal.read()
         if state is not None:
-            batcher._state = BatchState.from_arrays(*state, gradients_per_id)
+            batcher._state = BatchState.from_arrays(*state, gradients_per_id, batcher._state.ids_per_update)
         found = batcher._state.dim if state is not None else (events[0][1]["dim"] if events else dim)
         if found != dim:
             raise SpecMismatch(f"the store holds gradients of dim {found} under {prefix!r}; dim is {dim}")

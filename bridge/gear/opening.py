@@ -32,6 +32,7 @@ class EngineSettings:
     reuse: bool = False
     """Open the dense table if it is there."""
     gradients_per_id: int = 16
+    ids_per_update: int = 1
     reduction: Literal["mean", "sum"] = "mean"
     flush_seconds: float | None = None
     stale: Literal["apply", "scale", "drop"] = "apply"
@@ -72,6 +73,7 @@ def open_engine(
     clock: Callable[[], float],
     *,
     cache: FeatureCache | None = None,
+    near: FeatureCache | None = None,
     acknowledge: Callable[[int], None] | None = None,
 ) -> DenseEngine:
     """Attach the module of ``dense_pass`` to the dense table ``name`` and return its engine."""
@@ -83,6 +85,7 @@ def open_engine(
         dense,
         batcher,
         cache=cache,
+        near=near,
         acknowledge=acknowledge,
         max_wait_seconds=settings.max_wait_seconds,
         refresh_seconds=settings.refresh_seconds,
@@ -94,6 +97,7 @@ def batcher_settings(settings: EngineSettings) -> dict[str, Any]:
     """The settings that are the gradient batcher's."""
     return {
         "gradients_per_id": settings.gradients_per_id,
+        "ids_per_update": settings.ids_per_update,
         "reduction": settings.reduction,
         "flush_seconds": settings.flush_seconds,
         "stale": settings.stale,
@@ -110,11 +114,12 @@ def open_embedded(
     settings: EngineSettings,
     mode: Mode,
     clock: Callable[[], float],
+    near: FeatureCache,
 ) -> tuple[GearPort, Table]:
-    """Return a slow gear of this process, and its dense table."""
+    """Return a slow gear of this process, and its dense table; ``near`` is the cache of its fast gear."""
     dense_pass = open_pass(build, samples, decode, settings)
     batcher = GradientBatcher(settings.dim, **batcher_settings(settings), clock=clock)
-    engine = open_engine(cluster, name, dense_pass, batcher, settings, clock)
+    engine = open_engine(cluster, name, dense_pass, batcher, settings, clock, near=near)
     tick_seconds = min(1.0, (settings.flush_seconds or 4.0) / 4)
     return EmbeddedGear(engine, mode=mode, tick_seconds=max(tick_seconds, 0.01)), cluster.table(name)
 

@@ -60,6 +60,7 @@ class SlowGear(nn.Module):
         decode: Decode | None = None,
         optimizer: RowOptimizerSpec | None = None,
         reuse: bool = False,
+        ids_per_update: int = 1,
         reduction: Literal["mean", "sum"] = "mean",
         flush_seconds: float | None = None,
         stale: Literal["apply", "scale", "drop"] = "apply",
@@ -79,13 +80,16 @@ class SlowGear(nn.Module):
         A feature older than ``expire_seconds``, or more than ``max_version_lag`` dense updates behind, is computed
         again; ``cache_ids`` are kept here. ``gradients_per_id`` = M: a backward pass of the dense part for an id waits
         for M gradients and takes their mean (``reduction``; the mean is of M steps, so it divides an SGD learning rate
-        by M against M updates) or sum, or for ``flush_seconds``. ``stale`` and ``max_gradient_lag``: what becomes of
+        by M against M updates) or sum, or for ``flush_seconds``. ``ids_per_update``: full batches of so many ids are
+        waited for before a dense update is made; about the size of a batch makes few good updates instead of many noisy
+        ones (see :mod:`~geartrain.bridge.gear.gradient_batcher`). ``stale`` and ``max_gradient_lag``: what becomes of
         gradients of features too many dense updates old. ``mode="sync"``: ``step()`` returns when the dense updates it
         made due are applied. ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation.
         ``on_missing``: ids without a sample raise (the features of the others are kept for the next call), or are zeros
         that get no gradient. ``optimizer`` (``gt.SGD(0.01)``) belongs to the dense table, which is created, or opened
         with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch``:
-        :class:`~geartrain.bridge.gear.dense_pass.DensePass`.
+        :class:`~geartrain.bridge.gear.dense_pass.DensePass`; with ``"always"`` and ``"never"`` what a backward pass
+        computed again is a fresh feature, too.
 
         Raises InvalidArgument, TableExists, GearUnavailable (no slow gear holds a partition in time).
         """
@@ -113,6 +117,7 @@ class SlowGear(nn.Module):
                 optimizer=optimizer,
                 reuse=reuse,
                 gradients_per_id=gradients_per_id,
+                ids_per_update=ids_per_update,
                 reduction=reduction,
                 flush_seconds=flush_seconds,
                 stale=stale,
@@ -123,7 +128,9 @@ class SlowGear(nn.Module):
                 max_batch=max_batch,
                 sample_cache_bytes=sample_cache_bytes,
             )
-            self._port, self.table = open_embedded(cluster, name, build, samples, decode, settings, mode, clock)
+            self._port, self.table = open_embedded(
+                cluster, name, build, samples, decode, settings, mode, clock, self._cache
+            )
         else:
             self._port, self.table = open_remote(cluster, name, dim, mode, Freshness(expire_seconds, max_version_lag))
         stream = cluster.write_stream

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import re
-import shlex
-import subprocess
-import sys
-import tarfile
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from geartrain.ams.errors import ConfigError, InvalidArgument
 from geartrain.workers.atomic import replacing
+from geartrain.workers.data.packages import Say, download_packages, member_of
 
 REQUIREMENTS = Path(__file__).with_name("fonts.txt")
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +184,9 @@ def _fetch(folder: Path, missing: Sequence[Face], say: Say) -> None:
     say(f"Downloading {len(sizes)} font packages, {sum(sizes.values()):.0f} MB, to {folder}: {', '.join(sizes)}")
     packages = folder / "packages"
     packages.mkdir(parents=True, exist_ok=True)
-    if not _download(list(sizes), packages, say):
+    if not download_packages(list(sizes), REQUIREMENTS, packages, say):
         for package in sizes:  # one that is gone must not take the others with it
-            _download([package], packages, say)
+            download_packages([package], REQUIREMENTS, packages, say)
     for face in missing:
         _take_out(packages, folder, face)
     for archive in packages.iterdir():
@@ -201,31 +194,10 @@ def _fetch(folder: Path, missing: Sequence[Face], say: Say) -> None:
     packages.rmdir()
 
 
-def pinned_requirements(text: str) -> Mapping[str, str]:
-    """Package name -> its whole line of a requirements file."""
-    lines = (line.strip() for line in text.splitlines())
-    return {re.split(r"[=<>~! ]", line, maxsplit=1)[0]: line for line in lines if line and not line.startswith("#")}
-
-
-def _download(names: Sequence[str], packages: Path, say: Say) -> bool:
-    pinned = pinned_requirements(REQUIREMENTS.read_text(encoding="utf-8"))
-    wanted = packages / "wanted.txt"
-    wanted.write_text("\n".join(pinned[name] for name in names) + "\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--require-hashes", "--dest", str(packages), "--requirement", str(wanted)]
-    command += shlex.split(os.environ.get("PIP_ARGS", ""))
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wanted.unlink()
-    if result.returncode != 0:
-        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or [result.stderr.strip()]
-        say(f"pip could not download {', '.join(names)}: {lines[-1]}")
-    return result.returncode == 0
-
-
 def _take_out(packages: Path, folder: Path, face: Face) -> None:
     """Copy a face's font out of whichever archive holds it, if one does."""
     for archive in sorted(packages.iterdir()):
-        content = _member(archive, face.member)
+        content = member_of(archive, face.member)
         if content is None:
             continue
         found = hashlib.sha256(content).hexdigest()
@@ -237,17 +209,3 @@ def _take_out(packages: Path, folder: Path, face: Face) -> None:
         with replacing(_cached(folder, face)) as temporary:
             temporary.write_bytes(content)
         return
-
-
-def _member(archive: Path, ending: str) -> bytes | None:
-    """The content of the first file in a wheel or sdist whose path ends so."""
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            return next((wheel.read(name) for name in wheel.namelist() if name.endswith(ending)), None)
-    if archive.name.endswith(".tar.gz"):
-        with tarfile.open(archive) as sdist:
-            for member in sdist:
-                file = sdist.extractfile(member) if member.isfile() and member.name.endswith(ending) else None
-                if file is not None:
-                    return file.read()
-    return None

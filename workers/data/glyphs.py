@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from geartrain.ams.errors import ConfigError
-from geartrain.workers.data.fonts import CLASSES_FACE, find_fonts
+from geartrain.workers.data.fonts import CLASSES_FACE, FACES, find_fonts
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.data.render import RenderedFace, render_faces
 
@@ -30,6 +30,13 @@ def load_glyphs(cache: Path, size: int, num_classes: int | None, console: Consol
     """Fetch the fonts, draw them, and gather the images of ``num_classes`` classes (all by default)."""
     fonts = find_fonts(cache, say=lambda line: console.print(line, highlight=False))
     return assemble(render_faces(fonts, cache, size, console), num_classes)
+
+
+def load_face(cache: Path, size: int, console: Console) -> RenderedFace:
+    """Only the face whose characters are the classes: one font to fetch, one image a class."""
+    faces = [face for face in FACES if face.name == CLASSES_FACE]
+    fonts = find_fonts(cache, faces, say=lambda line: console.print(line, highlight=False))
+    return render_faces(fonts, cache, size, console)[0]
 
 
 def assemble(faces: list[RenderedFace], num_classes: int | None) -> GlyphData:

@@ -74,6 +74,64 @@ def test_the_mean_of_m_gradients_is_due() -> None:
     assert one.due() is None and one.account() == Account(received=4, waiting=2, applied=2)
 
 
+def test_full_batches_wait_for_company() -> None:
+    one = batcher(2, ids_per_update=3, reduction="sum")
+    add(one, 1, {7: 1.0, 8: 1.0, 9: 1.0, 10: 1.0})
+    add(one, 2, {7: 1.0, 8: 1.0})
+    assert one.due() is None and one.account() == Account(received=6, waiting=6)
+    add(one, 3, {9: 1.0})
+    assert of(taken(one)) == {7: (2.0, 2), 8: (2.0, 2), 9: (2.0, 2)}
+    assert one.account() == Account(received=7, waiting=1, due=6)
+
+
+def test_few_ids_that_recur_do_not_wait_for_others_for_ever() -> None:
+    one = batcher(2, ids_per_update=3, reduction="sum")
+    for sequence in range(1, 6):
+        add(one, sequence, {7: 1.0})
+        assert one.due() is None
+    add(one, 6, {7: 1.0})
+    assert of(taken(one)) == {7: (6.0, 6)}
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_company_is_found_again_after_a_restart(compacted: bool) -> None:
+    store = MemoryStore()
+    one = batcher(2, ids_per_update=2, store=store)
+    for sequence, values in enumerate([{7: 1.0, 8: 1.0}, {7: 1.0}], 1):
+        add(one, sequence, values)
+    if compacted:
+        one._journal.compact(*one._state.arrays())
+    again = GradientBatcher.restored(store, DIM, gradients_per_id=2, ids_per_update=2)
+    assert again.due() is None
+    add(again, 3, {8: 1.0})
+    assert of(taken(again)) == {7: (1.0, 2), 8: (1.0, 2)}
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_restart_that_asks_for_less_company_does_not_leave_full_batches_behind(compacted: bool) -> None:
+    store = MemoryStore()
+    one = batcher(2, ids_per_update=3, store=store)
+    for sequence, values in enumerate([{7: 1.0, 8: 1.0}, {7: 1.0}], 1):
+        add(one, sequence, values)
+    if compacted:
+        one._journal.compact(*one._state.arrays())
+    alone = GradientBatcher.restored(store, DIM, gradients_per_id=2)
+    add(alone, 3, {8: 1.0})
+    assert of(taken(alone)) == {7: (1.0, 2), 8: (1.0, 2)}
+
+
+def test_a_flush_waits_for_no_company() -> None:
+    one = batcher(2, ids_per_update=5)
+    add(one, 1, {7: 1.0, 8: 1.0})
+    add(one, 2, {7: 1.0})
+    one.flush()
+    assert of(taken(one)) == {7: (1.0, 2), 8: (1.0, 1)}
+    one.done(1)
+    add(one, 3, {7: 1.0})
+    add(one, 4, {7: 1.0})
+    assert one.due() is None
+
+
 def test_a_sum_stays_a_sum() -> None:
     one = batcher(2, reduction="sum")
     add(one, 1, {8: 1.0})
@@ -298,6 +356,8 @@ def test_wrong_arguments_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
+        ({"ids_per_update": 0}, "ids_per_update is 0"),
+        ({"ids_per_update": 0}, "ids_per_update is 0"),
         ({"gradients_per_id": 0}, "gradients_per_id is 0"),
         ({"reduction": "max"}, "reduction is 'max'"),
         ({"flush_seconds": -1}, "flush_seconds is -1"),

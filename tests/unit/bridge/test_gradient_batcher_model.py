@@ -65,16 +65,23 @@ class Call:
 class BatcherMachine(RuleBasedStateMachine):
     @initialize(
         gradients_per_id=st.integers(1, 3),
+        ids_per_update=st.sampled_from([1, 1, 2, 4]),
         reduction=st.sampled_from(["mean", "sum"]),
         flush_seconds=st.sampled_from([None, 0.0, 5.0]),
         stale=st.sampled_from([("apply", None), ("scale", None), ("drop", 1)]),
     )
     def begin(
-        self, gradients_per_id: int, reduction: str, flush_seconds: float | None, stale: tuple[str, int | None]
+        self,
+        gradients_per_id: int,
+        ids_per_update: int,
+        reduction: str,
+        flush_seconds: float | None,
+        stale: tuple[str, int | None],
     ) -> None:
         self.now = 1000.0
         self.settings: dict[str, Any] = {
             "gradients_per_id": gradients_per_id,
+            "ids_per_update": ids_per_update,
             "reduction": reduction,
             "flush_seconds": flush_seconds,
             "stale": stale[0],
@@ -153,7 +160,11 @@ class BatcherMachine(RuleBasedStateMachine):
                 factor = 1 / (1 + lag) if self.settings["stale"] == "scale" else 1.0
                 batch = self.batches.setdefault(one, Batch(self.now))
                 batch.gradients.append(Gradient(call.source, factor * row.astype(np.float64)))
-                batch.is_due |= len(batch.gradients) >= self.settings["gradients_per_id"]
+        least = self.settings["gradients_per_id"]
+        full = [b for b in self.batches.values() if not b.is_due and len(b.gradients) >= least]
+        if sum(len(batch.gradients) for batch in full) >= self.settings["ids_per_update"] * least:
+            for batch in full:
+                batch.is_due = True
 
     @rule(source=st.sampled_from(SOURCES))
     def retry(self, source: str) -> None:

@@ -106,6 +106,45 @@ def test_conventional_training_is_a_setting(cluster: gt.Cluster, optimizer: str,
     image.close()
 
 
+@pytest.mark.parametrize(("train_mode", "forwards"), [("never", 2), ("always", 2), ("backward", 3)])
+def test_what_a_backward_pass_computed_again_is_not_computed_once_more(
+    cluster: gt.Cluster, train_mode: str, forwards: int
+) -> None:
+    now = [1000.0]
+    made: list[nn.Module] = []
+    counted: list[int] = []
+
+    def building() -> nn.Module:
+        made.append(build())
+        made[0].register_forward_hook(lambda _, inputs, __: counted.append(len(inputs[0])))
+        return made[0]
+
+    image = slow_gear(
+        cluster,
+        build=building,
+        train_mode=train_mode,
+        expire_seconds=5.0,
+        gradients_per_id=1,
+        mode="sync",
+        clock=lambda: now[0],
+    )
+    rows = gt.RowOptimizer(image)
+    ids = torch.tensor([1, 2])
+    image(ids).sum().backward()
+    before = made[0](SAMPLES[ids]).detach()
+    counted.pop()
+    now[0] += 4
+    rows.step()
+    now[0] += 4
+    again = image(ids)
+    assert len(counted) == forwards
+    if train_mode != "backward":
+        torch.testing.assert_close(again, before)
+    now[0] += 4
+    torch.testing.assert_close(image(ids), made[0](SAMPLES[ids]))
+    image.close()
+
+
 def slow_gear(cluster: gt.Cluster, **settings: Any) -> gt.SlowGear:
     given: dict[str, Any] = {"dim": DIM, "build": build, "samples": SAMPLES, "optimizer": gt.SGD(0.1)}
     return gt.SlowGear(cluster, "image", **(given | settings))

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from geartrain.ams.errors import ConfigError, InvalidArgument
-from geartrain.workers.data import fonts
-from geartrain.workers.data.fonts import CLASSES_FACE, FACES, Face, SystemFont, find_fonts, pinned_requirements
+from geartrain.workers.data import fonts, packages
+from geartrain.workers.data.fonts import CLASSES_FACE, FACES, Face, SystemFont, find_fonts
+from geartrain.workers.data.packages import download_packages, pinned_requirements
 
 CONTENT = b"the bytes of a font"
 
@@ -33,7 +34,7 @@ def no_network(*_: object) -> bool:
 
 
 def package_with(content: bytes) -> object:
-    def download(_names: object, packages: Path, _say: object) -> bool:
+    def download(_names: object, _requirements: object, packages: Path, _say: object) -> bool:
         with zipfile.ZipFile(packages / "plain_font-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr("plain_font/Plain.ttf", content)
         return True
@@ -62,19 +63,19 @@ def test_every_face_is_pinned_to_a_version_and_a_hash() -> None:
 
 
 def test_a_font_is_taken_out_of_its_package_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_download", package_with(CONTENT))
+    monkeypatch.setattr(fonts, "download_packages", package_with(CONTENT))
     said: list[str] = []
     (found,) = find_fonts(tmp_path, [face()], said.append)
     assert found.path.read_bytes() == CONTENT
     assert "1 MB" in said[0] and "plain-font" in said[0]
-    monkeypatch.setattr(fonts, "_download", no_network)
+    monkeypatch.setattr(fonts, "download_packages", no_network)
     assert find_fonts(tmp_path, [face()], said.append) == [found]
     assert len(said) == 1
     assert [path.name for path in (tmp_path / "fonts").iterdir()] == ["plain.ttf"]
 
 
 def test_a_package_with_another_font_inside_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_download", package_with(b"another font"))
+    monkeypatch.setattr(fonts, "download_packages", package_with(b"another font"))
     with pytest.raises(InvalidArgument, match="pinned"):
         find_fonts(tmp_path, [face()], quiet)
     assert not (tmp_path / "fonts" / "plain.ttf").exists()
@@ -88,7 +89,7 @@ def test_a_cached_font_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_system_font_stands_in_for_a_package_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_download", no_network)
+    monkeypatch.setattr(fonts, "download_packages", no_network)
     installed = tmp_path / "System.ttc"
     installed.write_bytes(b"a system font")
     wanted = face(system=SystemFont(path=installed, index=2, package="fonts-plain"))
@@ -99,7 +100,7 @@ def test_a_system_font_stands_in_for_a_package_that_is_gone(tmp_path: Path, monk
 
 
 def test_without_any_font_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_download", no_network)
+    monkeypatch.setattr(fonts, "download_packages", no_network)
     wanted = face(system=SystemFont(path=tmp_path / "absent.ttc", index=0, package="fonts-plain"))
     with pytest.raises(ConfigError, match="apt-get install fonts-plain"):
         find_fonts(tmp_path, [wanted], quiet)
@@ -117,9 +118,9 @@ def test_pip_is_given_the_users_arguments(tmp_path: Path, monkeypatch: pytest.Mo
         return Result()
 
     monkeypatch.setenv("PIP_ARGS", "--index-url 'https://mirror.invalid/a b'")
-    monkeypatch.setattr(fonts.subprocess, "run", run)
+    monkeypatch.setattr(packages.subprocess, "run", run)
     said: list[str] = []
-    assert not fonts._download(["japanize-matplotlib"], tmp_path, said.append)
+    assert not download_packages(["japanize-matplotlib"], fonts.REQUIREMENTS, tmp_path, said.append)
     assert commands[0][-2:] == ["--index-url", "https://mirror.invalid/a b"]
     assert "--require-hashes" in commands[0]
     assert "no such index" in said[0]
