@@ -121,7 +121,8 @@ class DenseEngine:
 
     Thread-safe. Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward
     and backward of the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes). Other slow
-    gears' updates are looked for at most every ``refresh_seconds``.
+    gears' updates are looked for at most every ``refresh_seconds``; with 0 before features are computed, not before
+    backward passes, so that slow gears which serve one step take its gradients at the weights of its features.
     """
 
     def __init__(
@@ -295,8 +296,9 @@ class DenseEngine:
             raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
-        with self._pass.lock:
-            self._refresh()
+        if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
+            with self._pass.lock:
+                self._refresh()
         failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
         with self._pass.lock:
             if self._acknowledge is not None:  # earlier numbers are done with

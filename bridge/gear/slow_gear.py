@@ -26,6 +26,7 @@ from geartrain.bridge.gear.engine import as_features
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.opening import EngineSettings, open_embedded, open_remote
 from geartrain.bridge.gear.samples import Decode, SampleSource
+from geartrain.bridge.heads.eager import runs_eagerly
 
 _NO_FEATURE = -1
 """In place of the dense version of a feature that is not there."""
@@ -125,11 +126,13 @@ class SlowGear(nn.Module):
             )
             self._port, self.table = open_embedded(cluster, name, build, samples, decode, settings, mode, clock)
         else:
-            self._port, self.table = open_remote(cluster, name, dim, mode, Freshness(expire_seconds, max_version_lag))
+            fresh = Freshness(expire_seconds, max_version_lag)
+            self._port, self.table = open_remote(cluster, name, dim, mode, fresh, gradients_per_id)
         stream = cluster.write_stream
         self._source = f"{stream.name}/gear/{name}"
         self.row_update = GearUpdate(self.table, self._port, self._source, stream.incarnation)
 
+    @runs_eagerly
     def forward(self, ids: Tensor) -> Tensor:
         """Dense features of ``ids`` int64 [...] (any shape, any device) -> [..., D] float32 on their device.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.errors import InvalidArgument, InvalidIds, NonFinite, SampleDamaged, SampleNotFound, SpecMismatch
+from geartrain.bridge.gear.gear_update import GearGradient
 
 DIM, IDS = 4, 12
 SAMPLES = torch.randn(IDS, 6, generator=torch.Generator().manual_seed(5))
@@ -262,6 +263,15 @@ def test_grad_scaler_clipping_and_micro_batches_work_as_for_heads(cluster: gt.Cl
         for parameter in dense.parameters():
             parameter -= 0.1 * parameter.grad
     torch.testing.assert_close(image(torch.arange(IDS)).detach(), dense(SAMPLES).detach())
+
+
+def test_micro_batches_sum_the_gradients_of_an_id_and_keep_its_oldest_version() -> None:
+    first = GearGradient(np.array([4, 2]), torch.tensor([[1.0], [2.0]]), np.array([7, 3]))
+    first.merge(GearGradient(np.array([2, 9]), torch.tensor([[5.0], [6.0]]), np.array([5, 1])))
+    order = np.argsort(first.ids)
+    assert first.ids[order].tolist() == [2, 4, 9] and first.versions[order].tolist() == [3, 7, 1]
+    assert first.gradients_KD[torch.from_numpy(order), 0].tolist() == [7.0, 1.0, 6.0]
+    assert first.squared_norm() == 1.0 + 49.0 + 36.0
 
 
 def test_without_training_there_is_no_gradient(cluster: gt.Cluster) -> None:

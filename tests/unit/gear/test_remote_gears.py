@@ -198,6 +198,20 @@ def test_one_that_lost_the_answer_but_lives_counts_once() -> None:
     assert [call for call in gears.calls if call[0] == "b"] == [("b", "fast", "")] * 2
 
 
+def test_one_that_lost_the_answer_and_a_partition_counts_once() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+
+    def on_look() -> None:
+        gears.dead.clear()
+        gears.holders[gears.holders.index("b")] = "a"
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+
+
 def test_one_that_died_before_it_counted_is_replaced() -> None:
     gears = Gears("a", "b", "c")
     port = remote(gears)
@@ -255,6 +269,15 @@ def test_an_error_of_the_slow_gear_is_the_callers() -> None:
     port._carriers["a"].deliver = refuse  # type: ignore[method-assign]
     with pytest.raises(NonFinite):
         port.deliver(delivery(1))
+
+
+def test_after_a_restore_the_dense_version_is_the_lower_one() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    port.features(IDS)
+    assert port.dense_version == 7
+    port.account("fast")  # they say 5 now
+    assert port.dense_version == 5
 
 
 def test_no_slow_gear_or_one_of_another_width_is_named() -> None:
