@@ -78,6 +78,8 @@ class _Part:
     positions: Positions
     former: str = ""
     """The slow gear that it was sent to before, whose batches ``address`` has now."""
+    is_again: bool = False
+    """It was sent before under this name and number."""
 
 
 class RemoteGears:
@@ -181,7 +183,7 @@ class RemoteGears:
                 refused = []
                 for part, call in calls:
                     try:
-                        self._taken(part.address, call())
+                        self._taken(part, call(), delivery.sequence)
                         parts.remove(part)
                     except _PASSING as exc:
                         patience.note(exc)
@@ -293,8 +295,15 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, address: str | None, taken: Taken) -> None:
-        self._heard(address, taken.dense_version)
+    def _taken(self, part: _Part, taken: Taken, sequence: int) -> None:
+        self._heard(part.address, taken.dense_version)
+        if taken.is_repeat and not part.is_again:
+            logger.warning(
+                "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
+                "twice. Go on at its step (load_state_dict of the SlowGear), or take another stream name",
+                sequence,
+                part.source,
+            )
         self._ledger.note(taken.journal, taken.account)
 
     def _again(self, part: _Part, ids: Ids, is_refused: bool) -> Iterable[_Part]:
@@ -302,12 +311,12 @@ class RemoteGears:
         if part.address is None:
             return self._cut(part.source, ids, part.positions)
         if part.former:
-            return [replace(part, address=self._heir_of(part.former))]
+            return [replace(part, address=self._heir_of(part.former), is_again=True)]
         if part.address in self._addresses():
             if not is_refused:
-                return [part]  # perhaps it has it
+                return [replace(part, is_again=True)]  # perhaps it has it
         elif self._is_durable:
-            return [replace(part, address=self._heir_of(part.address), former=part.address)]
+            return [replace(part, address=self._heir_of(part.address), former=part.address, is_again=True)]
         anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions)
         return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
 

@@ -6,6 +6,7 @@ Legend: D width of a dense feature, K distinct ids, N ids of a call.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -130,6 +131,8 @@ class SlowGear(nn.Module):
             self._port, self.table = open_remote(cluster, name, dim, mode, fresh, gradients_per_id)
         stream = cluster.write_stream
         self._source = f"{stream.name}/gear/{name}"
+        if not stream.is_named:  # nobody goes on in its place, also not a second SlowGear of this process
+            self._source += f"/{uuid.uuid4().hex[:8]}"
         self.row_update = GearUpdate(self.table, self._port, self._source, stream.incarnation)
 
     @runs_eagerly
