@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.errors import GearUnavailable, InvalidArgument, NotHolder, StaleClient, StateError
+from geartrain.ams.errors import (
+    GearUnavailable,
+    InvalidArgument,
+    NonFinite,
+    NotHolder,
+    StaleClient,
+    StateError,
+    StoreUnavailable,
+)
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
@@ -41,6 +49,10 @@ class DenseTable(Protocol):
 
     def refresh(self) -> bool:
         """Pull the weights if they have changed."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, and a push that failed."""
         ...
 
     def push(self, sequence: int | None = None, *, lr: float | None = None) -> Any:
@@ -183,11 +195,15 @@ class DenseEngine:
         if self.cache is None:
             return self._asked.ask(ids)
         now, version = self._clock(), self.dense_version
-        found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        try:
+            found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        except (StateError, StoreUnavailable) as exc:
+            logger.warning("features are computed, not looked up: %s", exc)
+            return self._asked.ask(ids)
         if freshness.max_age_seconds is not None:
-            hit = hit & (freshness.max_age_seconds > now - found.times)
+            hit = hit & (freshness.max_age_seconds > np.abs(now - found.times))
         if freshness.max_version_lag is not None:
-            hit = hit & (freshness.max_version_lag >= version - found.versions)
+            hit = hit & (freshness.max_version_lag >= np.abs(version - found.versions))
         if hit.all():
             return FeatureReply(
                 vectors_KD=found.vectors.numpy(),
@@ -304,13 +320,17 @@ class DenseEngine:
             if self._acknowledge is not None:  # earlier numbers are done with
                 self._acknowledge(batch.number)
             if len(failures) < len(batch.ids):
-                self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                try:
+                    self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
+                    self._dense.zero_grad()
+                    return failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}
                 self._refresh(needed=True)
             return failures
 
     def _refresh(self, *, needed: bool = False) -> None:
         now = self._clock()
-        if needed or self._refreshed is None or now - self._refreshed >= self._refresh_seconds:
+        if needed or self._refreshed is None or abs(now - self._refreshed) >= self._refresh_seconds:
             self._dense.refresh()
             self._refreshed = now
 
@@ -322,7 +342,10 @@ class DenseEngine:
         reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)
-            self.cache.insert(ids[good], as_features(reply, good))
+            try:
+                self.cache.insert(ids[good], as_features(reply, good))
+            except (StateError, StoreUnavailable) as exc:
+                logger.warning("features are not kept: %s", exc)
         return reply
 
     def _reply(
