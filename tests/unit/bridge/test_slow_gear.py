@@ -316,7 +316,8 @@ def test_its_state_is_its_name_and_step(cluster: gt.Cluster) -> None:
         ({"on_missing": "skip"}, "on_missing is 'skip'"),
         ({"mode": "later"}, "mode 'later'"),
         ({"samples": None}, "both build= and samples="),
-        ({"samples": None, "build": None}, "no slow gears"),
+        ({"samples": None, "build": None, "optimizer": None}, "no slow gears"),
+        ({"samples": None, "build": None, "stale": "drop"}, "optimizer, stale: .*slowgear --optimizer --stale'"),
         ({"gradients_per_id": 0}, "gradients_per_id is 0"),
         ({"expire_seconds": -1.0}, "expire_seconds is -1.0"),
         ({"train_mode": "often"}, "train_mode is 'often'"),
@@ -334,3 +335,22 @@ def test_wrong_settings_are_named(cluster: gt.Cluster, settings: dict[str, Any],
 def test_wrong_ids_are_named(cluster: gt.Cluster, ids: Any) -> None:
     with pytest.raises(InvalidIds):
         slow_gear(cluster)(ids)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_features_are_where_the_ids_are_and_training_is_the_same(cluster: gt.Cluster) -> None:
+    losses = []
+    for name, device in (("cpu", "cpu"), ("cuda", "cuda")):
+        image = gt.SlowGear(
+            cluster, name, dim=DIM, build=build, samples=SAMPLES, optimizer=gt.SGD(0.1), device=device, **CONVENTIONAL
+        )
+        rows, found = gt.RowOptimizer(image), []
+        for ids, targets in batches(5):
+            features = image(ids.to(device))
+            assert features.device.type == device
+            loss = loss_of(fast_part().to(device), features, targets.to(device))
+            loss.backward()
+            rows.step()
+            found.append(loss.item())
+        losses.append(found)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
