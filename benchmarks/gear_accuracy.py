@@ -27,7 +27,7 @@ GRADIENTS_PER_ID = 4
 SPEED_UPS = {4: 2.5, 16: 5.0}
 """M -> what gear.py promises."""
 EXPIRE_SECONDS = 5.0
-SECONDS = 25.0
+SECONDS = 30.0
 TESTS = 10
 SEEDS = 5
 STEPS = 600

@@ -16,8 +16,8 @@ from _gear_task import THREADS
 from _halves_task import BATCH, NUM_CLASSES, convergence
 from gear import EXPIRIES, PAPER_STEP_SECONDS
 
-ROUNDS = 300
-TEST_EVERY = 30
+ROUNDS = 400
+TEST_EVERY = 40
 GRADIENTS_PER_ID = 4
 WORKERS = (1, 2, 4)
 WORKERS_EXPIRE_SECONDS = 20.0

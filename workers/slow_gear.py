@@ -96,13 +96,15 @@ class SlowGearHandler:
 
     def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
         """See :class:`GearHandler`."""
+        is_repeat = False
         if former:
             if self._heirs is None:
                 raise NotHolder(f"this slow gear takes over nothing, so it has not what {former} left")
             self._heirs.deliver(former, delivery)
         else:
             with self._counted():
-                if not self._engine.has_counted(delivery):
+                is_repeat = self._engine.has_counted(delivery)
+                if not is_repeat:
                     self._partitions.require(delivery.ids)
                 self._engine.add(delivery)
                 if wait:
@@ -111,7 +113,12 @@ class SlowGearHandler:
                     self._worker.wake()
                     self._worker.wait_until_due(MAX_DUE)
         family = family_of(delivery.source)
-        return Taken(account=self._account(family), dense_version=self.dense_version, journal=self._journal)
+        return Taken(
+            account=self._account(family),
+            dense_version=self.dense_version,
+            journal=self._journal,
+            is_repeat=is_repeat,
+        )
 
     def flush(self) -> None:
         """See :class:`GearHandler`."""

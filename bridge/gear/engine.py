@@ -17,7 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import GearUnavailable, InvalidArgument, NotHolder, StaleClient, StateError
+from geartrain.ams.errors import (
+    GearUnavailable,
+    InvalidArgument,
+    NonFinite,
+    NotHolder,
+    StaleClient,
+    StateError,
+    StoreUnavailable,
+)
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
@@ -42,6 +50,10 @@ class DenseTable(Protocol):
 
     def refresh(self) -> bool:
         """Pull the weights if they have changed."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, and a push that failed."""
         ...
 
     def push(self, sequence: int | None = None, *, lr: float | None = None) -> Any:
@@ -122,7 +134,8 @@ class DenseEngine:
 
     Thread-safe. Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward
     and backward of the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes). Other slow
-    gears' updates are looked for at most every ``refresh_seconds``.
+    gears' updates are looked for at most every ``refresh_seconds``; with 0 before features are computed, not before
+    backward passes, so that slow gears which serve one step take its gradients at the weights of its features.
     """
 
     def __init__(
@@ -188,11 +201,15 @@ class DenseEngine:
         if self.cache is None:
             return self._asked.ask(ids)
         now, version = self._clock(), self.dense_version
-        found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        try:
+            found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        except (StateError, StoreUnavailable) as exc:
+            logger.warning("features are computed, not looked up: %s", exc)
+            return self._asked.ask(ids)
         if freshness.max_age_seconds is not None:
-            hit = hit & (freshness.max_age_seconds > now - found.times)
+            hit = hit & (freshness.max_age_seconds > np.abs(now - found.times))
         if freshness.max_version_lag is not None:
-            hit = hit & (freshness.max_version_lag >= version - found.versions)
+            hit = hit & (freshness.max_version_lag >= np.abs(version - found.versions))
         if hit.all():
             return FeatureReply(
                 vectors_KD=found.vectors.numpy(),
@@ -301,14 +318,19 @@ class DenseEngine:
             raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
-        with self._pass.lock:
-            self._refresh()
+        if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
+            with self._pass.lock:
+                self._refresh()
         failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
         with self._pass.lock:
             if self._acknowledge is not None:  # earlier numbers are done with
                 self._acknowledge(batch.number)
             if len(failures) < len(batch.ids):
-                self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                try:
+                    self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
+                    self._dense.zero_grad()
+                    return failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}
                 self._refresh(needed=True)
             return failures
 
@@ -319,7 +341,7 @@ class DenseEngine:
 
     def _refresh(self, *, needed: bool = False) -> None:
         now = self._clock()
-        if needed or self._refreshed is None or now - self._refreshed >= self._refresh_seconds:
+        if needed or self._refreshed is None or abs(now - self._refreshed) >= self._refresh_seconds:
             self._dense.refresh()
             self._refreshed = now
 
@@ -331,7 +353,10 @@ class DenseEngine:
         reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)
-            self.cache.insert(ids[good], as_features(reply, good))
+            try:
+                self.cache.insert(ids[good], as_features(reply, good))
+            except (StateError, StoreUnavailable) as exc:
+                logger.warning("features are not kept: %s", exc)
         return reply
 
     def _reply(
