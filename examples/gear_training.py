@@ -7,7 +7,7 @@ geartrain/workers/data/page_views.py for what is real in them). The slow gear ru
 
 or, with a cluster (geartrain up) and slow gears of their own, which any number of fast gears share:
 
-    PYTHONPATH=examples geartrain slowgear --scheduler 127.0.0.1:7000 --name creative \\
+    PYTHONPATH=examples geartrain slowgear --scheduler 127.0.0.1:7000 --name creative --dim 64 \\
         --module gear_training:build --samples gear_training:samples --optimizer adam:0.001 \\
         --ids-per-update 128 --train-mode never --expire-seconds 5
     python examples/gear_training.py --scheduler 127.0.0.1:7000

@@ -50,7 +50,7 @@ def main(
 def tables(kept: Path) -> str:
     """Everything that was measured, in Markdown."""
     parts = [_rows(kept, "throughput", "Each id 50 times"), _rows(kept, "expiry", "500 steps of page views by expiry")]
-    parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _killed(kept)]
+    parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _company(kept), _killed(kept)]
     return "\n".join(part for part in parts if part) or "\nNot measured yet: `geartrain bench gear`.\n"
 
 
@@ -94,6 +94,17 @@ def _equal_steps(kept: Path, gradients_per_id: int) -> str:
         f"\n**AUC after {pairs[0][0][1]} steps each**, {len(points)} seeds ({found['setting']}): {means[0]:.2f} "
         f"against {means[1]:.2f}, a difference of {statistics.mean(points):+.2f} ± {error:.2f} points.\n"
     )
+
+
+def _company(kept: Path) -> str:
+    found = load(kept, "company")
+    if found is None:
+        return ""
+    told = "; ".join(
+        f"`ids_per_update={count}`: {version - 1} dense updates, AUC {100 * auc:.2f}"
+        for count, version, auc in found["rows"]
+    )
+    return f"\n**Few large dense updates against many small ones**, {found['steps']} steps, M={found['M']}: {told}.\n"
 
 
 def _killed(kept: Path) -> str:
