@@ -296,12 +296,11 @@ class DenseEngine:
         """What became of the gradients of all series of deliveries of a fast gear; None: of all fast gears."""
         if family is None:
             return self.account()
-        series = [source for source in self.batcher.report()["sources"] if family_of(source) == family]
-        return sum((self.account(source) for source in series), GearAccount())
+        return family_accounts(self.batcher).get(family, GearAccount())
 
-    def families(self) -> list[str]:
-        """The fast gears that have delivered."""
-        return sorted({family_of(source) for source in self.batcher.report()["sources"]})
+    def families(self) -> dict[str, GearAccount]:
+        """What became of the gradients of every fast gear that has delivered."""
+        return family_accounts(self.batcher)
 
     @contextmanager
     def _place_kept(self) -> Iterator[None]:
@@ -363,6 +362,15 @@ class DenseEngine:
             failures=failures,
             dense_version=version,
         )
+
+
+def family_accounts(batcher: Batcher) -> dict[str, GearAccount]:
+    """What became of the gradients of each fast gear, all its series of deliveries together."""
+    found: dict[str, GearAccount] = {}
+    for source in batcher.report()["sources"]:
+        family = family_of(source)
+        found[family] = found.get(family, GearAccount()) + account_of(batcher.account(source))
+    return found
 
 
 def account_of(account: Any) -> GearAccount:
