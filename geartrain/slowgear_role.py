@@ -67,6 +67,7 @@ class SlowGearRole:
             return self._start()
         except BaseException:
             self._opened.close()
+            self._server.stop(0)
             raise
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -91,6 +92,7 @@ class SlowGearRole:
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         partitions = HeldPartitions(streams, before_release=self._flush)
+        self._opened.callback(partitions.leave)
         ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
         dense_pass = self._dense_pass()
