@@ -258,7 +258,7 @@ class DenseEngine:
         """Make one dense update of the gradients that are due; False if there are none.
 
         After an error the batch is still due: the next call repeats it, under its number. GearUnavailable: another
-        process has taken this one's place, and the batch with it.
+        process has taken this one's place, and the batch with it (StaleClient where there is nothing to take).
         """
         with self._applying, self._place_kept():
             batch = self.batcher.due(limit)
@@ -308,6 +308,8 @@ class DenseEngine:
             yield
         except (StaleClient, StateError) as exc:
             self.lost = str(exc)
+            if self._acknowledge is None:  # there is no other process that could go on with it
+                raise
             raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:

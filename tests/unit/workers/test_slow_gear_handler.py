@@ -337,6 +337,7 @@ class Shut(MemoryStore):
 def test_one_that_was_taken_over_knows_that_it_is_lost(cluster: gt.Cluster, then: Callable[[Any], Any]) -> None:
     store = Shut()
     engine = engine_on(cluster, store)
+    engine._acknowledge = lambda _: None
     engine.add(delivery(1))
     store.is_shut = True
     with pytest.raises((NotHolder, GearUnavailable), match="held by another process"):
