@@ -52,7 +52,7 @@ def by_workers(rounds: int, seeds: range, conventional: dict[int, list[Curve]]) 
     for count in WORKERS:
         curves = [_run(count, rounds, WORKERS_EXPIRE_SECONDS, seed) for seed in seeds]
         kept[f"gear, {count}"], kept[f"conventional, {count}"] = curves, conventional[count]
-        yield _result(f"{count} workers, expiry {WORKERS_EXPIRE_SECONDS:g} s", curves, conventional[count])
+        yield _result(f"workers: {count}, expiry {WORKERS_EXPIRE_SECONDS:g} s", curves, conventional[count])
     keep("by_workers", kept)
 
 

@@ -53,9 +53,16 @@ def tables(kept: Path) -> str:
     """Everything that was measured, in Markdown."""
     parts = [_rows(kept, "throughput", "Each id 50 times"), _rows(kept, "expiry", "500 steps of page views by expiry")]
     parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _company(kept), _killed(kept)]
-    return (
-        "\n".join(part for part in parts if part) or "\nNot measured yet: `geartrain bench gear`, then this script.\n"
-    )
+    if not any(parts):
+        return "\nNot measured yet: `geartrain bench gear`, then this script.\n"
+    return "\n".join(part for part in (_machine(kept), *parts) if part)
+
+
+def _machine(kept: Path) -> str:
+    found = load(kept, "machine")
+    if found is None:
+        return ""
+    return f"\n{found['date']}, {found['cpu']}, {found['cores']} cores, torch {found['torch']}.\n"
 
 
 def _rows(kept: Path, name: str, title: str) -> str:
