@@ -10,8 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from _gear_task import THREADS
 from _gear_trainer import TrainingClock
 
+from geartrain.bench import machine
 from geartrain.workers.data.page_views import Views
 
 KEPT = Path(".cache") / "gear"
@@ -129,4 +131,6 @@ def first(batches: Iterator[Views], count: int) -> list[Views]:
 def keep(name: str, value: Any) -> None:
     """Leave a bench's curves for ``scripts/gear_document.py``."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / f"{name}.json").write_text(json.dumps(value, indent=1), encoding="utf-8")
+    told = {**machine(), "date": time.strftime("%Y-%m-%d"), "threads": THREADS}
+    for file, content in ((name, value), ("machine", told)):
+        (KEPT / f"{file}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -141,14 +141,15 @@ def blocks_for(ratio: float, data: PageViews, *, rounds: int = 7) -> tuple[int, 
 
 
 def least_seconds(steps: Sequence[functools.partial[None]], rounds: int) -> list[float]:
-    """The least seconds of each of ``steps``, which take turns: whatever disturbs a measurement makes it longer."""
+    """The least seconds of each of ``steps``, which take turns. Of this thread's computing: another
+    process that wants the same core lengthens the time on the wall far more."""
     least = [float("inf")] * len(steps)
     for number in range(rounds + 1):
         for place, step in enumerate(steps):
-            started = time.perf_counter()
+            started = time.thread_time()
             step()
             if number:  # the first warms up
-                least[place] = min(least[place], time.perf_counter() - started)
+                least[place] = min(least[place], time.thread_time() - started)
     return least
 
 

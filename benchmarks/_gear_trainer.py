@@ -128,6 +128,12 @@ class GearTrainer:
         return test_auc(self._data, self._current, self.fast)
 
     @property
+    def dense_version(self) -> int:
+        """Dense updates made, and the first values."""
+        self._reader.refresh()
+        return self._reader.version
+
+    @property
     def hit_rate(self) -> float:
         """Part of the features that came out of the worker's cache."""
         return float(self.gear.cache.report()["hit_rate"])

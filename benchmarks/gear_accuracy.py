@@ -27,7 +27,7 @@ GRADIENTS_PER_ID = 4
 SPEED_UPS = {4: 2.5, 16: 5.0}
 """M -> what gear.py promises."""
 EXPIRE_SECONDS = 5.0
-SECONDS = 25.0
+SECONDS = 30.0
 TESTS = 10
 SEEDS = 5
 STEPS = 600
@@ -44,6 +44,7 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
         yield from at_equal_time(SECONDS * (4 if full else 1))
         for gradients_per_id in SPEED_UPS if full else [GRADIENTS_PER_ID]:
             yield at_equal_steps(gradients_per_id, SEEDS, STEPS * (2 if full else 1))
+        yield with_company(STEPS)
     finally:
         torch.set_num_threads(threads)
 
@@ -111,15 +112,46 @@ def at_equal_steps(gradients_per_id: int, seeds: int, steps: int) -> dict[str, A
     }
 
 
-def _pair(blocks: int, clock: TrainingClock, seed: int, gradients_per_id: int = GRADIENTS_PER_ID) -> list[Runner]:
-    data = page_views()
-    gear = GearTrainer(
-        data,
+def with_company(steps: int, *, gradients_per_id: int = 16) -> dict[str, Any]:
+    """Dense updates of 128 ids each against one in every step, of the few ids that are ready by then."""
+    clocks = [StepClock(PAPER_STEP_SECONDS / SPEED_UPS[gradients_per_id]) for _ in range(2)]
+    runners = [
+        Runner(f"ids_per_update={count}", _gear(SHALLOW_BLOCKS, clock, 0, gradients_per_id, count), clock)
+        for count, clock in zip((BATCH, 1), clocks, strict=True)
+    ]
+    equal_steps(runners, first(page_views().train.batches(BATCH, seed=0, passes=1000), steps), test_every=steps)
+    updates = [runner.trainer.dense_version for runner in runners]  # type: ignore[attr-defined]
+    close(runners)
+    ours, theirs = (runner.curve[-1][2] for runner in runners)
+    keep(
+        "company", {"steps": steps, "M": gradients_per_id, "rows": [[BATCH, updates[0], ours], [1, updates[1], theirs]]}
+    )
+    return {
+        "case": f"AUC after {steps} steps, M={gradients_per_id}, expiry {EXPIRE_SECONDS:g} s, {updates[0]} updates "
+        f"of {BATCH} ids each",
+        "ours": round(100 * ours, 2),
+        "rival": f"{updates[1]} updates, ids_per_update=1",
+        "theirs": round(100 * theirs, 2),
+        "unit": "points",
+        "ratio": round(ours / theirs, 4),
+        "target": None,
+    }
+
+
+def _gear(blocks: int, clock: TrainingClock, seed: int, gradients_per_id: int, ids_per_update: int) -> GearTrainer:
+    return GearTrainer(
+        page_views(),
         clock,
         blocks=blocks,
         expire_seconds=EXPIRE_SECONDS,
         gradients_per_id=gradients_per_id,
+        ids_per_update=ids_per_update,
         seed=seed,
     )
+
+
+def _pair(blocks: int, clock: TrainingClock, seed: int, gradients_per_id: int = GRADIENTS_PER_ID) -> list[Runner]:
+    data = page_views()
+    gear = _gear(blocks, clock, seed, gradients_per_id, BATCH)
     rival = ConventionalTrainer(data, blocks=blocks, seed=seed)
     return [Runner("gear training", gear, clock), Runner("conventional", rival, TrainingClock())]

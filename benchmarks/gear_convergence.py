@@ -16,8 +16,8 @@ from _gear_task import THREADS
 from _halves_task import BATCH, NUM_CLASSES, convergence
 from gear import EXPIRIES, PAPER_STEP_SECONDS
 
-ROUNDS = 300
-TEST_EVERY = 30
+ROUNDS = 400
+TEST_EVERY = 40
 GRADIENTS_PER_ID = 4
 WORKERS = (1, 2, 4)
 WORKERS_EXPIRE_SECONDS = 20.0
@@ -52,7 +52,7 @@ def by_workers(rounds: int, seeds: range, conventional: dict[int, list[Curve]]) 
     for count in WORKERS:
         curves = [_run(count, rounds, WORKERS_EXPIRE_SECONDS, seed) for seed in seeds]
         kept[f"gear, {count}"], kept[f"conventional, {count}"] = curves, conventional[count]
-        yield _result(f"{count} workers, expiry {WORKERS_EXPIRE_SECONDS:g} s", curves, conventional[count])
+        yield _result(f"workers: {count}, expiry {WORKERS_EXPIRE_SECONDS:g} s", curves, conventional[count])
     keep("by_workers", kept)
 
 

@@ -7,9 +7,9 @@ geartrain/workers/data/page_views.py for what is real in them). The slow gear ru
 
 or, with a cluster (geartrain up) and slow gears of their own, which any number of fast gears share:
 
-    PYTHONPATH=examples geartrain slowgear --scheduler 127.0.0.1:7000 --name creative \\
+    PYTHONPATH=examples geartrain slowgear --scheduler 127.0.0.1:7000 --name creative --dim 64 \\
         --module gear_training:build --samples gear_training:samples --optimizer adam:0.001 \\
-        --ids-per-update 128 --train-mode never --expire-seconds 5
+        --gradients-per-id 4 --ids-per-update 128 --train-mode never
     python examples/gear_training.py --scheduler 127.0.0.1:7000
 """
 
@@ -91,8 +91,9 @@ def main(arguments: list[str] | None = None) -> float:
             cluster,
             "creative",
             dim=DIM,
-            expire_seconds=5,  # a feature is computed again when it is older than that
-            gradients_per_id=16,  # and its gradients go back through the dense part 16 at a time
+            expire_seconds=20,  # a feature is computed again when it is older than that,
+            max_version_lag=4,  # or more dense updates behind;
+            gradients_per_id=4,  # its gradients go back through the dense part four at a time
             **({} if chosen.scheduler else embedded),
         )
         optimizer, rows = torch.optim.Adam(viewer.parameters(), lr=1e-3), gt.RowOptimizer(image, lr=1e-3)

@@ -32,9 +32,11 @@ def main(
 ) -> None:
     """Rewrite the measured part of docs/gear.md and docs/gear-*.svg."""
     mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
-    for name, draw in PLOTS.items():
+    drawn = []
+    for name, (title, draw) in PLOTS.items():
         figure = draw(kept)
         if figure is not None:
+            drawn.append(f"\n![{title}](gear-{name}.svg)\n")
             save(figure, docs / f"gear-{name}.svg")
             if png is not None:
                 png.mkdir(parents=True, exist_ok=True)
@@ -44,14 +46,23 @@ def main(
     text = document.read_text(encoding="utf-8")
     head, rest = text.split(BEGIN, 1)
     _, tail = rest.split(END, 1)
-    document.write_text(head + BEGIN + "\n" + tables(kept) + END + tail, encoding="utf-8")
+    document.write_text(head + BEGIN + "\n" + tables(kept) + "".join(drawn) + "\n" + END + tail, encoding="utf-8")
 
 
 def tables(kept: Path) -> str:
     """Everything that was measured, in Markdown."""
     parts = [_rows(kept, "throughput", "Each id 50 times"), _rows(kept, "expiry", "500 steps of page views by expiry")]
-    parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _killed(kept)]
-    return "\n".join(part for part in parts if part) or "\nNot measured yet: `geartrain bench gear`.\n"
+    parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _company(kept), _killed(kept)]
+    if not any(parts):
+        return "\nNot measured yet: `geartrain bench gear`, then this script.\n"
+    return "\n".join(part for part in (_machine(kept), *parts) if part)
+
+
+def _machine(kept: Path) -> str:
+    found = load(kept, "machine")
+    if found is None:
+        return ""
+    return f"\n{found['date']}, {found['cpu']}, {found['cores']} cores, torch {found['torch']}.\n"
 
 
 def _rows(kept: Path, name: str, title: str) -> str:
@@ -94,6 +105,17 @@ def _equal_steps(kept: Path, gradients_per_id: int) -> str:
         f"\n**AUC after {pairs[0][0][1]} steps each**, {len(points)} seeds ({found['setting']}): {means[0]:.2f} "
         f"against {means[1]:.2f}, a difference of {statistics.mean(points):+.2f} ± {error:.2f} points.\n"
     )
+
+
+def _company(kept: Path) -> str:
+    found = load(kept, "company")
+    if found is None:
+        return ""
+    told = "; ".join(
+        f"`ids_per_update={count}`: {version - 1} dense updates, AUC {100 * auc:.2f}"
+        for count, version, auc in found["rows"]
+    )
+    return f"\n**Few large dense updates against many small ones**, {found['steps']} steps, M={found['M']}: {told}.\n"
 
 
 def _killed(kept: Path) -> str:
@@ -164,7 +186,11 @@ def _mean_curve(
     axes.plot(steps, heights, style, label=name, lw=1.2, **({"color": colour} if colour else {}))
 
 
-PLOTS = {"time": draw_time, "auc": draw_auc, "convergence": draw_convergence}
+PLOTS = {
+    "time": ("Seconds of a run by expiry", draw_time),
+    "auc": ("AUC over the time of training", draw_auc),
+    "convergence": ("Accuracy over steps, by expiry and by number of workers", draw_convergence),
+}
 
 
 def _finish(figure: Figure, *sides: Axes) -> Figure:

@@ -310,6 +310,8 @@ class RemoteGears:
         """Where a part goes that was not acknowledged."""
         if part.address is None:
             return self._cut(part.source, ids, part.positions)
+        if part.former in self._addresses():  # it is back, with what it had
+            return [replace(part, address=part.former, former="", is_again=True)]
         if part.former:
             return [replace(part, address=self._heir_of(part.former), is_again=True)]
         if part.address in self._addresses():

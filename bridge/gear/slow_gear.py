@@ -85,17 +85,17 @@ class SlowGear(nn.Module):
         again; ``cache_ids`` are kept here. ``gradients_per_id`` = M (*): a backward pass of the dense part for an id
         waits for M gradients and takes their mean (``reduction`` *; the mean is of M steps, so it divides an SGD
         learning rate by M against M updates) or their sum, or for ``flush_seconds`` (*; with ``mode="sync"`` looked at
-        by the next step). ``ids_per_update`` (*): full batches of so many ids are waited for before a dense update is
-        made; about the size of a batch makes few good updates instead of many noisy ones (see
-        :mod:`~geartrain.bridge.gear.gradient_batcher`). ``stale`` and ``max_gradient_lag`` (*): what becomes of
-        gradients of features too many dense updates old. ``mode="sync"``: ``step()`` returns when the dense updates
-        that it made due are applied. ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary
-        back-propagation; on several slow gears, which make an update each, with SGD alone.
+        by the next step). ``ids_per_update`` (*): ids with M gradients wait for so many of their kind; the size of a
+        batch makes few good updates instead of many noisy ones (see :mod:`~geartrain.bridge.gear.gradient_batcher`).
+        ``stale`` and ``max_gradient_lag`` (*): what becomes of gradients of features too many dense updates old.
+        ``mode="sync"``: ``step()`` returns when the dense updates that it made due are applied. ``expire_seconds=0,
+        gradients_per_id=1, mode="sync"`` is ordinary back-propagation; on several slow gears, which make an update
+        each, with SGD alone.
         ``on_missing``: ids without a sample raise (the features of the others are kept for the next call), or are zeros
         that get no gradient. ``optimizer`` (*, ``gt.SGD(0.01)``) belongs to the dense table, which is created, or
         opened with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch`` (*):
-        :class:`~geartrain.bridge.gear.dense_pass.DensePass`; with ``"always"`` and ``"never"`` what a backward pass
-        computed again is a fresh feature, too.
+        :class:`~geartrain.bridge.gear.dense_pass.DensePass`; with ``train_mode`` "always" or "never" what a backward
+        pass computed again is a fresh feature, too.
 
         Raises InvalidArgument, TableExists, GearUnavailable (no slow gear holds a partition in time).
         """
@@ -143,6 +143,7 @@ class SlowGear(nn.Module):
                 decode=decode is not None,
                 device=device is not None,
                 autocast=autocast is not None,
+                ids_per_update=ids_per_update != 1,
                 reduction=reduction != "mean",
                 flush_seconds=flush_seconds is not None,
                 stale=stale != "apply",

@@ -257,6 +257,27 @@ def test_what_died_durably_goes_to_the_heir_under_its_own_number() -> None:
     assert account.adds_up and account.received == len(IDS) and account.lost == 0
 
 
+def test_what_died_durably_and_came_back_is_asked_itself() -> None:
+    gears = Gears("a", "b", survives=True)
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    looks = []
+
+    def on_look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            gears.kept = list(gears.holders)  # type: ignore[attr-defined]
+            gears.move("b", "a")
+        else:
+            gears.dead.clear()
+            gears.holders = gears.kept  # type: ignore[attr-defined]
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert gears.calls[-1] == ("b", "fast", "")
+
+
 def test_after_an_error_the_same_delivery_goes_on_where_it_stopped() -> None:
     gears = Gears("a", "b")
     port = remote(gears, recovery=0.0)
