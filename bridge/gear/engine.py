@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,6 +117,16 @@ class FeatureCache(Protocol):
         ...
 
 
+@dataclass
+class _Begun:
+    """A batch whose gradients are in ``.grad`` of the parameters: what is repeated after an error goes on from here."""
+
+    number: int
+    failures: dict[int, Failure]
+    is_pushed: bool = False
+    """A push without a number, made again, would count again."""
+
+
 class DenseEngine:
     """Computes features of ids, batched over the threads that ask; turns gradients that are due into dense updates.
 
@@ -152,6 +163,7 @@ class DenseEngine:
         self._clock = clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
+        self._begun: _Begun | None = None
         self.lost: str | None = None
         """Why this process may keep and apply nothing any more: another one took its place."""
         self._incarnations: dict[str, int] = {}
@@ -295,16 +307,21 @@ class DenseEngine:
             raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
-        with self._pass.lock:
-            self._refresh()
-        failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        begun = self._begun
+        if begun is None or begun.number != batch.number:
+            with self._pass.lock:
+                self._refresh()
+            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+            begun = self._begun = _Begun(batch.number, failures)
         with self._pass.lock:
             if self._acknowledge is not None:  # earlier numbers are done with
                 self._acknowledge(batch.number)
-            if len(failures) < len(batch.ids):
-                self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+            if len(begun.failures) < len(batch.ids):
+                if not begun.is_pushed:
+                    self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                    begun.is_pushed = True
                 self._refresh(needed=True)
-            return failures
+            return begun.failures
 
     def _refresh(self, *, needed: bool = False) -> None:
         now = self._clock()
