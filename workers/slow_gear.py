@@ -96,9 +96,9 @@ class SlowGearHandler:
 
     def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
         """See :class:`GearHandler`."""
-        if former:
+        if former not in ("", self._journal):
             if self._heirs is None:
-                raise NotHolder(f"this slow gear takes over nothing, so it has not what {former} left")
+                raise NotHolder(f"this slow gear is {self._journal}; nobody knows whether {former} had taken it")
             self._heirs.deliver(former, delivery)
         else:
             with self._counted():

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.errors import GearUnavailable, InvalidArgument, NotHolder, StaleClient, StateError
+from geartrain.ams.errors import GearUnavailable, InvalidArgument, StaleClient, StateError
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
@@ -214,7 +214,8 @@ class DenseEngine:
         """Take the gradients of a step; a delivery that was counted before is not counted again.
 
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
-        StaleClient for an incarnation that was superseded; NotHolder if what it keeps is another process's now.
+        StaleClient for an incarnation that was superseded; GearUnavailable if what it keeps is another process's now, or
+        could not be written: then only who has it can tell whether the delivery counts.
         """
         with self._adding:
             self.fence(delivery)
@@ -231,7 +232,7 @@ class DenseEngine:
                 )
             except (StaleClient, StateError) as exc:
                 self.lost = str(exc)
-                raise NotHolder(f"this slow gear may keep no gradients any more: {exc}") from exc
+                raise GearUnavailable(f"this slow gear may keep no gradients any more: {exc}") from exc
 
     def fence(self, delivery: Delivery) -> None:
         """Raise StaleClient if a higher incarnation of its fast gear was here, and shut lower ones out."""
