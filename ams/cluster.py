@@ -24,7 +24,7 @@ from geartrain.ams.errors import (
     SchedulerUnavailable,
     TableNotFound,
 )
-from geartrain.ams.gear_messages import Freshness, GearPort, GearState
+from geartrain.ams.gear_messages import Freshness, GearState
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext, Describe, Fence, Reply, ShardState
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
@@ -35,6 +35,7 @@ from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, Schedule
 from geartrain.ams.writes import ClientStream, checked_name
 
 if TYPE_CHECKING:
+    from geartrain.ams.gear.remote import RemoteGears
     from geartrain.ams.graph.calls import GraphCalls
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Cluster:
         """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
         return self.graph if self._calls.remote and self._config.graph is not None else None
 
-    def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> GearPort:
+    def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> RemoteGears:
         """The slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``, found through the
         scheduler; see :class:`geartrain.ams.gear.remote.RemoteGears`. Raises InvalidArgument, GearUnavailable.
         """

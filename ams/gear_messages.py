@@ -111,6 +111,8 @@ class Taken:
     dense_version: int
     journal: str
     """See :class:`GearState`."""
+    is_repeat: bool = False
+    """It was counted before, and not again."""
 
 
 @dataclass(frozen=True, kw_only=True)

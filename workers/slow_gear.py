@@ -80,6 +80,8 @@ class SlowGearHandler:
         self._handed: dict[str, Mapping[str, GearAccount]] = {}
         self._hits = self._misses = 0
         self._changed = threading.Condition()
+        self._taking = threading.Lock()
+        """So that one which is refused is not being taken behind: it was sent again before that was done."""
         self._delivering = 0
         self._is_leaving = False
         self._worker = GearWorker(engine, tick_seconds=tick_seconds)
@@ -96,22 +98,30 @@ class SlowGearHandler:
 
     def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
         """See :class:`GearHandler`."""
+        is_repeat = False
         if former not in ("", self._journal):
             if self._heirs is None:
                 raise NotHolder(f"this slow gear is {self._journal}; nobody knows whether {former} had taken it")
             self._heirs.deliver(former, delivery)
         else:
             with self._counted():
-                if not self._engine.has_counted(delivery):
-                    self._partitions.require(delivery.ids)
-                self._engine.add(delivery)
+                with self._taking:
+                    is_repeat = self._engine.has_counted(delivery)
+                    if not is_repeat:
+                        self._partitions.require(delivery.ids)
+                    self._engine.add(delivery)
                 if wait:
                     self._engine.apply_all()
                 else:
                     self._worker.wake()
                     self._worker.wait_until_due(MAX_DUE)
         family = family_of(delivery.source)
-        return Taken(account=self._account(family), dense_version=self.dense_version, journal=self._journal)
+        return Taken(
+            account=self._account(family),
+            dense_version=self.dense_version,
+            journal=self._journal,
+            is_repeat=is_repeat,
+        )
 
     def flush(self) -> None:
         """See :class:`GearHandler`."""

@@ -120,12 +120,14 @@ class RemoteGears:
         self._wait = wait
         self._freshness = freshness
         self._is_durable = self._survives = False
+        self.gradients_per_id = 0
+        """That make one backward pass in the slow gears."""
         self._ledger = GearLedger(name)
         self._carriers: dict[str, GearCarrier] = {}
         self._holders: tuple[str | None, ...] = (None,) * NUM_PARTITIONS
         self._incarnations: Mapping[str, int] = {}
         self._lease_seconds = 0.0
-        self._dense_version = 0
+        self._versions: dict[str, int] = {}
         self._source = ""
         self._pending: tuple[tuple[str, int], list[_Part], _Names] | None = None
         self._lock = threading.Lock()
@@ -137,7 +139,8 @@ class RemoteGears:
     @property
     def dense_version(self) -> int:
         """See :class:`GearPort`."""
-        return self._dense_version
+        with self._lock:
+            return max(self._versions.values(), default=0)
 
     def features(self, ids: Ids) -> FeatureReply:
         """See :class:`GearPort`."""
@@ -147,9 +150,10 @@ class RemoteGears:
         left = np.arange(len(ids))
         patience = self._patience()
         while len(left):
-            calls = [(places, self._asked(address, ids[places])) for address, places in self._routes(ids, left)]
+            routes = list(self._routes(ids, left))
+            calls = [(address, places, self._asked(address, ids[places])) for address, places in routes]
             unanswered = []
-            for places, call in calls:
+            for address, places, call in calls:
                 try:
                     reply = call()
                 except _PASSING as exc:
@@ -158,7 +162,7 @@ class RemoteGears:
                     continue
                 vectors_KD[places], versions[places], times[places] = reply.vectors_KD, reply.versions, reply.times
                 failures.update(reply.failures)
-                self._heard(reply.dense_version)
+                self._heard(address, reply.dense_version)
             left = np.concatenate([np.empty(0, np.int64), *unanswered])
             if len(left):
                 patience.pause()
@@ -168,7 +172,7 @@ class RemoteGears:
             versions=versions,
             times=times,
             failures=failures,
-            dense_version=self._dense_version,
+            dense_version=self.dense_version,
         )
 
     def deliver(self, delivery: Delivery) -> GearAccount:
@@ -188,7 +192,7 @@ class RemoteGears:
                 left: list[tuple[_Part, _Part, Exception]] = []
                 for (before, call), part in zip(calls, list(parts), strict=True):
                     try:
-                        self._taken(call())
+                        self._taken(before, call(), delivery.sequence)
                         parts.remove(part)
                     except _PASSING as exc:
                         patience.note(exc)
@@ -215,7 +219,7 @@ class RemoteGears:
             calls = [(address, self._begin(address, flush)) for address in left if address in self._addresses()]
             for address, call in calls:
                 try:
-                    self._heard(call())
+                    self._heard(address, call())
                     done.add(address)
                 except _PASSING as exc:
                     patience.note(exc)
@@ -259,9 +263,10 @@ class RemoteGears:
                     f"dim is {self._dim}; the slow gear of {self._name!r} at {state.address} makes features of "
                     f"width {state.dim}"
                 )
-            self._heard(state.dense_version)
+            self._heard(state.address, state.dense_version)
             self._is_durable |= state.is_durable
             self._survives |= state.journal == state.address
+            self.gradients_per_id = state.gradients_per_id
 
     def _asked(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
         timeout = self._config.hosted_timeout_seconds
@@ -308,8 +313,15 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, taken: Taken) -> None:
-        self._heard(taken.dense_version)
+    def _taken(self, part: _Part, taken: Taken, sequence: int) -> None:
+        self._heard(part.address, taken.dense_version)
+        if taken.is_repeat and not part.journal:
+            logger.warning(
+                "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
+                "twice. Go on at its step (load_state_dict of the SlowGear), or take another stream name",
+                sequence,
+                part.source,
+            )
         self._ledger.note(taken.journal, taken.account)
 
     def _sent(self, part: _Part) -> _Part:
@@ -318,11 +330,7 @@ class RemoteGears:
 
     def _known(self, before: _Part, part: _Part, error: Exception) -> _Part:
         """A part, after an error: who may have counted it."""
-        if (
-            isinstance(error, NotHolder)
-            and before.address is not None
-            and part.journal == self._journal(before.address)
-        ):
+        if isinstance(error, NotHolder) and part.journal == self._journal(before.address or ""):
             return replace(part, journal="")  # who knows has said that it is not there
         return before if isinstance(error, NotSent | NotHolder) else part
 
@@ -404,6 +412,7 @@ class RemoteGears:
         live = self._addresses()
         with self._lock:
             gone = [self._carriers.pop(address) for address in list(self._carriers) if address not in live]
+            self._versions = {address: version for address, version in self._versions.items() if address in live}
         for carrier in gone:
             carrier.close()
 
@@ -411,7 +420,7 @@ class RemoteGears:
         states, silent = self._describe([self._source])
         self._ledger.settle(states, silent)
         for state in states:
-            self._heard(state.dense_version)
+            self._heard(state.address, state.dense_version)
 
     def _describe(self, sources: Sequence[str]) -> tuple[list[GearState], list[str]]:
         """What every slow gear says, and which do not answer."""
@@ -432,9 +441,11 @@ class RemoteGears:
     def _addresses(self) -> list[str]:
         return sorted({holder for holder in self._holders if holder is not None})
 
-    def _heard(self, dense_version: int) -> None:
-        with self._lock:
-            self._dense_version = max(self._dense_version, dense_version)
+    def _heard(self, address: str | None, dense_version: int) -> None:
+        """The versions of all slow gears go on side by side, and back together when the cluster is restored."""
+        if address is not None:
+            with self._lock:
+                self._versions[address] = dense_version
 
     def _patience(self) -> _Patience:
         seconds = self._config.recovery_timeout_seconds

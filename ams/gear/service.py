@@ -52,6 +52,7 @@ class GearService:
             account=codec.account_to_pb(taken.account),
             dense_version=taken.dense_version,
             journal=taken.journal,
+            is_repeat=taken.is_repeat,
         ).SerializeToString()
 
     def flush(self, data: bytes, _: grpc.ServicerContext) -> bytes:

@@ -78,6 +78,7 @@ class GrpcGearCarrier:
                 account=account_from_pb(told.account),
                 dense_version=told.dense_version,
                 journal=told.journal,
+                is_repeat=told.is_repeat,
             )
 
         return settle

@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.errors import GearUnavailable, InvalidArgument, StaleClient, StateError
+from geartrain.ams.errors import (
+    GearUnavailable,
+    InvalidArgument,
+    NonFinite,
+    StaleClient,
+    StateError,
+    StoreUnavailable,
+)
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.coalescer import Coalescer
@@ -42,6 +49,10 @@ class DenseTable(Protocol):
 
     def refresh(self) -> bool:
         """Pull the weights if they have changed."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, and a push that failed."""
         ...
 
     def push(self, sequence: int | None = None, *, lr: float | None = None) -> Any:
@@ -132,7 +143,8 @@ class DenseEngine:
 
     Thread-safe. Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward
     and backward of the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes). Other slow
-    gears' updates are looked for at most every ``refresh_seconds``.
+    gears' updates are looked for at most every ``refresh_seconds``; with 0 before features are computed, not before
+    backward passes, so that slow gears which serve one step take its gradients at the weights of its features.
     """
 
     def __init__(
@@ -194,11 +206,15 @@ class DenseEngine:
         if self.cache is None:
             return self._asked.ask(ids)
         now, version = self._clock(), self.dense_version
-        found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        try:
+            found, hit = self.cache.lookup(ids, now=now, dense_version=version)
+        except (StateError, StoreUnavailable) as exc:
+            logger.warning("features are computed, not looked up: %s", exc)
+            return self._asked.ask(ids)
         if freshness.max_age_seconds is not None:
-            hit = hit & (freshness.max_age_seconds > now - found.times)
+            hit = hit & (freshness.max_age_seconds > np.abs(now - found.times))
         if freshness.max_version_lag is not None:
-            hit = hit & (freshness.max_version_lag >= version - found.versions)
+            hit = hit & (freshness.max_version_lag >= np.abs(version - found.versions))
         if hit.all():
             return FeatureReply(
                 vectors_KD=found.vectors.numpy(),
@@ -214,7 +230,7 @@ class DenseEngine:
         """Take the gradients of a step; a delivery that was counted before is not counted again.
 
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
-        StaleClient for an incarnation that was superseded; GearUnavailable if what it keeps is another process's now, or
+        StaleClient for an incarnation that was superseded; GearUnavailable if what it keeps is another process's now or
         could not be written: then only who has it can tell whether the delivery counts.
         """
         with self._adding:
@@ -310,8 +326,9 @@ class DenseEngine:
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         begun = self._begun
         if begun is None or begun.number != batch.number:
-            with self._pass.lock:
-                self._refresh()
+            if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
+                with self._pass.lock:
+                    self._refresh()
             failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
             begun = self._begun = _Begun(batch.number, failures)
         with self._pass.lock:
@@ -319,14 +336,18 @@ class DenseEngine:
                 self._acknowledge(batch.number)
             if len(begun.failures) < len(batch.ids):
                 if not begun.is_pushed:
-                    self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                    try:
+                        self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                    except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
+                        self._dense.zero_grad()
+                        return begun.failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}
                     begun.is_pushed = True
                 self._refresh(needed=True)
             return begun.failures
 
     def _refresh(self, *, needed: bool = False) -> None:
         now = self._clock()
-        if needed or self._refreshed is None or now - self._refreshed >= self._refresh_seconds:
+        if needed or self._refreshed is None or abs(now - self._refreshed) >= self._refresh_seconds:
             self._dense.refresh()
             self._refreshed = now
 
@@ -338,7 +359,10 @@ class DenseEngine:
         reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)
-            self.cache.insert(ids[good], as_features(reply, good))
+            try:
+                self.cache.insert(ids[good], as_features(reply, good))
+            except (StateError, StoreUnavailable) as exc:
+                logger.warning("features are not kept: %s", exc)
         return reply
 
     def _reply(

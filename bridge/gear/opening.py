@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from geartrain.bridge.gear.embedded import EmbeddedGear, Mode
 from geartrain.bridge.gear.engine import DenseEngine, FeatureCache
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.samples import Decode, Samples, SampleSource
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,17 @@ def open_remote(
     dim: int,
     mode: Mode,
     freshness: Freshness,
+    gradients_per_id: int,
 ) -> tuple[GearPort, Table]:
     """Return the slow gears of other processes, and the dense table that they train."""
     port = cluster.slow_gears(name, dim=dim, wait=mode == "sync", freshness=freshness)
+    if port.gradients_per_id != gradients_per_id:
+        logger.warning(
+            "gradients_per_id is %d, but the slow gears of %r make a backward pass of every %d gradients of an id: "
+            "start them with 'geartrain slowgear --gradients-per-id %d', or say here what they do",
+            gradients_per_id,
+            name,
+            port.gradients_per_id,
+            gradients_per_id,
+        )
     return port, cluster.table(name)

@@ -6,6 +6,7 @@ Legend: D width of a dense feature, K distinct ids, N ids of a call.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from geartrain.bridge.gear.engine import as_features
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.opening import EngineSettings, open_embedded, open_remote
 from geartrain.bridge.gear.samples import Decode, SampleSource
+from geartrain.bridge.heads.eager import runs_eagerly
 
 _NO_FEATURE = -1
 """In place of the dense version of a feature that is not there."""
@@ -72,19 +74,23 @@ class SlowGear(nn.Module):
         sample_cache_bytes: int = 256 << 20,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """With ``build`` (a function -> nn.Module, [B, …] samples -> [B, dim]) and ``samples`` (see
+        """Find the slow gears of the dense part ``name``, or make one here.
+
+        With ``build`` (a function -> nn.Module, [B, …] samples -> [B, dim]) and ``samples`` (see
         :class:`~geartrain.bridge.gear.samples.Samples`) the slow gear runs in this process; without, slow gears are
-        found through the cluster's scheduler (``geartrain slowgear``), and what follows ``reuse`` is said to them.
+        found through the cluster's scheduler (``geartrain slowgear``), which were told there what is marked (*) here.
 
         A feature older than ``expire_seconds``, or more than ``max_version_lag`` dense updates behind, is computed
-        again; ``cache_ids`` are kept here. ``gradients_per_id`` = M: a backward pass of the dense part for an id waits
-        for M gradients and takes their mean (``reduction``; the mean is of M steps, so it divides an SGD learning rate
-        by M against M updates) or sum, or for ``flush_seconds``. ``stale`` and ``max_gradient_lag``: what becomes of
-        gradients of features too many dense updates old. ``mode="sync"``: ``step()`` returns when the dense updates it
-        made due are applied. ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation.
+        again; ``cache_ids`` are kept here. ``gradients_per_id`` = M (*): a backward pass of the dense part for an id
+        waits for M gradients and takes their mean (``reduction`` *; the mean is of M steps, so it divides an SGD
+        learning rate by M against M updates) or their sum, or for ``flush_seconds`` (*; with ``mode="sync"`` looked at
+        by the next step). ``stale`` and ``max_gradient_lag`` (*): what becomes of gradients of features too many dense
+        updates old. ``mode="sync"``: ``step()`` returns when the dense updates that it made due are applied.
+        ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation; on several slow gears, which
+        make an update each, with SGD alone.
         ``on_missing``: ids without a sample raise (the features of the others are kept for the next call), or are zeros
-        that get no gradient. ``optimizer`` (``gt.SGD(0.01)``) belongs to the dense table, which is created, or opened
-        with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch``:
+        that get no gradient. ``optimizer`` (*, ``gt.SGD(0.01)``) belongs to the dense table, which is created, or
+        opened with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch`` (*):
         :class:`~geartrain.bridge.gear.dense_pass.DensePass`.
 
         Raises InvalidArgument, TableExists, GearUnavailable (no slow gear holds a partition in time).
@@ -125,11 +131,26 @@ class SlowGear(nn.Module):
             )
             self._port, self.table = open_embedded(cluster, name, build, samples, decode, settings, mode, clock)
         else:
-            self._port, self.table = open_remote(cluster, name, dim, mode, Freshness(expire_seconds, max_version_lag))
+            _refuse_settings(
+                optimizer=optimizer is not None,
+                decode=decode is not None,
+                device=device is not None,
+                autocast=autocast is not None,
+                reduction=reduction != "mean",
+                flush_seconds=flush_seconds is not None,
+                stale=stale != "apply",
+                max_gradient_lag=max_gradient_lag is not None,
+                train_mode=train_mode != "backward",
+            )
+            fresh = Freshness(expire_seconds, max_version_lag)
+            self._port, self.table = open_remote(cluster, name, dim, mode, fresh, gradients_per_id)
         stream = cluster.write_stream
         self._source = f"{stream.name}/gear/{name}"
+        if not stream.is_named:  # nobody goes on in its place, also not a second SlowGear of this process
+            self._source += f"/{uuid.uuid4().hex[:8]}"
         self.row_update = GearUpdate(self.table, self._port, self._source, stream.incarnation)
 
+    @runs_eagerly
     def forward(self, ids: Tensor) -> Tensor:
         """Dense features of ``ids`` int64 [...] (any shape, any device) -> [..., D] float32 on their device.
 
@@ -234,6 +255,17 @@ class _Delivered(torch.autograd.Function):
             ids, versions, gradients_KD = ids[there], versions[there], gradients_KD[torch.from_numpy(there)]
         ctx.update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
         return None, None, None, None, None
+
+
+def _refuse_settings(**given: bool) -> None:
+    """What slow gears of other processes are told when they are started."""
+    if any(given.values()):
+        names = [name for name, is_given in given.items() if is_given]
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise InvalidArgument(
+            f"{', '.join(names)}: without build= the slow gears are other processes; start them with 'geartrain "
+            f"slowgear {flags}' instead"
+        )
 
 
 def _checked(ids: Tensor) -> Ids:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
+from geartrain.ams.transport.grpc_health import is_serving
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SETTINGS = ("SCHEDULER", "LISTEN", "NUM_SHARDS", "NPROC_PER_NODE", "NNODES", "INSECURE", "OMP_NUM_THREADS")
 
@@ -60,12 +62,18 @@ def test_a_cluster_and_two_ranks_start_from_the_shell_and_end_by_sigterm(tmp_pat
         servers = [stack.enter_context(started("server", SCHEDULER=address))[0] for _ in range(2)]
         graph, facts = stack.enter_context(started("graph", SCHEDULER=address, LISTEN="127.0.0.1:0"))
         assert (facts["ready"], facts["pid"]) == ("graph", graph.pid)
+        part = {"MODULE": "tests.integration.gear_part:build", "SAMPLES": "tests.integration.gear_part:samples"}
+        gear, facts = stack.enter_context(started("slowgear", SCHEDULER=address, NAME="image", DIM="4", **part))
+        assert (facts["ready"], facts["name"], facts["partitions"], facts["pid"]) == ("slowgear", "image", 64, gear.pid)
+        assert is_serving(str(facts["address"]), 5.0)
         out = tmp_path / "run"
         small = ["--steps=6", "--batch-size=8", "--image-size=32", "--grey", "--device=cpu", f"--out={out}"]
         data = f"--data={images(tmp_path / 'images')}"
         done = run("worker", "classify", data, *small, SCHEDULER=address, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr[-3000:]
         assert (out / "model" / "centers.safetensors").exists()
+        gear.send_signal(signal.SIGTERM)
+        assert gear.wait(20) == 0
         for role in (graph, *servers, scheduler):
             role.send_signal(signal.SIGTERM)
         assert [role.wait(20) for role in (graph, *servers, scheduler)] == [0, 0, 0, 0]

@@ -229,9 +229,12 @@ class PushFeatureGradientsReply(_message.Message):
     ACCOUNT_FIELD_NUMBER: _builtins.int
     DENSE_VERSION_FIELD_NUMBER: _builtins.int
     JOURNAL_FIELD_NUMBER: _builtins.int
+    IS_REPEAT_FIELD_NUMBER: _builtins.int
     dense_version: _builtins.int
     journal: _builtins.str
     """Of the slow gear."""
+    is_repeat: _builtins.bool
+    """It was counted before, and not again."""
     @_builtins.property
     def account(self) -> Global___GearAccount:
         """Of the source."""
@@ -242,10 +245,11 @@ class PushFeatureGradientsReply(_message.Message):
         account: Global___GearAccount | None = ...,
         dense_version: _builtins.int = ...,
         journal: _builtins.str = ...,
+        is_repeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "dense_version", b"dense_version", "journal", b"journal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "dense_version", b"dense_version", "is_repeat", b"is_repeat", "journal", b"journal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

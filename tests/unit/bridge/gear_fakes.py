@@ -25,6 +25,9 @@ class PlainDense:
     def refresh(self) -> bool:
         return False
 
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+
     def push(self, sequence: int | None = None, *, lr: float | None = None) -> None:
         self.pushed.append((sequence, lr))
         if self.fails:

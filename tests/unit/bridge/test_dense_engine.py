@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, ShardUnavailable
+from geartrain.ams.errors import InternalError, InvalidArgument, NonFinite, ShardUnavailable, StoreUnavailable
 from geartrain.ams.gear_messages import Delivery
 from geartrain.bridge.gear.dense_pass import DensePass
+from geartrain.bridge.gear.embedded import GearWorker
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.samples import Samples
 from tests.unit.bridge.gear_fakes import PlainBatcher, PlainDense
@@ -295,3 +296,64 @@ def test_the_lead_is_handed_on_while_others_wait() -> None:
         assert len(first.result(30).vectors_KD) == 1
         assert all(len(other.result(30).vectors_KD) == 1 for other in others)
     assert module.batches == [1, 2]
+
+
+def test_an_update_that_can_never_be_is_counted_as_failed() -> None:
+    engine, dense, batcher = engine_of(Counted())
+    plain = dense.push
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NonFinite("row 3 would be infinite")
+
+    dense.push = refuse  # type: ignore[method-assign]
+    engine.add(delivery([1, 2], torch.ones(2, DIM)))
+    assert engine.apply_due() and set(batcher.failures) == {1, 2}
+    dense.push = plain  # type: ignore[method-assign]
+    engine.add(delivery([3], torch.ones(1, DIM)))
+    assert engine.apply_due() and engine.account().adds_up and engine.account().applied == 1
+
+
+class Broken:
+    """A cache whose store does not answer."""
+
+    def lookup(self, *_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("redis does not answer")
+
+    def insert(self, *_: Any) -> None:
+        raise StoreUnavailable("redis does not answer")
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_cache_that_fails_costs_time_and_no_feature(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _, _ = engine_of(Counted())
+    expected = engine.features(np.array([1, 2])).vectors_KD
+    engine.cache = Broken()
+    np.testing.assert_array_equal(engine.features(np.array([1, 2])).vectors_KD, expected)
+    assert "not looked up" in caplog.text and "not kept" in caplog.text
+
+
+def test_a_worker_outlives_what_the_module_raises() -> None:
+    class Fragile(Counted):
+        broken = True
+
+        def forward(self, batch: Tensor) -> Tensor:
+            if self.broken:
+                raise RuntimeError("device lost")
+            return super().forward(batch)
+
+    module = Fragile()
+    engine, _, _ = engine_of(module)
+    worker = GearWorker(engine, tick_seconds=0.01)
+    engine.add(delivery([1], torch.ones(1, DIM)))
+    worker.wake()
+    while worker.error is None:
+        threading.Event().wait(0.001)
+    with pytest.raises(InternalError, match="RuntimeError: device lost"):
+        worker.wait_until_due(0)
+    module.broken = False
+    while engine.account().due:
+        threading.Event().wait(0.001)
+    worker.stop()
+    assert engine.account().applied == 1

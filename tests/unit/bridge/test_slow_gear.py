@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.errors import InvalidArgument, InvalidIds, NonFinite, SampleDamaged, SampleNotFound, SpecMismatch
+from geartrain.bridge.gear.gear_update import GearGradient
 
 DIM, IDS = 4, 12
 SAMPLES = torch.randn(IDS, 6, generator=torch.Generator().manual_seed(5))
@@ -264,6 +265,15 @@ def test_grad_scaler_clipping_and_micro_batches_work_as_for_heads(cluster: gt.Cl
     torch.testing.assert_close(image(torch.arange(IDS)).detach(), dense(SAMPLES).detach())
 
 
+def test_micro_batches_sum_the_gradients_of_an_id_and_keep_its_oldest_version() -> None:
+    first = GearGradient(np.array([4, 2]), torch.tensor([[1.0], [2.0]]), np.array([7, 3]))
+    first.merge(GearGradient(np.array([2, 9]), torch.tensor([[5.0], [6.0]]), np.array([5, 1])))
+    order = np.argsort(first.ids)
+    assert first.ids[order].tolist() == [2, 4, 9] and first.versions[order].tolist() == [3, 7, 1]
+    assert first.gradients_KD[torch.from_numpy(order), 0].tolist() == [7.0, 1.0, 6.0]
+    assert first.squared_norm() == 1.0 + 49.0 + 36.0
+
+
 def test_without_training_there_is_no_gradient(cluster: gt.Cluster) -> None:
     image = slow_gear(cluster).eval()
     assert not image(torch.tensor([1])).requires_grad
@@ -306,7 +316,8 @@ def test_its_state_is_its_name_and_step(cluster: gt.Cluster) -> None:
         ({"on_missing": "skip"}, "on_missing is 'skip'"),
         ({"mode": "later"}, "mode 'later'"),
         ({"samples": None}, "both build= and samples="),
-        ({"samples": None, "build": None}, "no slow gears"),
+        ({"samples": None, "build": None, "optimizer": None}, "no slow gears"),
+        ({"samples": None, "build": None, "stale": "drop"}, "optimizer, stale: .*slowgear --optimizer --stale'"),
         ({"gradients_per_id": 0}, "gradients_per_id is 0"),
         ({"expire_seconds": -1.0}, "expire_seconds is -1.0"),
         ({"train_mode": "often"}, "train_mode is 'often'"),
@@ -324,3 +335,22 @@ def test_wrong_settings_are_named(cluster: gt.Cluster, settings: dict[str, Any],
 def test_wrong_ids_are_named(cluster: gt.Cluster, ids: Any) -> None:
     with pytest.raises(InvalidIds):
         slow_gear(cluster)(ids)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_features_are_where_the_ids_are_and_training_is_the_same(cluster: gt.Cluster) -> None:
+    losses = []
+    for name, device in (("cpu", "cpu"), ("cuda", "cuda")):
+        image = gt.SlowGear(
+            cluster, name, dim=DIM, build=build, samples=SAMPLES, optimizer=gt.SGD(0.1), device=device, **CONVENTIONAL
+        )
+        rows, found = gt.RowOptimizer(image), []
+        for ids, targets in batches(5):
+            features = image(ids.to(device))
+            assert features.device.type == device
+            loss = loss_of(fast_part().to(device), features, targets.to(device))
+            loss.backward()
+            rows.step()
+            found.append(loss.item())
+        losses.append(found)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)

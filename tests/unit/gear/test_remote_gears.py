@@ -104,7 +104,8 @@ class _Carrier:
                 raise NotHolder("not the heir")
             journal = self._address if is_own else former
             key = delivery.source, delivery.sequence
-            if key not in gears.given[journal]:
+            is_repeat = key in gears.given[journal]
+            if not is_repeat:
                 if is_own:
                     self._require(delivery.ids)
                 gears.given[journal][key] = delivery.ids.tolist()
@@ -112,8 +113,8 @@ class _Carrier:
                 gears.leaves_unanswered.discard(self._address)
                 gears.dead.add(self._address)
                 raise AttemptFailed(f"{self._address} died before it answered")
-            account = gears.account(self._address)
-            return Taken(account=account, dense_version=8, journal=gears.journal(self._address))
+            account, told = gears.account(self._address), gears.journal(self._address)
+            return Taken(account=account, dense_version=8, journal=told, is_repeat=is_repeat)
 
         return answer
 
@@ -179,6 +180,14 @@ def test_requests_go_to_the_holders_of_their_ids_and_come_back_in_order() -> Non
     assert port.dense_version == 9
 
 
+def test_a_process_that_repeats_the_steps_of_another_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gears = Gears("a")
+    remote(gears).deliver(delivery(1))
+    assert "counted before" not in caplog.text
+    remote(gears).deliver(delivery(1))
+    assert "delivery 1 of 'fast' was counted before" in caplog.text
+
+
 def test_a_large_delivery_travels_in_several_messages_with_names_of_their_own() -> None:
     gears = Gears("a")
     ids = np.arange(3 * 2048)
@@ -200,14 +209,29 @@ def test_who_moved_is_found_again() -> None:
     assert gears.counts() == [1] * len(IDS)
 
 
-def test_one_that_lost_the_answer_but_lives_counts_once() -> None:
+def test_one_that_lost_the_answer_but_lives_counts_once(caplog: pytest.LogCaptureFixture) -> None:
     gears = Gears("a", "b")
     port = remote(gears)
     gears.leaves_unanswered.add("b")
     gears.on_look = gears.dead.clear  # the network is back
     port.deliver(delivery(1))
+    assert "counted before" not in caplog.text
     assert gears.counts() == [1] * len(IDS)
     assert [call for call in gears.calls if call[0] == "b"] == [("b", "fast", ""), ("b", "fast", "b#1")]
+
+
+def test_one_that_lost_the_answer_and_a_partition_counts_once() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+
+    def on_look() -> None:
+        gears.dead.clear()
+        gears.holders[gears.holders.index("b")] = "a"
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
 
 
 def test_one_that_died_before_it_counted_is_replaced() -> None:
@@ -267,6 +291,15 @@ def test_an_error_of_the_slow_gear_is_the_callers() -> None:
     port._carriers["a"].deliver = refuse  # type: ignore[method-assign]
     with pytest.raises(NonFinite):
         port.deliver(delivery(1))
+
+
+def test_after_a_restore_the_dense_version_is_the_lower_one() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    port.features(IDS)
+    assert port.dense_version == 7
+    port.account("fast")  # they say 5 now
+    assert port.dense_version == 5
 
 
 def test_no_slow_gear_or_one_of_another_width_is_named() -> None:

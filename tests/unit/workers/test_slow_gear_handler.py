@@ -1,0 +1,312 @@
+"""What a slow gear of the role does with deliveries that are repeated, with its end, and with what others have left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import geartrain as gt
+from geartrain.ams.errors import GearUnavailable, NotHolder, StaleClient, StoreUnavailable
+from geartrain.ams.gear.remote import heir_partition
+from geartrain.ams.gear_messages import Delivery, GearAccount
+from geartrain.ams.specs import Ids
+from geartrain.ams.storage.kv import MemoryStore
+from geartrain.ams.transport.carrier import AttemptFailed, StreamHolders
+from geartrain.bridge.gear.dense_pass import DensePass
+from geartrain.bridge.gear.engine import DenseEngine
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.bridge.gear.opening import EngineSettings, open_engine, open_pass
+from geartrain.workers.gear_heirs import Heirs, Journal
+from geartrain.workers.slow_gear import SlowGearHandler
+
+DIM, IDS = 2, 8
+SETTINGS = EngineSettings(dim=DIM, optimizer=gt.SGD(1.0), reuse=True, gradients_per_id=2, reduction="sum")
+
+
+def build() -> nn.Module:
+    module = nn.Linear(IDS, DIM, bias=False)
+    nn.init.zeros_(module.weight)
+    return module
+
+
+def dense_pass() -> DensePass:
+    return open_pass(build, torch.eye(IDS), None, SETTINGS)
+
+
+@pytest.fixture
+def cluster() -> Iterator[gt.Cluster]:
+    with gt.local() as made:
+        yield made
+
+
+def engine_on(cluster: gt.Cluster, store: MemoryStore | None = None) -> DenseEngine:
+    if store is None:
+        batcher = GradientBatcher(DIM, gradients_per_id=2, reduction="sum")
+    else:
+        batcher = GradientBatcher.restored(store, DIM, gradients_per_id=2, reduction="sum")
+    return open_engine(cluster, "image", dense_pass(), batcher, SETTINGS, lambda: 0.0)
+
+
+def applied(cluster: gt.Cluster) -> list[int]:
+    """Gradients of ones that are in the weights, by id."""
+    weights = cluster.table("image").pull(np.arange(1)).reshape(-1)[: DIM * IDS].reshape(DIM, IDS)
+    return (-weights[0]).astype(int).tolist()
+
+
+def delivery(sequence: int, ids: list[int] | None = None, source: str = "fast") -> Delivery:
+    chosen = np.arange(IDS) if ids is None else np.array(ids)
+    return Delivery(
+        source=source,
+        incarnation=1,
+        sequence=sequence,
+        ids=chosen,
+        gradients_KD=np.ones((len(chosen), DIM), np.float32),
+        versions=np.zeros(len(chosen), np.int64),
+        lr=None,
+    )
+
+
+class Held:
+    """Partitions that the test gives and takes."""
+
+    def __init__(self) -> None:
+        self.holds = True
+        self.left = False
+
+    @property
+    def now(self) -> frozenset[int]:
+        return frozenset(range(64)) if self.holds else frozenset()
+
+    def require(self, ids: Ids) -> None:  # noqa: ARG002
+        if not self.holds:
+            raise NotHolder("not here")
+
+    def refuse(self) -> None:
+        self.holds = False
+
+    def leave(self) -> None:
+        self.left = True
+
+
+class Peer:
+    """Takes accounts, unless it is dead."""
+
+    def __init__(self, taken: dict[str, Mapping[str, GearAccount]], is_dead: bool) -> None:
+        self._taken, self._is_dead = taken, is_dead
+
+    def hand_over(self, name: str, former: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:  # noqa: ARG002
+        if self._is_dead:
+            raise AttemptFailed("no answer")
+        self._taken[former] = accounts
+
+    def close(self) -> None:
+        pass
+
+
+class Handlers:
+    """Makes handlers, and ends them."""
+
+    def __init__(self) -> None:
+        self.made: list[SlowGearHandler] = []
+        self.taken: dict[str, Mapping[str, GearAccount]] = {}
+        self.holders: tuple[str | None, ...] = ("me", "dead", "other")
+
+    def make(self, engine: DenseEngine, held: Held, heirs: Heirs | None = None) -> SlowGearHandler:
+        handler = SlowGearHandler(
+            "image",
+            "me",
+            engine,
+            held,  # type: ignore[arg-type]
+            incarnation=7,
+            gradients_per_id=2,
+            holders=lambda: StreamHolders(lease_seconds=1.0, holders=self.holders, incarnations={}),
+            open_peer=lambda address: Peer(self.taken, address == "dead"),
+            heirs=heirs,
+            survives=heirs is not None,
+        )
+        self.made.append(handler)
+        return handler
+
+
+@pytest.fixture
+def handlers() -> Iterator[Handlers]:
+    handlers = Handlers()
+    yield handlers
+    for handler in handlers.made:
+        handler.drain()
+
+
+def test_a_delivery_whose_answer_was_lost_is_acknowledged_though_its_partition_has_moved(
+    cluster: gt.Cluster, handlers: Handlers
+) -> None:
+    held = Held()
+    handler = handlers.make(engine_on(cluster), held)
+    assert handler.deliver(delivery(1), wait=True, former="").account.received == IDS
+    held.holds = False
+    taken = handler.deliver(delivery(1), wait=True, former="")
+    assert taken.account.received == IDS and taken.journal == "me#7"
+    with pytest.raises(NotHolder):
+        handler.deliver(delivery(2), wait=True, former="")
+
+
+def test_it_leaves_when_all_is_applied_and_another_has_its_account(cluster: gt.Cluster, handlers: Handlers) -> None:
+    held = Held()
+    handler = handlers.make(engine_on(cluster), held)
+    handler.deliver(delivery(1), wait=True, former="")
+    handler.take_over("gone#3", {"fast": GearAccount(received=5, applied=5)})
+    state = handler.describe(["fast"])
+    assert state.account == GearAccount(received=IDS + 5, waiting=IDS, applied=5) and state.former == ("gone#3",)
+    assert handler.describe(["slow"]).account == GearAccount()
+    handler.drain()
+    assert held.left and applied(cluster) == [1] * IDS
+    done = GearAccount(received=IDS, applied=IDS)
+    assert handlers.taken == {"me#7": {"fast": done}, "gone#3": {"fast": GearAccount(received=5, applied=5)}}
+
+
+def test_it_leaves_in_peace_if_nobody_takes_its_account(cluster: gt.Cluster, handlers: Handlers) -> None:
+    handlers.holders = ("me", "dead", None)
+    held = Held()
+    handler = handlers.make(engine_on(cluster), held)
+    handler.deliver(delivery(1), wait=False, former="")
+    handler.drain()
+    assert held.left and applied(cluster) == [1] * IDS and not handlers.taken
+
+
+def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, handlers: Handlers) -> None:
+    engine, held = engine_on(cluster), Held()
+    handler = handlers.make(engine, held)
+    entered, go, add = threading.Event(), threading.Event(), engine.add
+
+    def slow(given: Delivery) -> Any:
+        entered.set()
+        assert go.wait(30)
+        return add(given)
+
+    engine.add = slow  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        delivering = pool.submit(handler.deliver, delivery(1), wait=False, former="")
+        assert entered.wait(30)
+        draining = pool.submit(handler.drain)
+        while held.holds:
+            threading.Event().wait(0.001)
+        go.set()
+        delivering.result(30)
+        draining.result(30)
+    assert applied(cluster) == [1] * IDS
+
+
+class Left:
+    """Journals of slow gears that are gone."""
+
+    def __init__(self, cluster: gt.Cluster) -> None:
+        self.cluster = cluster
+        self.stores: dict[str, MemoryStore] = {}
+        self.opened: list[str] = []
+        self.fails = 0
+
+    def leave(self, address: str, sequence: int) -> None:
+        """A slow gear takes a delivery, and dies."""
+        engine = engine_on(self.cluster, self.stores.setdefault(address, MemoryStore()))
+        engine.add(delivery(sequence))
+
+    def open(self, address: str) -> Journal:
+        self.opened.append(address)
+        if self.fails:
+            self.fails -= 1
+            raise StoreUnavailable("no redis")
+        store = self.stores[address]
+        return Journal(engine_on(self.cluster, store), _Unclosed(), store)  # type: ignore[arg-type]
+
+
+class _Unclosed:
+    def close(self) -> None:
+        pass
+
+
+def holders_of(*addresses: str, known: tuple[str, ...]) -> StreamHolders:
+    return StreamHolders(lease_seconds=1.0, holders=addresses, incarnations=dict.fromkeys(known, 1))
+
+
+ALL = frozenset(range(64))
+SOME = {"known": ("me", "a", "b")}
+
+
+@pytest.fixture
+def left(cluster: gt.Cluster) -> Left:
+    left = Left(cluster)
+    for address in "ab":
+        left.leave(address, 1)
+    return left
+
+
+def test_an_heir_applies_what_was_left_once_and_answers_for_it(cluster: gt.Cluster, left: Left) -> None:
+    heirs = Heirs("me", left.open)
+    heirs.look(holders_of("me", "b", **SOME), ALL)
+    assert heirs.former == ("a",) and applied(cluster) == [1] * IDS
+    heirs.look(holders_of("me", "b", **SOME), ALL)
+    assert left.opened == ["a"]
+    assert heirs.account("fast") == GearAccount(received=IDS, applied=IDS) == heirs.account(None)
+    heirs.deliver("a", delivery(1))  # what its owner had counted, but not acknowledged
+    assert applied(cluster) == [1] * IDS
+    assert heirs.deliver("a", delivery(2)).received == 2 * IDS
+    assert applied(cluster) == [2] * IDS
+    with pytest.raises(NotHolder, match="slow gear b left is not here"):
+        heirs.deliver("b", delivery(2))
+
+
+def test_only_the_holder_of_its_place_is_the_heir(left: Left) -> None:
+    heirs = Heirs("me", left.open)
+    place = heir_partition("a")
+    heirs.look(holders_of("me", **SOME), ALL - {place, heir_partition("b")})
+    assert left.opened == []
+    heirs.look(holders_of("me", **SOME), frozenset({place}))
+    assert left.opened == ["a"]
+    heirs.look(holders_of("me", **SOME), ALL - {place})
+    assert "a" not in heirs.former  # another one has the place now
+
+
+def test_it_gives_up_what_has_its_owner_again(left: Left) -> None:
+    heirs = Heirs("me", left.open)
+    heirs.look(holders_of("me", **SOME), ALL)
+    assert heirs.former == ("a", "b")
+    heirs.look(holders_of("me", "a", **SOME), ALL)
+    assert heirs.former == ("b",)
+    heirs.close()
+    assert heirs.former == ()
+
+
+def test_what_cannot_be_taken_over_yet_is_tried_again(left: Left) -> None:
+    heirs, left.fails = Heirs("me", left.open), 2
+    heirs.look(holders_of("me", **SOME), ALL)
+    assert heirs.former == ()
+    heirs.look(holders_of("me", **SOME), ALL)
+    assert heirs.former == ("a", "b")
+
+
+class Shut(MemoryStore):
+    """A store that another process takes over."""
+
+    is_shut = False
+
+    def write(self, changes: Any) -> None:
+        if self.is_shut:
+            raise StaleClient("held by another process now")
+        super().write(changes)
+
+
+@pytest.mark.parametrize("then", [lambda e: e.add(delivery(2)), DenseEngine.flush], ids=["a delivery", "an update"])
+def test_one_that_was_taken_over_knows_that_it_is_lost(cluster: gt.Cluster, then: Callable[[Any], Any]) -> None:
+    store = Shut()
+    engine = engine_on(cluster, store)
+    engine.add(delivery(1))
+    store.is_shut = True
+    with pytest.raises((NotHolder, GearUnavailable), match="held by another process"):
+        then(engine)
+    assert engine.lost == "held by another process now"
