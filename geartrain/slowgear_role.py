@@ -65,7 +65,7 @@ class SlowGearRole:
         try:
             return self._start()
         except BaseException:
-            self._opened.close()
+            self.stop(0)
             raise
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -75,8 +75,10 @@ class SlowGearRole:
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Apply what waits, hand partitions and account over, and end. Idempotent."""
         handler, self._handler = self._handler, None
-        self._server.stop(grace_seconds, drain=(lambda: None) if handler is None else handler.drain)
-        self._opened.close()
+        try:
+            self._server.stop(grace_seconds, drain=(lambda: None) if handler is None else handler.drain)
+        finally:
+            self._opened.close()
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason
@@ -90,6 +92,7 @@ class SlowGearRole:
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         partitions = HeldPartitions(streams, before_release=self._flush)
+        self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
         ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
         dense_pass = self._dense_pass()

@@ -58,6 +58,8 @@ class Heirs:
         """Take over what is left to this slow gear, which holds these partitions; give up what is not its own."""
         live = set(holders.holders)
         for address in holders.incarnations:
+            if self._is_broken(address):  # its store failed it: what is there has to be read again
+                self._give_up(address)
             if address in (*live, self._address) or heir_partition(address) not in held:
                 self._give_up(address)
             elif address not in self._journals:
@@ -65,6 +67,8 @@ class Heirs:
                     self._take_over(address)
                 except GeartrainError as exc:
                     logger.warning("what slow gear %s left cannot be taken over yet: %s", address, exc)
+                except Exception:  # of the user's module
+                    logger.exception("what slow gear %s left cannot be taken over yet", address)
 
     def deliver(self, former: str, delivery: Delivery) -> GearAccount:
         """Take, and apply, what was sent to a slow gear that is gone. Raises NotHolder."""
@@ -105,6 +109,11 @@ class Heirs:
         logger.warning("slow gear %s is gone: %s that it had left were applied here", address, left)
         with self._lock:
             self._journals[address] = journal
+
+    def _is_broken(self, address: str) -> bool:
+        with self._lock:
+            journal = self._journals.get(address)
+        return journal is not None and journal.engine.lost is not None
 
     def _give_up(self, address: str) -> None:
         with self._lock:

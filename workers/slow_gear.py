@@ -167,18 +167,18 @@ class SlowGearHandler:
             self._heirs.look(self._holders(), self._partitions.now)
 
     def drain(self) -> None:
-        """Refuse what is new, apply all that waits, say what became of it, and give the partitions back."""
+        """Refuse what is new, apply all that waits, say what became of it, and give the partitions back.
+
+        What cannot be applied is lost: it is logged, nobody takes the account over, and fast gears count it.
+        """
         self._partitions.refuse()
         self._is_leaving = True
         with self._changed:
             self._changed.wait_for(lambda: not self._delivering)
         try:
-            self._engine.flush()
-            logger.info("drained: %s", self._engine.account())
-        except GeartrainError as exc:
-            logger.error("leaving with gradients that were not applied, %s: %s", self._engine.account(), exc)
-        try:
-            if not self._survives:
+            self._apply_all()
+            self._worker.stop()
+            if not self._survives and not (self._engine.account().waiting + self._engine.account().due):
                 self._hand_over()
         except GeartrainError as exc:
             logger.warning("nobody has taken the account over: %s", exc)
@@ -187,6 +187,15 @@ class SlowGearHandler:
             if self._heirs is not None:
                 self._heirs.close()
             self._partitions.leave()
+
+    def _apply_all(self) -> None:
+        try:
+            self._engine.flush()
+            logger.info("drained: %s", self._engine.account())
+        except GeartrainError as exc:
+            logger.error("leaving with gradients that were not applied, %s: %s", self._engine.account(), exc)
+        except Exception:  # of the user's module
+            logger.exception("leaving with gradients that were not applied, %s", self._engine.account())
 
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Literal
 
-from geartrain.ams.errors import GeartrainError, InternalError
+from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument
 from geartrain.ams.gear_messages import Delivery, FeatureReply, GearAccount
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
@@ -28,7 +28,7 @@ class EmbeddedGear:
         self._engine = engine
         self._max_due = max_due
         self.worker = None if mode == "sync" else GearWorker(engine, tick_seconds=tick_seconds)
-        self._closed = False
+        self._is_closed = False
 
     @property
     def dense_version(self) -> int:
@@ -40,7 +40,9 @@ class EmbeddedGear:
         return self._engine.features(ids)
 
     def deliver(self, delivery: Delivery) -> GearAccount:
-        """See :class:`GearPort`."""
+        """See :class:`GearPort`. Raises InvalidArgument after :meth:`close`: nobody would apply it."""
+        if self._is_closed:
+            raise InvalidArgument("this slow gear was closed, it takes no gradients any more; make another SlowGear")
         self._engine.add(delivery)
         if self.worker is None:
             self._engine.apply_all()
@@ -58,13 +60,12 @@ class EmbeddedGear:
         return self._engine.account(source)
 
     def close(self) -> None:
-        """See :class:`GearPort`."""
-        if self._closed:
-            return
-        self._closed = True
+        """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account."""
         try:
-            self.flush()
+            if self._engine.account().waiting + self._engine.account().due:
+                self.flush()
         finally:
+            self._is_closed = True
             if self.worker is not None:
                 self.worker.stop()
 

@@ -185,6 +185,8 @@ def test_what_does_not_fit_is_refused(gears: GearCluster) -> None:
             gt.SlowGear(cluster, "image", dim=5)
     with pytest.raises(SpecMismatch):
         gears.start_gear(optimizer="adam:0.1")
+    with connected(gears) as cluster:  # what it had leased is not kept by one that cannot start
+        assert len(set(cluster.streams("gear/image", worker="me").holders().holders) - {None}) == 1
     for settings, complaint in (
         ({"name": None}, "which name"),
         ({"module": "tests.integration.gear_part"}, "'module:name'"),

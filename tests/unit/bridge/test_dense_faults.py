@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import ShardUnavailable
+from geartrain.ams.errors import InvalidArgument, ShardUnavailable
 from geartrain.ams.gear_messages import Delivery
+from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.dense_pass import DensePass
+from geartrain.bridge.gear.embedded import EmbeddedGear
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.samples import Samples
 from tests.unit.bridge.gear_fakes import PlainBatcher, PlainDense
@@ -152,3 +156,42 @@ def test_what_the_module_raises_of_every_sample_is_nobodys_fault(monkeypatch: py
             with pytest.raises(RuntimeError, match="device lost"):
                 failing()
     assert engine.apply_due() and batcher.finished == [1] and not batcher.failures
+
+
+def test_an_interrupted_thread_takes_no_others_with_it() -> None:
+    """The thread that leads a batch gets Ctrl-C; another has a request in the same batch."""
+    asked: list[list[int]] = []
+
+    def compute(ids: Any) -> Any:
+        asked.append(ids.tolist())
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return ids * 10
+
+    coalescer: Coalescer[Any] = Coalescer(
+        compute, lambda result, positions, _: result[positions], max_ids=4, max_wait_seconds=60.0
+    )
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(coalescer.ask, np.array([1, 2]))
+        while not coalescer.queued_ids:
+            threading.Event().wait(0.001)
+        second = pool.submit(coalescer.ask, np.array([3, 4]))
+        with pytest.raises(KeyboardInterrupt):
+            first.result(30)
+        third = pool.submit(coalescer.ask, np.array([5, 6]))
+        assert second.result(30).tolist() == [30, 40] and third.result(30).tolist() == [50, 60]
+    assert asked[0] == [1, 2, 3, 4]
+
+
+def test_what_cannot_be_applied_at_the_end_is_kept_for_another_try() -> None:
+    engine, dense, _ = engine_of(Picky())
+    gear = EmbeddedGear(engine, mode="sync")
+    add(engine, [1, 2])
+    dense.fails = 1
+    with pytest.raises(ShardUnavailable):
+        gear.close()
+    with pytest.raises(InvalidArgument, match="was closed"):
+        gear.deliver(None)  # type: ignore[arg-type]
+    gear.close()
+    assert gear.account().applied == 2
+    gear.close()

@@ -202,6 +202,26 @@ def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, h
     assert applied(cluster) == [1] * IDS
 
 
+def test_it_leaves_although_its_module_fails(cluster: gt.Cluster, handlers: Handlers) -> None:
+    engine, held = engine_on(cluster), Held()
+    handler = handlers.make(engine, held)
+    handler.deliver(delivery(1), wait=False, former="")
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    engine.flush = fail  # type: ignore[method-assign]
+    handler.drain()
+    assert held.left and not handlers.taken  # whoever took over its account would say forever that they wait
+
+
+def test_another_process_refuses_what_its_predecessor_may_have_counted(cluster: gt.Cluster, handlers: Handlers) -> None:
+    handler = handlers.make(engine_on(cluster), Held())
+    with pytest.raises(NotHolder, match="this slow gear is me#7"):
+        handler.deliver(delivery(1), wait=True, former="me#6")
+    assert handler.deliver(delivery(1), wait=True, former="me#7").account.received == IDS
+
+
 class Left:
     """Journals of slow gears that are gone."""
 
@@ -288,6 +308,19 @@ def test_what_cannot_be_taken_over_yet_is_tried_again(left: Left) -> None:
     assert heirs.former == ()
     heirs.look(holders_of("me", **SOME), ALL)
     assert heirs.former == ("a", "b")
+
+
+def test_what_its_store_has_failed_is_taken_over_again(cluster: gt.Cluster, left: Left) -> None:
+    left.stores["a"] = shut = Shut()
+    left.leave("a", 1)
+    heirs = Heirs("me", left.open)
+    heirs.look(holders_of("me", "b", **SOME), ALL)
+    shut.is_shut = True
+    with pytest.raises(NotHolder):
+        heirs.deliver("a", delivery(2))
+    shut.is_shut = False
+    heirs.look(holders_of("me", "b", **SOME), ALL)
+    assert heirs.deliver("a", delivery(2)).received == 2 * IDS and applied(cluster) == [2] * IDS
 
 
 class Shut(MemoryStore):
