@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -195,3 +198,42 @@ def test_what_cannot_be_applied_at_the_end_is_kept_for_another_try() -> None:
     gear.close()
     assert gear.account().applied == 2
     gear.close()
+
+
+def test_nobody_has_to_close_a_slow_gear_but_is_told_of_what_was_left(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _, batcher = engine_of(Picky())
+    gear = EmbeddedGear(engine, mode="async")
+    assert gear.worker is not None
+    thread = gear.worker._thread
+    batcher.due = lambda _=None: None  # type: ignore[method-assign]  # as if its batches were not full
+    add(engine, [1, 2])
+    del gear
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive() and "2 gradients will not be applied: nobody called close()" in caplog.text
+
+
+_UNCLOSED = """
+import threading, numpy, torch
+from tests.unit.bridge.test_dense_faults import Picky, add, engine_of
+from geartrain.bridge.gear.embedded import EmbeddedGear
+
+class Busy(Picky):
+    def forward(self, batch):
+        started.set()
+        for _ in range(300):
+            torch.randn(300, 300) @ torch.randn(300, 300)
+        return super().forward(batch)
+
+started = threading.Event()
+engine, _, _ = engine_of(Busy())
+gear = EmbeddedGear(engine, mode="async")
+add(engine, [1, 2])
+gear.worker.wake()
+started.wait(30)
+"""
+
+
+def test_a_process_that_forgets_to_close_ends_in_peace() -> None:
+    ended = subprocess.run([sys.executable, "-c", _UNCLOSED], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
