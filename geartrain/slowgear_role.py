@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -14,14 +15,14 @@ from geartrain.ams.errors import ConfigError, StaleClient
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service import GearServer
 from geartrain.ams.storage.feature_store import open_store
-from geartrain.ams.storage.kv import open_state
+from geartrain.ams.storage.kv import KeyValueStore, open_state
 from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
 from geartrain.bridge.gear.dense_cache import SharedCache
 from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.engine import FeatureCache
+from geartrain.bridge.gear.engine import DenseEngine, FeatureCache
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.opening import EngineSettings, batcher_settings, open_engine, open_pass
-from geartrain.workers.gear_heirs import Heirs, Journal
+from geartrain.workers.gear_heirs import Heirs
 from geartrain.workers.gear_objects import load_function, open_samples, optimizer_named
 from geartrain.workers.gear_partitions import HeldPartitions, Ticker
 from geartrain.workers.slow_gear import SlowGearHandler
@@ -97,12 +98,12 @@ class SlowGearRole:
         self._opened.callback(ticker.stop)
         dense_pass = self._dense_pass()
         self._await_partitions(partitions)  # before its journal is opened: nobody takes over what has a holder
-        own = self._journal(address, dense_pass, joined)
-        heirs = Heirs(address, lambda one: self._journal(one, self._dense_pass(), None)) if self._is_shared else None
+        engine = self._own_engine(address, dense_pass, joined)
+        heirs = Heirs(address, self._journal, self._use_engine) if self._is_shared else None
         handler = SlowGearHandler(
             self.name,
             address,
-            own.engine,
+            engine,
             partitions,
             incarnation=incarnation,
             gradients_per_id=config.gradients_per_id,
@@ -140,34 +141,56 @@ class SlowGearRole:
             time.sleep(_POLL_SECONDS)
         logger.info("%d of %d partitions of %r are held", len(partitions.now), NUM_PARTITIONS, self.name)
 
-    def _journal(self, address: str, dense_pass: DensePass, joined: Cluster | None) -> Journal:
-        """The engine over what is kept for ``address``: this slow gear, or one that is gone (``joined`` is None)."""
-        name, settings = f"gear/{self.name}/{address}", self._settings
-        kept = batcher_settings(settings)
+    def _own_engine(self, address: str, dense_pass: DensePass, joined: Cluster) -> DenseEngine:
+        settings, cache = self._settings, self._cache()
         if not self._survives:
-            assert joined is not None
-            batcher = GradientBatcher(settings.dim, **kept)
-            engine = open_engine(joined, self.name, dense_pass, batcher, settings, time.time, cache=self._cache())
-            return Journal(engine, joined, None)
-        with ExitStack() as opened:
-            cluster = opened.enter_context(connect(self._config.scheduler, config=self._client, stream=name))
-            store = open_state(self._config.store, name)
-            opened.callback(store.close)
-            batcher = GradientBatcher.restored(store, settings.dim, **kept)
-            engine = open_engine(
-                cluster,
-                self.name,
-                dense_pass,
-                batcher,
-                settings,
-                time.time,
-                cache=None if joined is None else self._cache(),
-                acknowledge=cluster.acknowledge,
+            batcher = GradientBatcher(settings.dim, **batcher_settings(settings))
+            return open_engine(joined, self.name, dense_pass, batcher, settings, time.time, cache=cache)
+        cluster = self._opened.enter_context(self._connected(address))
+        store, batcher = self._journal(address)
+        self._opened.callback(store.close)
+        return open_engine(
+            cluster,
+            self.name,
+            dense_pass,
+            batcher,
+            settings,
+            time.time,
+            cache=cache,
+            acknowledge=cluster.acknowledge,
+        )
+
+    def _use_engine(self, address: str, batcher: GradientBatcher, use: Callable[[DenseEngine], None]) -> None:
+        """See :data:`geartrain.workers.gear_heirs.UseEngine`. With a module of its own: the other one goes on."""
+        with self._connected(address) as cluster:
+            use(
+                open_engine(
+                    cluster,
+                    self.name,
+                    self._dense_pass(),
+                    batcher,
+                    self._settings,
+                    time.time,
+                    acknowledge=cluster.acknowledge,
+                )
             )
-            closing = opened.pop_all()
-        if joined is not None:
-            self._opened.push(closing)
-        return Journal(engine, cluster, store)
+
+    def _connected(self, address: str) -> Cluster:
+        """Write to the dense table as the slow gear at ``address``, in whose place nobody else writes from now on."""
+        return connect(self._config.scheduler, config=self._client, stream=self._journal_name(address))
+
+    def _journal(self, address: str) -> tuple[KeyValueStore, GradientBatcher]:
+        """Take over what is kept for the slow gear at ``address``: this one, or one that is gone."""
+        store = open_state(self._config.store, self._journal_name(address))
+        try:
+            settings = self._settings
+            return store, GradientBatcher.restored(store, settings.dim, **batcher_settings(settings))
+        except BaseException:
+            store.close()
+            raise
+
+    def _journal_name(self, address: str) -> str:
+        return f"gear/{self.name}/{address}"
 
     def _cache(self) -> FeatureCache | None:
         config = self._config

@@ -102,6 +102,9 @@ class SlowGearHandler:
         if former not in ("", self._journal):
             if self._heirs is None:
                 raise NotHolder(f"this slow gear is {self._journal}; nobody knows whether {former} had taken it")
+            self._engine.fence(delivery)
+            if former in self._holders().holders:
+                raise NotHolder(f"slow gear {former} is back; ask it")
             self._heirs.deliver(former, delivery)
         else:
             with self._counted():
@@ -184,8 +187,6 @@ class SlowGearHandler:
             logger.warning("nobody has taken the account over: %s", exc)
         finally:
             self._worker.stop()
-            if self._heirs is not None:
-                self._heirs.close()
             self._partitions.leave()
 
     def _apply_all(self) -> None:
@@ -199,8 +200,7 @@ class SlowGearHandler:
 
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""
-        own = {family: self._engine.family_account(family) for family in self._engine.families()}
-        accounts = {**self._handed, self._journal: own}
+        accounts = {**self._handed, self._journal: self._engine.families()}
         for address in sorted({one for one in self._holders().holders if one and one != self._address}):
             peer = self._open_peer(address)
             try:

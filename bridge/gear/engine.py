@@ -270,7 +270,7 @@ class DenseEngine:
         """Make one dense update of the gradients that are due; False if there are none.
 
         After an error the batch is still due: the next call repeats it, under its number. GearUnavailable: another
-        process has taken this one's place, and the batch with it.
+        process has taken this one's place, and the batch with it (StaleClient where there is nothing to take).
         """
         with self._applying, self._place_kept():
             batch = self.batcher.due(limit)
@@ -308,12 +308,11 @@ class DenseEngine:
         """What became of the gradients of all series of deliveries of a fast gear; None: of all fast gears."""
         if family is None:
             return self.account()
-        series = [source for source in self.batcher.report()["sources"] if family_of(source) == family]
-        return sum((self.account(source) for source in series), GearAccount())
+        return family_accounts(self.batcher).get(family, GearAccount())
 
-    def families(self) -> list[str]:
-        """The fast gears that have delivered."""
-        return sorted({family_of(source) for source in self.batcher.report()["sources"]})
+    def families(self) -> dict[str, GearAccount]:
+        """What became of the gradients of every fast gear that has delivered."""
+        return family_accounts(self.batcher)
 
     @contextmanager
     def _place_kept(self) -> Iterator[None]:
@@ -321,6 +320,8 @@ class DenseEngine:
             yield
         except (StaleClient, StateError) as exc:
             self.lost = str(exc)
+            if self._acknowledge is None:  # there is no other process that could go on with it
+                raise
             raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
@@ -380,6 +381,15 @@ class DenseEngine:
             failures=failures,
             dense_version=version,
         )
+
+
+def family_accounts(batcher: Batcher) -> dict[str, GearAccount]:
+    """What became of the gradients of each fast gear, all its series of deliveries together."""
+    found: dict[str, GearAccount] = {}
+    for source in batcher.report()["sources"]:
+        family = family_of(source)
+        found[family] = found.get(family, GearAccount()) + account_of(batcher.account(source))
+    return found
 
 
 def account_of(account: Any) -> GearAccount:

@@ -180,13 +180,12 @@ def test_what_does_not_fit_is_refused(gears: GearCluster) -> None:
     with connected(gears, recovery_timeout_seconds=0.0) as cluster:
         with pytest.raises(GearUnavailable, match="geartrain slowgear"):
             gt.SlowGear(cluster, "image", dim=DIM)
-        gears.start_gear()
+        _, address = gears.start_gear()
         with pytest.raises(InvalidArgument, match=r"dim is 5.* width 4"):
             gt.SlowGear(cluster, "image", dim=5)
-    with pytest.raises(SpecMismatch):
-        gears.start_gear(optimizer="adam:0.1")
-    with connected(gears) as cluster:  # what it had leased is not kept by one that cannot start
-        assert len(set(cluster.streams("gear/image", worker="me").holders().holders) - {None}) == 1
+        with pytest.raises(SpecMismatch):
+            gears.start_gear(optimizer="adam:0.1")
+        assert set(cluster.streams("gear/image", worker="test").holders().holders) <= {address, None}
     for settings, complaint in (
         ({"name": None}, "which name"),
         ({"module": "tests.integration.gear_part"}, "'module:name'"),

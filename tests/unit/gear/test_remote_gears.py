@@ -269,6 +269,27 @@ def test_what_died_durably_goes_to_the_heir_under_its_own_number() -> None:
     assert account.adds_up and account.received == len(IDS) and account.lost == 0
 
 
+def test_what_died_durably_and_came_back_is_asked_itself() -> None:
+    gears = Gears("a", "b", survives=True)
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    looks = []
+
+    def on_look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            gears.kept = list(gears.holders)  # type: ignore[attr-defined]
+            gears.move("b", "a")
+        else:
+            gears.dead.clear()
+            gears.holders = gears.kept  # type: ignore[attr-defined]
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert gears.calls[-1] == ("b", "fast", "b")
+
+
 def test_after_an_error_the_same_delivery_goes_on_where_it_stopped() -> None:
     gears = Gears("a", "b")
     port = remote(gears, recovery=0.0)
@@ -384,25 +405,6 @@ def test_partitions_that_nobody_held_are_no_repeat_for_who_takes_them() -> None:
     port.deliver(delivery(1))
     port.deliver(delivery(2))
     assert gears.counts() == [2] * len(IDS)
-
-
-def test_one_that_comes_back_durably_before_anybody_took_over_has_it() -> None:
-    gears = Gears("a", "b", survives=True)
-    port = remote(gears)
-    gears.leaves_unanswered.add("b")
-    looks = [0]
-
-    def on_look() -> None:
-        looks[0] += 1
-        if looks[0] == 1:
-            gears.holders = ["a"] * NUM_PARTITIONS
-        if looks[0] == 3:
-            gears.restart("b")
-            gears.holders = ["a", "b"] * (NUM_PARTITIONS // 2)
-
-    gears.on_look = on_look
-    port.deliver(delivery(1))
-    assert gears.counts() == [1] * len(IDS)
 
 
 def test_a_flush_waits_for_who_takes_over() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
-from geartrain.ams.errors import GearUnavailable, NotHolder, StaleClient, StoreUnavailable
+from geartrain.ams.errors import GearUnavailable, NotHolder, ShardUnavailable, StaleClient, StoreUnavailable
 from geartrain.ams.gear.remote import heir_partition
 from geartrain.ams.gear_messages import Delivery, GearAccount
 from geartrain.ams.specs import Ids
@@ -23,7 +23,7 @@ from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.opening import EngineSettings, open_engine, open_pass
-from geartrain.workers.gear_heirs import Heirs, Journal
+from geartrain.workers.gear_heirs import Heirs
 from geartrain.workers.slow_gear import SlowGearHandler
 
 DIM, IDS = 2, 8
@@ -117,6 +117,7 @@ class Handlers:
         self.made: list[SlowGearHandler] = []
         self.taken: dict[str, Mapping[str, GearAccount]] = {}
         self.holders: tuple[str | None, ...] = ("me", "dead", "other")
+        self.known: tuple[str, ...] = ()
 
     def make(self, engine: DenseEngine, held: Held, heirs: Heirs | None = None) -> SlowGearHandler:
         handler = SlowGearHandler(
@@ -126,7 +127,7 @@ class Handlers:
             held,  # type: ignore[arg-type]
             incarnation=7,
             gradients_per_id=2,
-            holders=lambda: StreamHolders(lease_seconds=1.0, holders=self.holders, incarnations={}),
+            holders=lambda: holders_of(*self.holders, known=self.known),
             open_peer=lambda address: Peer(self.taken, address == "dead"),
             heirs=heirs,
             survives=heirs is not None,
@@ -229,28 +230,30 @@ class Left:
         self.cluster = cluster
         self.stores: dict[str, MemoryStore] = {}
         self.opened: list[str] = []
-        self.fails = 0
+        self.fails = self.used = 0
 
     def leave(self, address: str, sequence: int) -> None:
         """A slow gear takes a delivery, and dies."""
         engine = engine_on(self.cluster, self.stores.setdefault(address, MemoryStore()))
         engine.add(delivery(sequence))
 
-    def open(self, address: str) -> Journal:
+    def open(self, address: str) -> tuple[MemoryStore, GradientBatcher]:
         self.opened.append(address)
         if self.fails:
             self.fails -= 1
             raise StoreUnavailable("no redis")
         store = self.stores[address]
-        return Journal(engine_on(self.cluster, store), _Unclosed(), store)  # type: ignore[arg-type]
+        return store, GradientBatcher.restored(store, DIM, gradients_per_id=2, reduction="sum")
+
+    def use(self, _: str, batcher: GradientBatcher, use: Callable[[DenseEngine], None]) -> None:
+        self.used += 1
+        use(open_engine(self.cluster, "image", dense_pass(), batcher, SETTINGS, lambda: 0.0))
+
+    def heirs(self) -> Heirs:
+        return Heirs("me", self.open, self.use)
 
 
-class _Unclosed:
-    def close(self) -> None:
-        pass
-
-
-def holders_of(*addresses: str, known: tuple[str, ...]) -> StreamHolders:
+def holders_of(*addresses: str | None, known: tuple[str, ...]) -> StreamHolders:
     return StreamHolders(lease_seconds=1.0, holders=addresses, incarnations=dict.fromkeys(known, 1))
 
 
@@ -267,22 +270,38 @@ def left(cluster: gt.Cluster) -> Left:
 
 
 def test_an_heir_applies_what_was_left_once_and_answers_for_it(cluster: gt.Cluster, left: Left) -> None:
-    heirs = Heirs("me", left.open)
+    heirs = left.heirs()
     heirs.look(holders_of("me", "b", **SOME), ALL)
     assert heirs.former == ("a",) and applied(cluster) == [1] * IDS
     heirs.look(holders_of("me", "b", **SOME), ALL)
     assert left.opened == ["a"]
     assert heirs.account("fast") == GearAccount(received=IDS, applied=IDS) == heirs.account(None)
     heirs.deliver("a", delivery(1))  # what its owner had counted, but not acknowledged
-    assert applied(cluster) == [1] * IDS
-    assert heirs.deliver("a", delivery(2)).received == 2 * IDS
-    assert applied(cluster) == [2] * IDS
+    assert applied(cluster) == [1] * IDS and left.used == 1
+    heirs.deliver("a", delivery(2))
+    assert applied(cluster) == [2] * IDS and heirs.account("fast").received == 2 * IDS
+    again = left.heirs()  # another heir, when nothing waits any more
+    again.look(holders_of("me", "b", **SOME), ALL)
+    assert left.used == 2 and again.account("fast") == heirs.account("fast")
     with pytest.raises(NotHolder, match="slow gear b left is not here"):
         heirs.deliver("b", delivery(2))
 
 
+def test_an_heir_leaves_alone_who_is_back(cluster: gt.Cluster, handlers: Handlers, left: Left) -> None:
+    handler = handlers.make(engine_on(cluster, MemoryStore()), Held(), left.heirs())
+    handlers.holders = ("me", "a")
+    with pytest.raises(NotHolder, match="a is back"):
+        handler.deliver(delivery(1), wait=False, former="a")
+    assert left.opened == []
+    handlers.holders, handlers.known = ("me",), ("a",)
+    handler.look_for_heritage()
+    assert handler.deliver(delivery(2), wait=False, former="a").account.received == 2 * IDS
+    state = handler.describe([])
+    assert state.former == ("a",) and state.is_durable and state.journal == "me"
+
+
 def test_only_the_holder_of_its_place_is_the_heir(left: Left) -> None:
-    heirs = Heirs("me", left.open)
+    heirs = left.heirs()
     place = heir_partition("a")
     heirs.look(holders_of("me", **SOME), ALL - {place, heir_partition("b")})
     assert left.opened == []
@@ -293,34 +312,55 @@ def test_only_the_holder_of_its_place_is_the_heir(left: Left) -> None:
 
 
 def test_it_gives_up_what_has_its_owner_again(left: Left) -> None:
-    heirs = Heirs("me", left.open)
+    heirs = left.heirs()
     heirs.look(holders_of("me", **SOME), ALL)
     assert heirs.former == ("a", "b")
     heirs.look(holders_of("me", "a", **SOME), ALL)
     assert heirs.former == ("b",)
-    heirs.close()
-    assert heirs.former == ()
+    with pytest.raises(NotHolder):
+        heirs.deliver("a", delivery(2))
+
+
+def test_an_heir_whose_predecessor_is_back_says_so(left: Left) -> None:
+    heirs = left.heirs()
+    heirs.look(holders_of("me", **SOME), ALL)
+
+    def refuse(*_: Any) -> None:
+        raise GearUnavailable("held by another process now")
+
+    heirs._use_engine = refuse
+    with pytest.raises(NotHolder, match="not here any more"):
+        heirs.deliver("a", delivery(2))
+    assert heirs.former == ("b",)
 
 
 def test_what_cannot_be_taken_over_yet_is_tried_again(left: Left) -> None:
-    heirs, left.fails = Heirs("me", left.open), 2
+    heirs, left.fails = left.heirs(), 2
     heirs.look(holders_of("me", **SOME), ALL)
     assert heirs.former == ()
     heirs.look(holders_of("me", **SOME), ALL)
     assert heirs.former == ("a", "b")
 
 
-def test_what_its_store_has_failed_is_taken_over_again(cluster: gt.Cluster, left: Left) -> None:
-    left.stores["a"] = shut = Shut()
-    left.leave("a", 1)
-    heirs = Heirs("me", left.open)
+def test_what_an_heir_could_not_apply_is_taken_over_again(cluster: gt.Cluster, left: Left) -> None:
+    fails = [ShardUnavailable("shard 0 does not answer")]
+
+    def use(address: str, batcher: GradientBatcher, work: Callable[[DenseEngine], None]) -> None:
+        def and_fail(engine: DenseEngine) -> None:
+            engine.flush = lambda: (_ for _ in ()).throw(fails.pop())  # type: ignore[method-assign]
+            work(engine)
+
+        left.use(address, batcher, and_fail if fails and applied(cluster) == [1] * IDS else work)
+
+    heirs = Heirs("me", left.open, use)
     heirs.look(holders_of("me", "b", **SOME), ALL)
-    shut.is_shut = True
-    with pytest.raises(NotHolder):
+    with pytest.raises(ShardUnavailable):
         heirs.deliver("a", delivery(2))
-    shut.is_shut = False
+    assert heirs.former == ()
     heirs.look(holders_of("me", "b", **SOME), ALL)
-    assert heirs.deliver("a", delivery(2)).received == 2 * IDS and applied(cluster) == [2] * IDS
+    assert heirs.account("fast") == GearAccount(received=2 * IDS, applied=2 * IDS)
+    heirs.deliver("a", delivery(2))
+    assert applied(cluster) == [2] * IDS
 
 
 class Shut(MemoryStore):
@@ -338,6 +378,7 @@ class Shut(MemoryStore):
 def test_one_that_was_taken_over_knows_that_it_is_lost(cluster: gt.Cluster, then: Callable[[Any], Any]) -> None:
     store = Shut()
     engine = engine_on(cluster, store)
+    engine._acknowledge = lambda _: None
     engine.add(delivery(1))
     store.is_shut = True
     with pytest.raises((NotHolder, GearUnavailable), match="held by another process"):
