@@ -22,7 +22,15 @@ from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, GearUnavailable, InvalidArgument, NotHolder, SchedulerUnavailable
 from geartrain.ams.gear.ledger import GearLedger, address_of, journal_of
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
-from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
+from geartrain.ams.gear_messages import (
+    Delivery,
+    Failure,
+    FeatureReply,
+    Freshness,
+    GearAccount,
+    GearState,
+    Taken,
+)
 from geartrain.ams.specs import Ids
 from geartrain.ams.transport.carrier import AttemptFailed, NotSent, StreamHolders
 
