@@ -89,7 +89,7 @@ class GearAccount:
     """Their sample or their backward pass failed."""
     non_finite: int = 0
     lost: int = 0
-    """A slow gear died with them, or died before it told that it had applied them."""
+    """A slow gear died with them, or died before it told that it had taken or applied them."""
 
     @property
     def adds_up(self) -> bool:
@@ -198,7 +198,8 @@ class GearHandler(Protocol):
         ...
 
     def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
-        """Take gradients; with ``wait`` apply what they make due. ``former``: was sent to that slow gear before.
+        """Take gradients; with ``wait`` apply what they make due. ``former``: journal of the slow gear that was sent
+        them before and may have counted them: who has not its journal refuses.
 
         Raises NotHolder, StaleClient (a lower incarnation of the source).
         """

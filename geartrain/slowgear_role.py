@@ -11,11 +11,13 @@ import torch
 
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SlowGearConfig
-from geartrain.ams.errors import ConfigError, StaleClient
+from geartrain.ams.errors import ConfigError, SpecMismatch, StaleClient
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service import GearServer
+from geartrain.ams.gear.status import describe_gears
 from geartrain.ams.storage.feature_store import open_store
 from geartrain.ams.storage.kv import KeyValueStore, open_state
+from geartrain.ams.transport.carrier import StreamHolders
 from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
 from geartrain.bridge.gear.dense_cache import SharedCache
 from geartrain.bridge.gear.dense_pass import DensePass
@@ -66,8 +68,7 @@ class SlowGearRole:
         try:
             return self._start()
         except BaseException:
-            self._opened.close()
-            self._server.stop(0)
+            self.stop(0)
             raise
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -77,8 +78,10 @@ class SlowGearRole:
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Apply what waits, hand partitions and account over, and end. Idempotent."""
         handler, self._handler = self._handler, None
-        self._server.stop(grace_seconds, drain=(lambda: None) if handler is None else handler.drain)
-        self._opened.close()
+        try:
+            self._server.stop(grace_seconds, drain=(lambda: None) if handler is None else handler.drain)
+        finally:
+            self._opened.close()
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason
@@ -91,8 +94,9 @@ class SlowGearRole:
         incarnation = time.time_ns()
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
+        self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)
-        self._opened.callback(partitions.leave)
+        self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
         ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
         dense_pass = self._dense_pass()
@@ -119,6 +123,16 @@ class SlowGearRole:
             self._opened.callback(heritage.stop)
         self.partitions = len(partitions.now)
         return address
+
+    def _compare_widths(self, holders: Callable[[], StreamHolders]) -> None:
+        """Raise SpecMismatch, before any partition is taken, if another slow gear makes features of another width."""
+        states, _ = describe_gears([self.name], lambda _: holders(), GrpcGearCarrier)
+        for state in states:
+            if state.dim != self._config.dim:
+                raise SpecMismatch(
+                    f"dim is {self._config.dim}; the slow gear of {self.name!r} at {state.address} makes features of "
+                    f"width {state.dim}: start this one with --dim {state.dim}, or under another name"
+                )
 
     def _tick(self, partitions: HeldPartitions) -> None:
         handler = self._handler

@@ -74,6 +74,8 @@ class Heirs:
                         self._take_over(address)
                 except GeartrainError as exc:
                     logger.warning("what slow gear %s left cannot be taken over yet: %s", address, exc)
+                except Exception:  # of the user's module
+                    logger.exception("what slow gear %s left cannot be taken over yet", address)
 
     def deliver(self, former: str, delivery: Delivery) -> None:
         """Take, and apply, what was sent to a slow gear that is gone. Raises NotHolder."""
@@ -91,7 +93,6 @@ class Heirs:
             try:
                 self._with_journal(former, lambda batcher: self._use_engine(former, batcher, use))
             except GearUnavailable as exc:  # its owner is back
-                del self._left[former]
                 raise NotHolder(f"what slow gear {former} left is not here any more: {exc}") from exc
 
     def account(self, family: str | None) -> GearAccount:
@@ -114,6 +115,7 @@ class Heirs:
 
     def _with_journal(self, address: str, work: Callable[[GradientBatcher], None]) -> None:
         store, batcher = self._open(address)
+        self._left.pop(address, None)  # after an error it is taken over anew: something may wait in it
         try:
             work(batcher)
             self._left[address] = _Left.of(batcher)

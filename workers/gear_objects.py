@@ -25,7 +25,7 @@ _OPTIMIZERS: dict[str, Callable[[float], RowOptimizerSpec]] = {
     "momentum": lambda lr: Momentum(lr, momentum=0.9),
     "adam": Adam,
 }
-_STORES = ("memory", "lmdb:", "redis://", "rediss://", "unix://")
+_STORES = ("lmdb:", "redis://", "rediss://", "unix://")
 
 
 def load_object(place: str, what: str) -> Any:
@@ -33,14 +33,22 @@ def load_object(place: str, what: str) -> Any:
     module, _, attribute = place.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{what} is {place!r}; it must be 'module:name', as 'mypkg.image:build'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(
+            f"{what} is {place!r}; {module!r} must be the name of a module, not a file: 'image:build' for the function "
+            "'build' of image.py in the current folder, or in one on PYTHONPATH"
+        )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module)
         for name in attribute.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as exc:
+    except ModuleNotFoundError as exc:
         raise ConfigError(f"{what} {place!r} cannot be loaded: {exc}; is its folder on PYTHONPATH?") from exc
+    except Exception as exc:  # whatever the user's module raises
+        words = f"{type(exc).__name__}: {exc}"
+        raise ConfigError(f"{what} {place!r} cannot be loaded: {words}") from exc
     return found
 
 

@@ -156,7 +156,8 @@ class HeldPartitions:
 
 
 class Ticker:
-    """A thread that ticks until it is stopped. ``on_stale`` is called, once, when it cannot go on."""
+    """A thread that ticks until it is stopped, whatever a tick raises. ``on_stale`` is called, once, when it cannot go
+    on: StaleClient."""
 
     def __init__(
         self,
@@ -186,4 +187,6 @@ class Ticker:
                 return
             except GeartrainError as exc:
                 logger.warning("%s", exc)
+            except Exception:  # of the user's module, whatever it is: the lease goes on
+                logger.exception("what a slow gear does now and then failed; it is tried again")
             self._ended.wait(self._seconds())

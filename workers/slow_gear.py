@@ -80,6 +80,8 @@ class SlowGearHandler:
         self._handed: dict[str, Mapping[str, GearAccount]] = {}
         self._hits = self._misses = 0
         self._changed = threading.Condition()
+        self._taking = threading.Lock()
+        """So that one which is refused is not being taken behind: it was sent again before that was done."""
         self._delivering = 0
         self._is_leaving = False
         self._worker = GearWorker(engine, tick_seconds=tick_seconds)
@@ -97,19 +99,20 @@ class SlowGearHandler:
     def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
         """See :class:`GearHandler`."""
         is_repeat = False
-        if former:
+        if former not in ("", self._journal):
             if self._heirs is None:
-                raise NotHolder(f"this slow gear takes over nothing, so it has not what {former} left")
+                raise NotHolder(f"this slow gear is {self._journal}; nobody knows whether {former} had taken it")
             self._engine.fence(delivery)
             if former in self._holders().holders:
                 raise NotHolder(f"slow gear {former} is back; ask it")
             self._heirs.deliver(former, delivery)
         else:
             with self._counted():
-                is_repeat = self._engine.has_counted(delivery)
-                if not is_repeat:
-                    self._partitions.require(delivery.ids)
-                self._engine.add(delivery)
+                with self._taking:
+                    is_repeat = self._engine.has_counted(delivery)
+                    if not is_repeat:
+                        self._partitions.require(delivery.ids)
+                    self._engine.add(delivery)
                 if wait:
                     self._engine.apply_all()
                 else:
@@ -167,24 +170,33 @@ class SlowGearHandler:
             self._heirs.look(self._holders(), self._partitions.now)
 
     def drain(self) -> None:
-        """Refuse what is new, apply all that waits, say what became of it, and give the partitions back."""
+        """Refuse what is new, apply all that waits, say what became of it, and give the partitions back.
+
+        What cannot be applied is lost: it is logged, nobody takes the account over, and fast gears count it.
+        """
         self._partitions.refuse()
         self._is_leaving = True
         with self._changed:
             self._changed.wait_for(lambda: not self._delivering)
         try:
-            self._engine.flush()
-            logger.info("drained: %s", self._engine.account())
-        except GeartrainError as exc:
-            logger.error("leaving with gradients that were not applied, %s: %s", self._engine.account(), exc)
-        try:
-            if not self._survives:
+            self._apply_all()
+            self._worker.stop()
+            if not self._survives and not (self._engine.account().waiting + self._engine.account().due):
                 self._hand_over()
         except GeartrainError as exc:
             logger.warning("nobody has taken the account over: %s", exc)
         finally:
             self._worker.stop()
             self._partitions.leave()
+
+    def _apply_all(self) -> None:
+        try:
+            self._engine.flush()
+            logger.info("drained: %s", self._engine.account())
+        except GeartrainError as exc:
+            logger.error("leaving with gradients that were not applied, %s: %s", self._engine.account(), exc)
+        except Exception:  # of the user's module
+            logger.exception("leaving with gradients that were not applied, %s", self._engine.account())
 
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -20,11 +20,19 @@ import xxhash
 
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, GearUnavailable, InvalidArgument, NotHolder, SchedulerUnavailable
-from geartrain.ams.gear.ledger import GearLedger
+from geartrain.ams.gear.ledger import GearLedger, address_of, journal_of
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
-from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
+from geartrain.ams.gear_messages import (
+    Delivery,
+    Failure,
+    FeatureReply,
+    Freshness,
+    GearAccount,
+    GearState,
+    Taken,
+)
 from geartrain.ams.specs import Ids
-from geartrain.ams.transport.carrier import AttemptFailed, StreamHolders
+from geartrain.ams.transport.carrier import AttemptFailed, NotSent, StreamHolders
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +84,12 @@ class _Part:
     source: str
     address: str | None
     positions: Positions
-    former: str = ""
-    """The slow gear that it was sent to before, whose batches ``address`` has now."""
-    is_again: bool = False
-    """It was sent before under this name and number."""
+    journal: str = ""
+    """Of the slow gear that may have counted it and did not say so: nobody may take it but who has that journal."""
+
+
+_Names = set[tuple[str, str]]
+"""The (address, source) of all parts of a delivery: no two have the same."""
 
 
 class RemoteGears:
@@ -87,10 +97,13 @@ class RemoteGears:
 
     A request goes to the slow gears that hold the partitions of its ids, in messages of at most ``part_bytes``. Where
     one does not answer, or holds a partition no more, the scheduler is asked again, for ``recovery_timeout_seconds`` or
-    one and a half leases, whichever is longer (0: not at all). A part of a delivery keeps its source and number until
-    it is acknowledged: it is sent again to the same slow gear while that one holds anything; then to the one that took
-    over its batches, if they are durable, so that it counts once; else, cut anew, to the new holders: it counts again
-    if the one that died had applied it and could not say so.
+    one and a half leases, whichever is longer (0: not at all).
+
+    A part of a delivery keeps its source and number until it is acknowledged. Which nobody can have taken (it was
+    refused, or there was no connection) is cut anew for the new holders. Else it is sent again to the same process
+    while that one holds anything, then to the one that took over its batches, if they are durable: so it counts once.
+    If they were not, nobody can tell whether the one that died had applied it. No gradient may be applied twice, so it
+    is given up, counted in ``account().lost`` and logged: an upper bound of what is missing from the weights.
     """
 
     def __init__(
@@ -114,16 +127,17 @@ class RemoteGears:
         self._config = config
         self._wait = wait
         self._freshness = freshness
-        self._is_durable = False
+        self._is_durable = self._survives = False
         self.gradients_per_id = 0
         """That make one backward pass in the slow gears."""
         self._ledger = GearLedger(name)
         self._carriers: dict[str, GearCarrier] = {}
         self._holders: tuple[str | None, ...] = (None,) * NUM_PARTITIONS
+        self._incarnations: Mapping[str, int] = {}
         self._lease_seconds = 0.0
         self._versions: dict[str, int] = {}
         self._source = ""
-        self._pending: tuple[tuple[str, int], list[_Part]] | None = None
+        self._pending: tuple[tuple[str, int], list[_Part], _Names] | None = None
         self._lock = threading.Lock()
         self._delivering = threading.Lock()
         self._glancing = threading.Lock()
@@ -175,25 +189,28 @@ class RemoteGears:
             number = delivery.source, delivery.sequence
             self._source = delivery.source
             if self._pending is None or self._pending[0] != number:
-                whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)))
-                self._pending = number, list(whole)
-            parts, patience = self._pending[1], self._patience()
+                names: _Names = set()
+                whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)), names)
+                self._pending = number, whole, names
+            _, parts, names = self._pending
+            patience = self._patience()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
-                refused = []
-                for part, call in calls:
+                parts[:] = map(self._sent, parts)  # from now on they may be counted, until somebody says they are not
+                left: list[tuple[_Part, _Part, Exception]] = []
+                for (before, call), part in zip(calls, list(parts), strict=True):
                     try:
-                        self._taken(part, call(), delivery.sequence)
+                        self._taken(before, call(), delivery.sequence)
                         parts.remove(part)
                     except _PASSING as exc:
                         patience.note(exc)
-                        refused.append((part, isinstance(exc, NotHolder)))
-                if refused:
+                        left.append((before, part, exc))
+                if left:
                     patience.pause()
                     self._look()
-                for part, is_refused in refused:
+                for before, part, error in left:
                     parts.remove(part)
-                    parts.extend(self._again(part, delivery.ids, is_refused))
+                    parts.extend(self._again(self._known(before, part, error), delivery.ids, names))
             self._pending = None
         return self._ledger.total()
 
@@ -206,14 +223,16 @@ class RemoteGears:
         def flush(carrier: GearCarrier) -> Pending[int]:
             return carrier.flush(self._name, timeout)
 
-        while left := [address for address in self._addresses() if address not in done]:
-            calls = [(address, self._begin(address, flush)) for address in left]
+        while left := [address for address in self._addresses() if address not in done] or self._without_heir():
+            calls = [(address, self._begin(address, flush)) for address in left if address in self._addresses()]
             for address, call in calls:
                 try:
                     self._heard(address, call())
                     done.add(address)
                 except _PASSING as exc:
                     patience.note(exc)
+            if orphans := set(left) - {address for address, _ in calls}:
+                patience.note(GearUnavailable(f"what {sorted(orphans)[0]} left is not taken over yet"))
             if not done >= set(left):
                 patience.pause()
                 self._look()
@@ -254,6 +273,7 @@ class RemoteGears:
                 )
             self._heard(state.address, state.dense_version)
             self._is_durable |= state.is_durable
+            self._survives |= state.journal == state.address
             self.gradients_per_id = state.gradients_per_id
 
     def _asked(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
@@ -271,12 +291,18 @@ class RemoteGears:
             for start in range(0, len(mine), self._max_ids):
                 yield address or None, mine[start : start + self._max_ids]
 
-    def _cut(self, source: str, ids: Ids, places: Positions) -> Iterator[_Part]:
-        """The parts of a delivery; a second message to the same slow gear has a name of its own."""
-        seen: dict[str | None, int] = {}
+    def _cut(self, source: str, ids: Ids, places: Positions, names: _Names) -> list[_Part]:
+        """The parts of a delivery; a second one to the same slow gear has a name, and so numbers, of its own."""
+        parts = []
         for address, mine in self._routes(ids, places):
-            nth = seen[address] = seen.get(address, -1) + 1
-            yield _Part(_series(source, f"+{nth}") if nth else source, address, mine)
+            name, nth = source, 0
+            while address is not None and (address, name) in names:
+                nth += 1
+                name = _series(source, f"+{nth}")
+            if address is not None:
+                names.add((address, name))
+            parts.append(_Part(name, address, mine))
+        return parts
 
     def _send(self, delivery: Delivery, part: _Part) -> Pending[Taken]:
         sent = replace(
@@ -291,13 +317,13 @@ class RemoteGears:
         return self._begin(
             part.address,
             lambda carrier: carrier.deliver(
-                self._name, sent, wait=self._wait, former=part.former, timeout_seconds=timeout
+                self._name, sent, wait=self._wait, former=part.journal, timeout_seconds=timeout
             ),
         )
 
     def _taken(self, part: _Part, taken: Taken, sequence: int) -> None:
         self._heard(part.address, taken.dense_version)
-        if taken.is_repeat and not part.is_again:
+        if taken.is_repeat and not part.journal:
             logger.warning(
                 "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
                 "twice. Go on at its step (load_state_dict of the SlowGear), or take another stream name",
@@ -306,28 +332,48 @@ class RemoteGears:
             )
         self._ledger.note(taken.journal, taken.account)
 
-    def _again(self, part: _Part, ids: Ids, is_refused: bool) -> Iterable[_Part]:
-        """Where a part goes that was not acknowledged."""
-        if part.address is None:
-            return self._cut(part.source, ids, part.positions)
-        if part.former in self._addresses():  # it is back, with what it had
-            return [replace(part, address=part.former, former="", is_again=True)]
-        if part.former:
-            return [replace(part, address=self._heir_of(part.former), is_again=True)]
-        if part.address in self._addresses():
-            if not is_refused:
-                return [replace(part, is_again=True)]  # perhaps it has it
-        elif self._is_durable:
-            return [replace(part, address=self._heir_of(part.address), former=part.address, is_again=True)]
-        anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions)
-        return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
+    def _sent(self, part: _Part) -> _Part:
+        """A part, when it is under way."""
+        return part if part.journal or part.address is None else replace(part, journal=self._journal(part.address))
+
+    def _known(self, before: _Part, part: _Part, error: Exception) -> _Part:
+        """A part, after an error: who may have counted it."""
+        if isinstance(error, NotHolder) and part.journal == self._journal(before.address or ""):
+            return replace(part, journal="")  # who knows has said that it is not there
+        return before if isinstance(error, NotSent | NotHolder) else part
+
+    def _again(self, part: _Part, ids: Ids, names: _Names) -> list[_Part]:
+        """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
+        if not part.journal:
+            if part.address is None:
+                return self._cut(part.source, ids, part.positions, names)
+            anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions, names)
+            return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
+        owner = address_of(part.journal)
+        if owner in self._addresses() and self._journal(owner) == part.journal:
+            return [replace(part, address=owner)]
+        if self._is_durable:
+            return [replace(part, address=self._heir_of(owner))]
+        self._ledger.give_up(part.journal, len(part.positions))
+        return []
+
+    def _journal(self, address: str) -> str:
+        return journal_of(address, self._incarnations.get(address, 0), survives=self._survives)
+
+    def _without_heir(self) -> list[str]:
+        """Slow gears that are gone and whose batches nobody has taken over yet."""
+        if not self._is_durable:
+            return []
+        states, _ = self._describe([])
+        heard = {*self._addresses(), *(former for state in states for former in state.former)}
+        return sorted(self._incarnations.keys() - heard)
 
     def _heir_of(self, address: str) -> str | None:
         return self._holders[heir_partition(address)]
 
     def _begin(self, address: str | None, begin: Callable[[GearCarrier], Pending[R]]) -> Pending[R]:
         def nobody() -> R:
-            raise AttemptFailed(f"no slow gear of {self._name!r} holds some partitions")
+            raise NotSent(f"no slow gear of {self._name!r} holds some partitions")
 
         if address is None:
             return nobody
@@ -335,7 +381,15 @@ class RemoteGears:
             carrier = self._carriers.get(address)
             if carrier is None:
                 carrier = self._carriers[address] = self._open_carrier(address, self._glance)
-        return begin(carrier)
+        try:
+            return begin(carrier)
+        except AttemptFailed as exc:  # another thread has just hung up
+            error = exc
+
+        def failed() -> R:
+            raise error
+
+        return failed
 
     def _glance(self) -> None:
         """While a reply is waited for: hang up on slow gears that hold nothing any more."""
@@ -362,7 +416,7 @@ class RemoteGears:
         found = self._ask_holders()
         self._lease_seconds = found.lease_seconds
         if len(found.holders) == NUM_PARTITIONS:
-            self._holders = found.holders
+            self._holders, self._incarnations = found.holders, found.incarnations
         live = self._addresses()
         with self._lock:
             gone = [self._carriers.pop(address) for address in list(self._carriers) if address not in live]

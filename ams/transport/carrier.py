@@ -17,6 +17,10 @@ class AttemptFailed(Exception):
     """One attempt did not come back: whether the shard saw the request is unknown. The caller may retry."""
 
 
+class NotSent(AttemptFailed):
+    """No connection came about, or none was tried: nobody has seen the request."""
+
+
 ShardCondition = Literal["up", "silent", "lost", "missing"]
 """Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered."""
 

@@ -19,7 +19,7 @@ from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshne
 from geartrain.ams.pb.v1 import gear_pb2
 from geartrain.ams.specs import Ids
 from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport.carrier import AttemptFailed
+from geartrain.ams.transport.carrier import AttemptFailed, NotSent
 from geartrain.ams.transport.grpc_client import channel_options
 from geartrain.ams.transport.grpc_status import error_from
 
@@ -117,7 +117,7 @@ class GrpcGearCarrier:
             method_call: Any = self._channel.unary_unary(f"/{GEAR_SERVICE}/{method}")
             call = method_call.future(data, timeout=timeout_seconds)
         except ValueError as exc:  # how gRPC says it
-            raise AttemptFailed(f"{peer}: the connection is closed") from exc
+            raise NotSent(f"{peer}: the connection is closed") from exc
 
         def settle() -> bytes:
             while True:

@@ -8,12 +8,15 @@ from typing import NoReturn
 import grpc
 
 from geartrain.ams import errors
-from geartrain.ams.transport.carrier import AttemptFailed
+from geartrain.ams.transport.carrier import AttemptFailed, NotSent
 
 logger = logging.getLogger(__name__)
 
 ERROR_KEY = "geartrain-error"
 _MAX_DETAILS = 4000
+
+_NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "dns resolution failed")
+"""How what gRPC says of a call begins that never left this process."""
 
 # A part of what gRPC says of an unavailable peer -> in our words.
 _REASONS = {
@@ -77,7 +80,8 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         logger.debug("%s: %s: %s", peer, code.name, details)
-        return AttemptFailed(f"{peer} does not answer: {_reason(code, details)}")
+        kind = NotSent if details.lower().startswith(_NO_CONNECTION) else AttemptFailed
+        return kind(f"{peer} does not answer: {_reason(code, details)}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
     return errors.InternalError(f"{peer}: {code.name}: {details}")

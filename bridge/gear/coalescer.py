@@ -91,9 +91,14 @@ class Coalescer(Generic[R]):
     def _lead(self, batch: list[_Request[R]]) -> None:
         try:
             self._answer(batch)
-        except BaseException as exc:
+        except Exception as exc:
             for request in batch:
                 request.error = exc
+        except BaseException:  # Ctrl-C is for this thread alone: the others are asked again
+            with self._changed:
+                self._waiting[:0] = batch[1:]
+                batch = batch[:1]
+            raise
         finally:
             with self._changed:
                 for request in batch:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.errors import GeartrainError, InvalidArgument, NonFinite, SampleDamaged
 from geartrain.ams.gear_messages import Failure, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.samples import Samples
@@ -23,6 +23,8 @@ TrainMode = Literal["backward", "always", "never"]
 TRAIN_MODES = ("backward", "always", "never")
 _HALF_SCALE = 4096.0
 """What float16 gradients are multiplied by on their way, so that small ones are not lost."""
+_SHOWN = 200
+"""Characters of a foreign error that a message repeats."""
 
 
 class DensePass:
@@ -31,7 +33,8 @@ class DensePass:
     ``train_mode`` says when the module is in ``train()``: ``"backward"``: only in backward passes, so that features are
     those of an evaluation, and BatchNorm learns its statistics from the batches of backward passes; ``"always"``: also
     when features are computed (their batch's statistics and dropout apply, running statistics are put back, so that
-    every step counts once, in its backward pass); ``"never"``: statistics stay as they are and get no gradient. With
+    every step counts once, in its backward pass); ``"never"``: statistics stay as they are and get no gradient. A batch
+    of one sample has no statistics where BatchNorm refuses it: those that were learned stand in. With
     ``autocast`` (bfloat16, float16) the module runs in mixed precision; gradients of float16 are scaled meanwhile, and
     a batch that overflows is computed again in float32.
     """
@@ -71,7 +74,7 @@ class DensePass:
     def features(self, ids: Ids) -> tuple[Tensor, dict[int, Failure]]:
         """Compute the features [K, D] float32 of ``ids`` on the device; rows of those that failed are zeros.
 
-        ceil(K / max_batch) forward passes without a graph.
+        ceil(K / max_batch) forward passes without a graph; more to find out which sample spoils a batch.
         """
         out_KD = torch.zeros(len(ids), self.dim, device=self.device)
         failures: dict[int, Failure] = {}
@@ -80,9 +83,8 @@ class DensePass:
             batch, failed = self._samples.batch(part)
             good = without(part, failed)
             if batch is not None:
-                with self.lock, torch.no_grad(), self._mode(self._train_mode == "always", keeps_buffers=True):
-                    vectors_BD = self._forward(batch, self._autocast)
-                failed |= _non_finite(part[good], vectors_BD)
+                vectors_BD, spoiled = self._computed(part[good], batch)
+                failed |= spoiled
                 positions = start + np.flatnonzero(good)
                 out_KD[torch.from_numpy(positions).to(self.device)] = vectors_BD
             failures |= failed
@@ -90,6 +92,37 @@ class DensePass:
             bad = torch.from_numpy(np.flatnonzero(~without(ids, failures)))
             out_KD[bad.to(self.device)] = 0.0
         return out_KD, failures
+
+    def _computed(self, ids: Ids, batch: Tensor) -> tuple[Tensor, dict[int, Failure]]:
+        """The features of samples. An exception of the module is raised if it is of every sample alone, too."""
+        error: Exception | None = None
+        try:
+            with self.lock, torch.no_grad(), self._mode(self._train_mode == "always", keeps_buffers=True):
+                vectors_BD = self._forward(batch, self._autocast)
+            failed = _non_finite(ids, vectors_BD)
+            if len(ids) == 1 or not self._spoils(failed, ids, self._train_mode == "always"):
+                return vectors_BD, failed
+        except GeartrainError:
+            raise
+        except Exception as exc:  # of the user's module, whatever it is
+            if len(ids) == 1:
+                raise
+            error = exc
+        halves: list[tuple[Tensor, dict[int, Failure]]] = []
+        num_raised = 0
+        for part in _halves(ids):
+            try:
+                halves.append(self._computed(ids[part], batch[part]))
+            except GeartrainError:
+                raise
+            except Exception as exc:
+                num_raised, error = num_raised + 1, exc
+                nothing_BD = torch.zeros(len(ids[part]), self.dim, device=self.device)
+                halves.append((nothing_BD, _raised(ids[part], exc)))
+        if num_raised == len(halves):
+            assert error is not None
+            raise error
+        return torch.cat([vectors for vectors, _ in halves]), halves[0][1] | halves[1][1]
 
     def backward(self, ids: Ids, gradients_KD: Tensor) -> dict[int, Failure]:
         """Set ``.grad`` of the parameters to the sum over ``ids`` of gradient · ∂feature/∂parameter.
@@ -100,9 +133,9 @@ class DensePass:
         """
         failures: dict[int, Failure] = {}
         self.module.zero_grad(set_to_none=True)
-        for start in range(0, len(ids), self.max_batch):
-            part = slice(start, start + self.max_batch)
-            failures |= self._backward_batch(ids[part], gradients_KD[part])
+        num_batches = max(1, -(-len(ids) // self.max_batch))
+        for part in np.array_split(np.arange(len(ids)), num_batches):  # none is left with a sample or two
+            failures |= self._backward_batch(ids[part], gradients_KD[torch.from_numpy(part).to(gradients_KD.device)])
         return failures
 
     def _backward_batch(self, ids: Ids, gradients_BD: Tensor) -> dict[int, Failure]:
@@ -112,27 +145,68 @@ class DensePass:
         good = without(ids, failures)
         ids, gradients_BD = ids[good], gradients_BD[torch.from_numpy(good).to(gradients_BD.device)]
         bad: dict[int, Failure] | None = {}
-        for autocast in dict.fromkeys((self._autocast, None)):
-            bad = self._try_backward(ids, batch, gradients_BD, autocast)
-            if bad is None:
-                return failures
+        try:
+            for autocast in dict.fromkeys((self._autocast, None)):
+                bad = self._try_backward(ids, batch, gradients_BD, autocast)
+                if bad is None:
+                    return failures
+        except GeartrainError:
+            raise
+        except Exception:  # of the user's module
+            if len(ids) == 1:
+                raise
+            return failures | self._backward_halves(ids, gradients_BD)
         if len(ids) == 1:
             return failures | (bad or {int(ids[0]): Failure(NonFinite.__name__, _not_finite(int(ids[0]), "gradient"))})
-        if bad:  # their features are not finite: the others go on without them
-            rest = without(ids, bad)
-            chosen = torch.from_numpy(rest).to(gradients_BD.device)
-            return failures | bad | (self._backward_batch(ids[rest], gradients_BD[chosen]) if rest.any() else {})
-        half = len(ids) // 2  # one of them spoils the sum: which?
-        for part in (slice(None, half), slice(half, None)):
-            failures |= self._backward_batch(ids[part], gradients_BD[part])
+        if not bad or self._spoils(bad, ids, self._train_mode != "never"):
+            return failures | self._backward_halves(ids, gradients_BD)
+        rest = without(ids, bad)  # the others go on without them
+        chosen = torch.from_numpy(rest).to(gradients_BD.device)
+        return failures | bad | (self._backward_batch(ids[rest], gradients_BD[chosen]) if rest.any() else {})
+
+    def _backward_halves(self, ids: Ids, gradients_BD: Tensor) -> dict[int, Failure]:
+        """One of several samples spoils a batch: which? Raises what the module raises of every sample alone."""
+        failures: dict[int, Failure] = {}
+        errors = []
+        for part in _halves(ids):
+            try:
+                failures |= self._backward_batch(ids[part], gradients_BD[part])
+            except GeartrainError:
+                raise
+            except Exception as exc:
+                errors.append(exc)
+                failures |= _raised(ids[part], exc)
+        if len(errors) == 2:
+            raise errors[0]
         return failures
+
+    def _spoils(self, failed: dict[int, Failure], ids: Ids, in_training: bool) -> bool:
+        """Whether one sample may have made all others fail, through the statistics of their batch."""
+        return len(failed) == len(ids) and in_training and bool(self._norms())
+
+    def _norms(self) -> list[nn.Module]:
+        return [one for one in self.module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
 
     def _try_backward(
         self, ids: Ids, batch: Tensor, gradients_BD: Tensor, autocast: torch.dtype | None
     ) -> dict[int, Failure] | None:
-        """Add to the gradients of the parameters. None: they are finite; else which features are not, if any."""
+        """Add to the gradients of the parameters. None: they are finite; else which features are not, if any, and
+        nothing has changed."""
+        with self.lock:
+            kept = [buffer.clone() for buffer in self.module.buffers()]
+            bad: dict[int, Failure] | None = {}
+            try:
+                bad = self._add_gradients(ids, batch, gradients_BD, autocast)
+            finally:
+                if bad is not None:  # statistics of samples that have no part in the update are not learned
+                    self._put_back(kept)
+            return bad
+
+    def _add_gradients(
+        self, ids: Ids, batch: Tensor, gradients_BD: Tensor, autocast: torch.dtype | None
+    ) -> dict[int, Failure] | None:
         scale = _HALF_SCALE if autocast is torch.float16 else 1.0
-        with self.lock, torch.enable_grad(), self._mode(self._train_mode != "never"):
+        with torch.enable_grad(), self._mode(self._train_mode != "never"):
             vectors_BD = self._forward(batch, autocast)
             bad = _non_finite(ids, vectors_BD)
             if bad:
@@ -158,13 +232,23 @@ class DensePass:
             nullcontext() if autocast is None else torch.autocast(self.device.type, autocast)
         )
         with context:
-            vectors_BD = self.module(batch)
+            vectors_BD = self._called(batch)
         if not isinstance(vectors_BD, Tensor) or vectors_BD.shape != (len(batch), self.dim):
             shape = tuple(vectors_BD.shape) if isinstance(vectors_BD, Tensor) else type(vectors_BD).__name__
             raise InvalidArgument(
                 f"the dense module made {shape} of {len(batch)} samples; it must make ({len(batch)}, {self.dim})"
             )
         return vectors_BD.float()
+
+    def _called(self, batch: Tensor) -> Any:
+        try:
+            return self.module(batch)
+        except ValueError:  # of one sample BatchNorm makes no statistics: it takes those it has
+            if len(batch) > 1 or not self.module.training or not (norms := self._norms()):
+                raise
+        for norm in norms:
+            norm.eval()
+        return self.module(batch)
 
     @contextmanager
     def _mode(self, training: bool, *, keeps_buffers: bool = False) -> Iterator[None]:
@@ -173,8 +257,25 @@ class DensePass:
         try:
             yield
         finally:
+            self._put_back(kept)
+
+    def _put_back(self, kept: list[Tensor]) -> None:
+        with torch.no_grad():
             for buffer, value in zip(self.module.buffers(), kept, strict=False):
                 buffer.copy_(value)
+
+
+def _halves(ids: Ids) -> tuple[slice, slice]:
+    half = len(ids) // 2
+    return slice(None, half), slice(half, None)
+
+
+def _raised(ids: Ids, error: Exception) -> dict[int, Failure]:
+    words = f"{type(error).__name__}: {error}"[:_SHOWN]
+    return {
+        int(one): Failure(SampleDamaged.__name__, f"the dense part fails on the sample of id {one}: {words}")
+        for one in ids
+    }
 
 
 def _not_finite(one: int, what: str) -> str:

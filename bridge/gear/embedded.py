@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from typing import Literal
 
-from geartrain.ams.errors import GeartrainError, InternalError
+from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument
 from geartrain.ams.gear_messages import Delivery, FeatureReply, GearAccount
 from geartrain.ams.specs import Ids
+from geartrain.ams.words import counted
 from geartrain.bridge.gear.engine import DenseEngine
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,8 @@ class EmbeddedGear:
         self._engine = engine
         self._max_due = max_due
         self.worker = None if mode == "sync" else GearWorker(engine, tick_seconds=tick_seconds)
-        self._closed = False
+        self._is_closed = False
+        weakref.finalize(self, _let_go, engine, self.worker)
 
     @property
     def dense_version(self) -> int:
@@ -40,7 +44,9 @@ class EmbeddedGear:
         return self._engine.features(ids)
 
     def deliver(self, delivery: Delivery) -> GearAccount:
-        """See :class:`GearPort`."""
+        """See :class:`GearPort`. Raises InvalidArgument after :meth:`close`: nobody would apply it."""
+        if self._is_closed:
+            raise InvalidArgument("this slow gear was closed, it takes no gradients any more; make another SlowGear")
         self._engine.add(delivery)
         if self.worker is None:
             self._engine.apply_all()
@@ -58,19 +64,30 @@ class EmbeddedGear:
         return self._engine.account(source)
 
     def close(self) -> None:
-        """See :class:`GearPort`."""
-        if self._closed:
-            return
-        self._closed = True
+        """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account."""
         try:
-            self.flush()
+            if self._engine.account().waiting + self._engine.account().due:
+                self.flush()
         finally:
+            self._is_closed = True
             if self.worker is not None:
                 self.worker.stop()
 
 
+def _let_go(engine: DenseEngine, worker: GearWorker | None) -> None:
+    if worker is not None:
+        worker.end()
+    account = engine.account()
+    if left := account.waiting + account.due:
+        logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
+
+
 class GearWorker:
-    """The thread of a slow gear that makes dense updates as gradients become due."""
+    """The thread of a slow gear that makes dense updates as gradients become due.
+
+    At the end of the process, if not before, it ends after the update under way: torch does not survive being torn
+    out of one.
+    """
 
     def __init__(self, engine: DenseEngine, *, tick_seconds: float = 1.0) -> None:
         """It looks every ``tick_seconds`` for batches that have waited too long."""
@@ -81,6 +98,7 @@ class GearWorker:
         self._error: GeartrainError | None = None
         self._thread = threading.Thread(target=self._run, name="geartrain-slow-gear", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)
 
     @property
     def error(self) -> GeartrainError | None:
@@ -110,12 +128,22 @@ class GearWorker:
 
     def stop(self) -> None:
         """End the thread after the update under way. Idempotent."""
+        self.end()
+        self._thread.join()
+
+    def end(self) -> None:
+        """As :meth:`stop`, without waiting for it."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
-        self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            atexit.unregister(self.stop)
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_awake or self._is_ended, self._tick_seconds)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,6 @@ from geartrain.ams.errors import (
     GearUnavailable,
     InvalidArgument,
     NonFinite,
-    NotHolder,
     StaleClient,
     StateError,
     StoreUnavailable,
@@ -129,6 +129,16 @@ class FeatureCache(Protocol):
         ...
 
 
+@dataclass
+class _Begun:
+    """A batch whose gradients are in ``.grad`` of the parameters: what is repeated after an error goes on from here."""
+
+    number: int
+    failures: dict[int, Failure]
+    is_pushed: bool = False
+    """A push without a number, made again, would count again."""
+
+
 class DenseEngine:
     """Computes features of ids, batched over the threads that ask; turns gradients that are due into dense updates.
 
@@ -171,6 +181,7 @@ class DenseEngine:
         self._clock = clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
+        self._begun: _Begun | None = None
         self.lost: str | None = None
         """Why this process may keep and apply nothing any more: another one took its place."""
         self._incarnations: dict[str, int] = {}
@@ -225,7 +236,8 @@ class DenseEngine:
         """Take the gradients of a step; a delivery that was counted before is not counted again.
 
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
-        StaleClient for an incarnation that was superseded; NotHolder if what it keeps is another process's now.
+        StaleClient for an incarnation that was superseded; GearUnavailable if what it keeps is another process's now or
+        could not be written: then only who has it can tell whether the delivery counts.
         """
         with self._adding:
             self.fence(delivery)
@@ -242,7 +254,7 @@ class DenseEngine:
                 )
             except (StaleClient, StateError) as exc:
                 self.lost = str(exc)
-                raise NotHolder(f"this slow gear may keep no gradients any more: {exc}") from exc
+                raise GearUnavailable(f"this slow gear may keep no gradients any more: {exc}") from exc
 
     def fence(self, delivery: Delivery) -> None:
         """Raise StaleClient if a higher incarnation of its fast gear was here, and shut lower ones out."""
@@ -319,21 +331,26 @@ class DenseEngine:
             raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
-        if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
-            with self._pass.lock:
-                self._refresh()
-        failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+        begun = self._begun
+        if begun is None or begun.number != batch.number:
+            if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
+                with self._pass.lock:
+                    self._refresh()
+            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
+            begun = self._begun = _Begun(batch.number, failures)
         with self._pass.lock:
             if self._acknowledge is not None:  # earlier numbers are done with
                 self._acknowledge(batch.number)
-            if len(failures) < len(batch.ids):
-                try:
-                    self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
-                except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
-                    self._dense.zero_grad()
-                    return failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}
+            if len(begun.failures) < len(batch.ids):
+                if not begun.is_pushed:
+                    try:
+                        self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                    except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
+                        self._dense.zero_grad()
+                        return begun.failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}
+                    begun.is_pushed = True
                 self._refresh(needed=True)
-            return failures
+            return begun.failures
 
     def _keep_recomputed(self, ids: Ids, vectors_BD: Tensor) -> None:
         reply = self._reply(ids, vectors_BD.cpu().numpy(), {})

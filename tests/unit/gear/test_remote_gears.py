@@ -16,7 +16,7 @@ from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear.remote import RemoteGears, heir_partition
 from geartrain.ams.gear_messages import Delivery, FeatureReply, Freshness, GearAccount, GearState, Taken, family_of
 from geartrain.ams.specs import Ids
-from geartrain.ams.transport.carrier import AttemptFailed, StreamHolders
+from geartrain.ams.transport.carrier import AttemptFailed, NotSent, StreamHolders
 
 DIM = 2
 IDS = np.arange(200)
@@ -33,11 +33,12 @@ class Gears:
         self.dead: set[str] = set()
         self.leaves_unanswered: set[str] = set()
         self.former: dict[str, tuple[str, ...]] = {}
+        self.incarnations = dict.fromkeys(addresses, 1)
         self.on_look: Callable[[], None] = lambda: None
 
     def look(self) -> StreamHolders:
         self.on_look()
-        return StreamHolders(lease_seconds=0.01, holders=tuple(self.holders), incarnations={})
+        return StreamHolders(lease_seconds=0.01, holders=tuple(self.holders), incarnations=dict(self.incarnations))
 
     def move(self, address: str, *others: str) -> None:
         places = [part for part, holder in enumerate(self.holders) if holder == address]
@@ -48,6 +49,16 @@ class Gears:
         owners = (address, *self.former.get(address, ()))
         received = sum(len(ids) for owner in owners for ids in self.given[owner].values())
         return GearAccount(received=received, waiting=received)
+
+    def restart(self, address: str) -> None:
+        """Another process at the same address: what was in memory is gone."""
+        self.incarnations[address] += 1
+        self.dead.discard(address)
+        if not self.survives:
+            self.given[address].clear()
+
+    def journal(self, address: str) -> str:
+        return journal_of(address, self.incarnations.get(address, 1), survives=self.survives)
 
     def counts(self) -> list[int]:
         """How often each id was counted."""
@@ -64,7 +75,7 @@ class _Carrier:
 
     def _answers(self) -> None:
         if self._address in self._gears.dead:
-            raise AttemptFailed(f"{self._address} does not answer")
+            raise NotSent(f"{self._address} does not answer")
 
     def _require(self, ids: Ids) -> None:
         for part in partitions_of(ids):
@@ -88,21 +99,22 @@ class _Carrier:
             gears = self._gears
             gears.calls.append((self._address, delivery.source, former))
             self._answers()
-            journal = former or self._address
-            if former and former not in gears.former.get(self._address, ()):
+            is_own = former in ("", gears.journal(self._address))
+            if not is_own and former not in gears.former.get(self._address, ()):
                 raise NotHolder("not the heir")
+            journal = self._address if is_own else former
             key = delivery.source, delivery.sequence
             is_repeat = key in gears.given[journal]
             if not is_repeat:
-                if not former:
+                if is_own:
                     self._require(delivery.ids)
                 gears.given[journal][key] = delivery.ids.tolist()
             if self._address in gears.leaves_unanswered:
                 gears.leaves_unanswered.discard(self._address)
                 gears.dead.add(self._address)
                 raise AttemptFailed(f"{self._address} died before it answered")
-            told = journal_of(self._address, 1, survives=gears.survives)
-            return Taken(account=gears.account(self._address), dense_version=8, journal=told, is_repeat=is_repeat)
+            account, told = gears.account(self._address), gears.journal(self._address)
+            return Taken(account=account, dense_version=8, journal=told, is_repeat=is_repeat)
 
         return answer
 
@@ -121,7 +133,7 @@ class _Carrier:
                 name="image",
                 dim=DIM,
                 address=self._address,
-                journal=journal_of(self._address, 1, survives=gears.survives),
+                journal=gears.journal(self._address),
                 partitions=(),
                 dense_version=5,
                 cache_hits=0,
@@ -197,6 +209,25 @@ def test_who_moved_is_found_again() -> None:
     assert gears.counts() == [1] * len(IDS)
 
 
+def test_what_nobody_held_is_not_mistaken_for_what_its_new_holder_has() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.holders = [None if holder in "bc" else holder for holder in gears.holders]
+    port.account("fast")  # it has heard of that
+    looks: list[int] = []
+
+    def on_look() -> None:
+        looks.append(1)
+        for _ in range(10):
+            if None in gears.holders:
+                gears.holders[gears.holders.index(None)] = "a"
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS) and len(looks) > 3
+
+
 def test_one_that_lost_the_answer_but_lives_counts_once(caplog: pytest.LogCaptureFixture) -> None:
     gears = Gears("a", "b")
     port = remote(gears)
@@ -205,7 +236,7 @@ def test_one_that_lost_the_answer_but_lives_counts_once(caplog: pytest.LogCaptur
     port.deliver(delivery(1))
     assert "counted before" not in caplog.text
     assert gears.counts() == [1] * len(IDS)
-    assert [call for call in gears.calls if call[0] == "b"] == [("b", "fast", "")] * 2
+    assert [call for call in gears.calls if call[0] == "b"] == [("b", "fast", ""), ("b", "fast", "b#1")]
 
 
 def test_one_that_lost_the_answer_and_a_partition_counts_once() -> None:
@@ -275,7 +306,7 @@ def test_what_died_durably_and_came_back_is_asked_itself() -> None:
     gears.on_look = on_look
     port.deliver(delivery(1))
     assert gears.counts() == [1] * len(IDS)
-    assert gears.calls[-1] == ("b", "fast", "")
+    assert gears.calls[-1] == ("b", "fast", "b")
 
 
 def test_after_an_error_the_same_delivery_goes_on_where_it_stopped() -> None:
@@ -329,3 +360,88 @@ def test_what_a_dead_one_held_is_lost_and_the_account_adds_up() -> None:
     gears.move("b", "a")
     account = port.account("fast")
     assert account.lost == held and account.received == len(IDS) and account.adds_up
+
+
+def test_what_died_in_memory_without_an_answer_is_given_up_and_not_counted_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    gears.on_look = lambda: gears.move("b", "a", "c") if "b" in gears.dead else None
+    account = port.deliver(delivery(1))
+    theirs = int((partitions_of(IDS) % 3 == 1).sum())
+    assert gears.counts() == [1] * len(IDS)  # b had counted its part
+    assert account.lost == theirs and account.received == len(IDS) and account.adds_up
+    assert f"gone: {theirs} gradients of a delivery" in caplog.text
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS) and port.account("fast").lost == theirs
+
+
+def test_another_process_at_the_same_address_does_not_count_again() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    gears.on_look = lambda: gears.restart("b") if "b" in gears.dead else None
+    account = port.deliver(delivery(1))
+    assert not gears.given["b"] and account.lost == int((partitions_of(IDS) % 2 == 1).sum()) and account.adds_up
+
+
+def test_another_process_at_the_same_address_refuses_what_its_predecessor_may_have_counted() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    looks = [0]
+
+    def on_look() -> None:
+        looks[0] += 1
+        if looks[0] == 1:  # the scheduler is slower than the new process
+            gears.dead.clear()
+        else:
+            gears.incarnations["b"] = 2
+
+    plain = gears.journal
+    gears.journal = lambda one: "b#2" if one == "b" else plain(one)  # type: ignore[method-assign]
+    gears.on_look = on_look
+    account = port.deliver(delivery(1))
+    assert [former for address, _, former in gears.calls if address == "b"] == ["", "b#1"]
+    assert account.lost == int((partitions_of(IDS) % 2 == 1).sum())
+
+
+def test_partitions_that_nobody_held_are_no_repeat_for_who_takes_them() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    for part in range(1, NUM_PARTITIONS, 4):  # half of what b held
+        gears.holders[part] = None
+    port.account()
+
+    def on_look() -> None:
+        free = [part for part, holder in enumerate(gears.holders) if holder is None]
+        for nth, part in enumerate(free[:8]):  # some now, some later
+            gears.holders[part] = "ab"[nth % 2]
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS)
+
+
+def test_a_flush_waits_for_who_takes_over() -> None:
+    gears = Gears("a", "b", survives=True)
+    port = remote(gears)
+    gears.dead.add("b")
+    looks = [0]
+
+    def on_look() -> None:
+        looks[0] += 1
+        gears.move("b", "a")
+        if looks[0] == 3:
+            gears.former["a"] = ("b",)
+
+    gears.on_look = on_look
+    port.flush()
+    assert looks == [3]
+    impatient = remote(gears, recovery=0.0)
+    gears.former.clear()
+    with pytest.raises(GearUnavailable, match="what b left is not taken over yet"):
+        impatient.flush()

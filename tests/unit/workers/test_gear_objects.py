@@ -48,6 +48,38 @@ def test_what_cannot_be_loaded_is_named(place: str, complaint: str) -> None:
         load_object(place, "module")
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["./image.py:build", "image.py:build", "/models/image.py:build", ".image:build"])
+def test_a_file_is_no_module(here: Path, place: str) -> None:
+    (here / "image.py").write_text("def build(): return 3\n")
+    with pytest.raises(ConfigError, match=r"must be the name of a module, not a file: 'image:build'"):
+        load_object(place, "module")
+
+
+def test_what_the_module_raises_is_told(here: Path) -> None:
+    (here / "typo_in_mine.py").write_text("def build(:\n")
+    (here / "raises_in_mine.py").write_text("raise RuntimeError('no weights')\n")
+    with pytest.raises(ConfigError, match=r"module 'typo_in_mine:build' cannot be loaded: SyntaxError"):
+        load_object("typo_in_mine:build", "module")
+    with pytest.raises(ConfigError, match="RuntimeError: no weights"):
+        load_object("raises_in_mine:build", "module")
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere'; is its folder on PYTHONPATH"):
+        load_object("nowhere:build", "module")
+
+
+def test_samples_are_in_no_memory_of_ones_own(here: Path) -> None:
+    (here / "memory_of_mine.py").write_text("def samples(one): return 3\n")
+    assert open_samples("memory_of_mine:samples", None)[0](7) == 3
+    with pytest.raises(ConfigError, match="must be 'module:name'"):
+        open_samples("memory", None)
+
+
 def test_images_of_a_folder_are_pixels(tmp_path: Path) -> None:
     Image.new("L", (3, 2), 255).save(tmp_path / "7.png")
     Image.new("RGB", (3, 2), (255, 0, 51)).save(tmp_path / "8.png")

@@ -171,6 +171,8 @@ def test_a_ticker_says_why_it_cannot_go_on_and_survives_the_rest() -> None:
         ticks[0] += 1
         if ticks[0] < 3:
             raise SchedulerUnavailable("no reply")
+        if ticks[0] < 5:
+            raise RuntimeError("the user's module, in what is applied before partitions go")
         raise StaleClient("superseded")
 
     def on_stale(reason: str) -> None:
@@ -180,4 +182,4 @@ def test_a_ticker_says_why_it_cannot_go_on_and_survives_the_rest() -> None:
     ticker = Ticker(tick, lambda: 0.0, on_stale)
     assert ended.wait(30)
     ticker.stop()
-    assert ticks == [3] and said == ["superseded"]
+    assert ticks == [5] and said == ["superseded"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
-from geartrain.ams.errors import GearUnavailable, NotHolder, StaleClient, StoreUnavailable
+from geartrain.ams.errors import GearUnavailable, NotHolder, ShardUnavailable, StaleClient, StoreUnavailable
 from geartrain.ams.gear.remote import heir_partition
 from geartrain.ams.gear_messages import Delivery, GearAccount
 from geartrain.ams.specs import Ids
@@ -203,6 +203,26 @@ def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, h
     assert applied(cluster) == [1] * IDS
 
 
+def test_it_leaves_although_its_module_fails(cluster: gt.Cluster, handlers: Handlers) -> None:
+    engine, held = engine_on(cluster), Held()
+    handler = handlers.make(engine, held)
+    handler.deliver(delivery(1), wait=False, former="")
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    engine.flush = fail  # type: ignore[method-assign]
+    handler.drain()
+    assert held.left and not handlers.taken  # whoever took over its account would say forever that they wait
+
+
+def test_another_process_refuses_what_its_predecessor_may_have_counted(cluster: gt.Cluster, handlers: Handlers) -> None:
+    handler = handlers.make(engine_on(cluster), Held())
+    with pytest.raises(NotHolder, match="this slow gear is me#7"):
+        handler.deliver(delivery(1), wait=True, former="me#6")
+    assert handler.deliver(delivery(1), wait=True, former="me#7").account.received == IDS
+
+
 class Left:
     """Journals of slow gears that are gone."""
 
@@ -320,6 +340,27 @@ def test_what_cannot_be_taken_over_yet_is_tried_again(left: Left) -> None:
     assert heirs.former == ()
     heirs.look(holders_of("me", **SOME), ALL)
     assert heirs.former == ("a", "b")
+
+
+def test_what_an_heir_could_not_apply_is_taken_over_again(cluster: gt.Cluster, left: Left) -> None:
+    fails = [ShardUnavailable("shard 0 does not answer")]
+
+    def use(address: str, batcher: GradientBatcher, work: Callable[[DenseEngine], None]) -> None:
+        def and_fail(engine: DenseEngine) -> None:
+            engine.flush = lambda: (_ for _ in ()).throw(fails.pop())  # type: ignore[method-assign]
+            work(engine)
+
+        left.use(address, batcher, and_fail if fails and applied(cluster) == [1] * IDS else work)
+
+    heirs = Heirs("me", left.open, use)
+    heirs.look(holders_of("me", "b", **SOME), ALL)
+    with pytest.raises(ShardUnavailable):
+        heirs.deliver("a", delivery(2))
+    assert heirs.former == ()
+    heirs.look(holders_of("me", "b", **SOME), ALL)
+    assert heirs.account("fast") == GearAccount(received=2 * IDS, applied=2 * IDS)
+    heirs.deliver("a", delivery(2))
+    assert applied(cluster) == [2] * IDS
 
 
 class Shut(MemoryStore):
