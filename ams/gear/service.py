@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from geartrain.ams.config import SlowGearConfig
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.errors import InvalidArgument, MessageTooLarge
 from geartrain.ams.gear_messages import GearHandler
 from geartrain.ams.pb.v1 import gear_pb2
 from geartrain.ams.transport import grpc_framing as framing
@@ -17,13 +17,16 @@ from geartrain.ams.transport import grpc_gear as codec
 from geartrain.ams.transport.grpc_server import GrpcServer
 
 _IDS = 14
+_BYTES_BESIDE = 16
+"""Of an id in a reply, beside its vector."""
 
 
 class GearService:
     """Decodes, asks the handler, encodes."""
 
-    def __init__(self, handler: GearHandler) -> None:
+    def __init__(self, handler: GearHandler, max_message_bytes: int) -> None:
         self._handler = handler
+        self._max_message_bytes = max_message_bytes
 
     @property
     def methods(self) -> dict[str, Any]:
@@ -41,6 +44,11 @@ class GearService:
         request, raw = framing.decode_framed(data, gear_pb2.FeaturesRequest)
         self._require_name(request.name)
         ids, freshness = codec.decode_ids(raw.get(_IDS)), codec.decode_freshness(request)
+        if (size := len(ids) * (4 * self._handler.dim + _BYTES_BESIDE)) > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"the features of {len(ids)} ids take {size} bytes, the limit is {self._max_message_bytes}; ask for "
+                "fewer at once (lower the client's part_bytes), or raise max_message_bytes on both ends"
+            )
         return codec.encode_features(self._handler.features(ids, freshness))
 
     def push(self, data: bytes, _: grpc.ServicerContext) -> bytes:
@@ -99,7 +107,7 @@ class GearServer:
     def serve(self, handler: GearHandler) -> None:
         """Answer calls."""
         assert self._server is not None, "bind() first"
-        self._server.add(codec.GEAR_SERVICE, GearService(handler).methods)
+        self._server.add(codec.GEAR_SERVICE, GearService(handler, self._config.max_message_bytes).methods)
         self._server.start()
         self._server.ready()
 

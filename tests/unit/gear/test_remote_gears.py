@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import GearUnavailable, InvalidArgument, NonFinite, NotHolder
+from geartrain.ams.errors import GearUnavailable, InvalidArgument, MessageTooLarge, NonFinite, NotHolder
 from geartrain.ams.gear.ledger import journal_of
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear.remote import RemoteGears, heir_partition
+from geartrain.ams.gear.service import GearService
 from geartrain.ams.gear_messages import Delivery, FeatureReply, Freshness, GearAccount, GearState, Taken, family_of
+from geartrain.ams.pb.v1 import gear_pb2
 from geartrain.ams.specs import Ids
+from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.carrier import AttemptFailed, NotSent, StreamHolders
 
 DIM = 2
@@ -445,3 +449,11 @@ def test_a_flush_waits_for_who_takes_over() -> None:
     gears.former.clear()
     with pytest.raises(GearUnavailable, match="what b left is not taken over yet"):
         impatient.flush()
+
+
+def test_more_features_than_a_message_holds_are_refused_before_they_are_computed() -> None:
+    asked = gear_pb2.FeaturesRequest(name="image")
+    data = framing.encode_framed(asked, [(14, np.arange(100, dtype="<i8"))])
+    handler: Any = SimpleNamespace(name="image", dim=1 << 20)
+    with pytest.raises(MessageTooLarge, match="features of 100 ids"):
+        GearService(handler, 64 << 20).features(data, None)  # type: ignore[arg-type]
