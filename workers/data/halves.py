@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds
+from geartrain.ams.errors import InvalidArgument, SampleNotFound
 from geartrain.workers.data.glyphs import load_glyphs
 from geartrain.workers.data.images import ImageSet
 
@@ -72,11 +72,11 @@ class Halves:
         return HalfBatch(self.tops[rows], rows + self.first_id, self.labels[rows])
 
     def bottom(self, image_id: int) -> Tensor:
-        """What the slow gear sees of an image: float32 [K, S/2, S] in [0, 1]. Raises InvalidIds."""
+        """What the slow gear sees of an image: float32 [K, S/2, S] in [0, 1]. Raises SampleNotFound."""
         row = image_id - self.first_id
         if not 0 <= row < len(self):
             last = self.first_id + len(self)
-            raise InvalidIds(f"there is no image {image_id}; the ids of images lie in [{self.first_id}, {last})")
+            raise SampleNotFound(f"there is no image {image_id}; the ids of images lie in [{self.first_id}, {last})")
         return self.bottoms[row].float() / 255
 
 
@@ -95,7 +95,7 @@ class HalvedData:
             if part.first_id <= image_id < part.first_id + len(part):
                 return part.bottom(image_id)
         total = len(self.train) + sum(map(len, self.tests.values()))
-        raise InvalidIds(f"there is no image {image_id}; the ids of images lie in [0, {total})")
+        raise SampleNotFound(f"there is no image {image_id}; the ids of images lie in [0, {total})")
 
 
 def halve(images: ImageSet, first_id: int = 0) -> Halves:

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds
+from geartrain.ams.errors import InvalidArgument, SampleNotFound
 from geartrain.workers.data.bitmaps import Bitmap
 from geartrain.workers.data.glyphs import load_face
 from geartrain.workers.data.movielens import Ratings, load_ratings
@@ -80,9 +80,9 @@ class PageViews:
     num_movies: int
 
     def picture(self, image_id: int) -> Tensor:
-        """The sample of an image id: float32 [1, S, S] in [0, 1]. Raises InvalidIds."""
+        """The sample of an image id: float32 [1, S, S] in [0, 1]. Raises SampleNotFound."""
         if not 0 <= image_id < len(self.pictures):
-            raise InvalidIds(f"there is no image {image_id}; the ids of images lie in [0, {len(self.pictures)})")
+            raise SampleNotFound(f"there is no image {image_id}; the ids of images lie in [0, {len(self.pictures)})")
         return self.pictures[image_id].float() / 255
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,23 @@ def test_the_bench_of_convergence_runs(benches: Any, tmp_path: Path, monkeypatch
     assert len(found) == 4
     curves = json.loads((tmp_path / ".cache" / "gear" / "by_workers.json").read_text())
     assert [step for step, _ in curves["gear, 2"][0]] == [1, 2]
+
+
+def test_what_was_measured_is_written_into_the_document(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    script = runpy.run_path(str(BENCHMARKS.parent / "scripts" / "gear_document.py"))
+    kept, document = tiny / ".cache" / "gear", tiny / "gear.md"
+    document.write_text(f"before\n{script['BEGIN']}\nold\n{script['END']}\nafter\n")
+    script["main"](kept=kept, docs=tiny)
+    assert "Not measured yet" in document.read_text()
+    module = _bench("gear", monkeypatch, blocks_for=lambda *_: (1, 20.0), RECURRENCES=3, THROUGHPUT_IDS=128, STEPS=4)
+    found = list(module.results())
+    script["main"](kept=kept, docs=tiny, png=tiny / "png")
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| 16 | 5 s | 3 |"))
+    assert abs(float(row.split("|")[6]) - found[0]["ratio"]) < 0.11
+    assert (tiny / "gear-time.svg").read_text().startswith("<?xml") and (tiny / "png" / "gear-time.png").exists()
 
 
 def test_data_that_cannot_be_had_end_a_bench_with_the_remedy(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from face_files import write_tar
 
-from geartrain.ams.errors import InvalidArgument, InvalidIds
+from geartrain.ams.errors import InvalidArgument, SampleNotFound
 from geartrain.workers.data.cifar import load_cifar100
 from geartrain.workers.data.halves import halve, halve_task
 from geartrain.workers.data.images import ImageSet
@@ -52,7 +52,7 @@ def test_two_halves_make_the_image() -> None:
     assert cut.tops.shape == cut.bottoms.shape == (6, 1, 4, 8)
     assert torch.equal(torch.cat([cut.tops, cut.bottoms], dim=2), whole.bitmaps)
     assert torch.equal(cut.bottom(12), cut.bottoms[2].float() / 255)
-    with pytest.raises(InvalidIds, match=r"no image 9; .*\[10, 16\)"):
+    with pytest.raises(SampleNotFound, match=r"no image 9; .*\[10, 16\)"):
         cut.bottom(9)
     with pytest.raises(InvalidArgument, match="7 pixels high"):
         halve(ImageSet(torch.zeros(1, 1, 7, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)))
@@ -64,7 +64,7 @@ def test_training_and_test_images_share_one_space_of_ids() -> None:
     assert torch.cat(ids).tolist() == list(range(11))
     assert torch.equal(task.bottom(7), task.tests["a"].bottoms[1].float() / 255)
     assert torch.equal(task.bottom(10), task.tests["b"].bottoms[1].float() / 255)
-    with pytest.raises(InvalidIds, match=r"no image 11; .*\[0, 11\)"):
+    with pytest.raises(SampleNotFound, match=r"no image 11; .*\[0, 11\)"):
         task.bottom(11)
 
 

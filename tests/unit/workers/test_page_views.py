@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.errors import ConfigError, InvalidArgument, InvalidIds
+from geartrain.ams.errors import ConfigError, InvalidArgument, SampleNotFound
 from geartrain.workers.data import movielens
 from geartrain.workers.data.movielens import Ratings, load_ratings, read_ratings
 from geartrain.workers.data.page_views import PageViews, appeal_of, make_page_views
@@ -102,7 +102,7 @@ def test_a_picture_is_what_the_slow_gear_is_given() -> None:
     views = make_page_views(ratings(), glyphs())
     assert torch.equal(views.picture(5), views.pictures[5].float() / 255)
     for wrong in (-1, len(views.pictures)):
-        with pytest.raises(InvalidIds, match=rf"no image {wrong}; .*\[0, 18\)"):
+        with pytest.raises(SampleNotFound, match=rf"no image {wrong}; .*\[0, 18\)"):
             views.picture(wrong)
 
 
