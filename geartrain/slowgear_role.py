@@ -11,11 +11,13 @@ import torch
 
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SlowGearConfig
-from geartrain.ams.errors import ConfigError, StaleClient
+from geartrain.ams.errors import ConfigError, SpecMismatch, StaleClient
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service import GearServer
+from geartrain.ams.gear.status import describe_gears
 from geartrain.ams.storage.feature_store import open_store
 from geartrain.ams.storage.kv import KeyValueStore, open_state
+from geartrain.ams.transport.carrier import StreamHolders
 from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
 from geartrain.bridge.gear.dense_cache import SharedCache
 from geartrain.bridge.gear.dense_pass import DensePass
@@ -91,6 +93,7 @@ class SlowGearRole:
         incarnation = time.time_ns()
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
+        self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)
         self._opened.callback(partitions.leave)
         ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
@@ -119,6 +122,16 @@ class SlowGearRole:
             self._opened.callback(heritage.stop)
         self.partitions = len(partitions.now)
         return address
+
+    def _compare_widths(self, holders: Callable[[], StreamHolders]) -> None:
+        """Raise SpecMismatch, before any partition is taken, if another slow gear makes features of another width."""
+        states, _ = describe_gears([self.name], lambda _: holders(), GrpcGearCarrier)
+        for state in states:
+            if state.dim != self._config.dim:
+                raise SpecMismatch(
+                    f"dim is {self._config.dim}; the slow gear of {self.name!r} at {state.address} makes features of "
+                    f"width {state.dim}: start this one with --dim {state.dim}, or under another name"
+                )
 
     def _tick(self, partitions: HeldPartitions) -> None:
         handler = self._handler

@@ -22,7 +22,16 @@ from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import GeartrainError, GearUnavailable, InvalidArgument, NotHolder, SchedulerUnavailable
 from geartrain.ams.gear.ledger import GearLedger
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
-from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
+from geartrain.ams.gear_messages import (
+    Delivery,
+    Failure,
+    FeatureReply,
+    Freshness,
+    GearAccount,
+    GearState,
+    Taken,
+    family_of,
+)
 from geartrain.ams.specs import Ids
 from geartrain.ams.transport.carrier import AttemptFailed, StreamHolders
 
@@ -123,6 +132,8 @@ class RemoteGears:
         self._lease_seconds = 0.0
         self._versions: dict[str, int] = {}
         self._source = ""
+        self._unheld = 0
+        """Parts of the delivery under way that nobody held: each goes on under a name of its own."""
         self._pending: tuple[tuple[str, int], list[_Part]] | None = None
         self._lock = threading.Lock()
         self._delivering = threading.Lock()
@@ -177,6 +188,7 @@ class RemoteGears:
             if self._pending is None or self._pending[0] != number:
                 whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)))
                 self._pending = number, list(whole)
+                self._unheld = 0
             parts, patience = self._pending[1], self._patience()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
@@ -308,8 +320,9 @@ class RemoteGears:
 
     def _again(self, part: _Part, ids: Ids, is_refused: bool) -> Iterable[_Part]:
         """Where a part goes that was not acknowledged."""
-        if part.address is None:
-            return self._cut(part.source, ids, part.positions)
+        if part.address is None:  # never sent; where it goes now may have another part of the same series
+            self._unheld += 1
+            return self._cut(f"{family_of(part.source)}\t~{self._unheld}", ids, part.positions)
         if part.former in self._addresses():  # it is back, with what it had
             return [replace(part, address=part.former, former="", is_again=True)]
         if part.former:

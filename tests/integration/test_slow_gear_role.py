@@ -185,6 +185,8 @@ def test_what_does_not_fit_is_refused(gears: GearCluster) -> None:
             gt.SlowGear(cluster, "image", dim=5)
         with pytest.raises(SpecMismatch):
             gears.start_gear(optimizer="adam:0.1")
+        with pytest.raises(SpecMismatch, match=r"dim is 5.* width 4: .*--dim 4"):
+            gears.start_gear(dim=5)
         assert set(cluster.streams("gear/image", worker="test").holders().holders) <= {address, None}
     for settings, complaint in (
         ({"name": None}, "which name"),

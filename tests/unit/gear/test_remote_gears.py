@@ -197,6 +197,25 @@ def test_who_moved_is_found_again() -> None:
     assert gears.counts() == [1] * len(IDS)
 
 
+def test_what_nobody_held_is_not_mistaken_for_what_its_new_holder_has() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.holders = [None if holder in "bc" else holder for holder in gears.holders]
+    port.account("fast")  # it has heard of that
+    looks: list[int] = []
+
+    def on_look() -> None:
+        looks.append(1)
+        for _ in range(10):
+            if None in gears.holders:
+                gears.holders[gears.holders.index(None)] = "a"
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS) and len(looks) > 3
+
+
 def test_one_that_lost_the_answer_but_lives_counts_once(caplog: pytest.LogCaptureFixture) -> None:
     gears = Gears("a", "b")
     port = remote(gears)
