@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from _gear_task import THREADS
 from _gear_trainer import TrainingClock
 
 from geartrain.bench import machine
@@ -131,6 +131,6 @@ def first(batches: Iterator[Views], count: int) -> list[Views]:
 def keep(name: str, value: Any) -> None:
     """Leave a bench's curves for ``scripts/gear_document.py``."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    told = {**machine(), "date": time.strftime("%Y-%m-%d"), "threads": THREADS}
+    told = {**machine(), "date": time.strftime("%Y-%m-%d"), "load": round(os.getloadavg()[0], 1)}
     for file, content in ((name, value), ("machine", told)):
         (KEPT / f"{file}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

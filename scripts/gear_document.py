@@ -62,7 +62,9 @@ def _machine(kept: Path) -> str:
     found = load(kept, "machine")
     if found is None:
         return ""
-    return f"\n{found['date']}, {found['cpu']}, {found['cores']} cores, torch {found['torch']}.\n"
+    place = f"{found['date']}, {found['cpu']}, {found['cores']} cores, torch {found['torch']}"
+    busy = ", beside other work: only the ratios mean something" if found["load"] > 2 else ""
+    return f"\n{place}; load average {found['load']:g}{busy}.\n"
 
 
 def _rows(kept: Path, name: str, title: str) -> str:
