@@ -55,7 +55,7 @@ def tables(kept: Path) -> str:
     parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _company(kept), _killed(kept)]
     if not any(parts):
         return "\nNot measured yet: `geartrain bench gear`, then this script.\n"
-    return "\n".join(part for part in (_machine(kept), *parts) if part)
+    return "".join((_machine(kept), *parts))
 
 
 def _machine(kept: Path) -> str:
