@@ -1,7 +1,9 @@
 """A fast gear on slow gears: python examples/train_with_slow_gears.py [scheduler address].
 
-Slow gears of this file: geartrain slowgear --name demo-image --module train_with_slow_gears:build
-    --samples train_with_slow_gears:samples --dim 16 --optimizer adam:0.01   (PYTHONPATH=examples; as many as you like)
+Slow gears of this file, as many as you like, on a cluster (geartrain up):
+    PYTHONPATH=examples geartrain slowgear --scheduler 127.0.0.1:7000 --name demo-image --dim 16 \\
+        --module train_with_slow_gears:build --samples train_with_slow_gears:samples \\
+        --optimizer adam:0.01 --gradients-per-id 4
 Without an address the slow gear runs in this process.
 """
 

@@ -66,14 +66,23 @@ def warn_if_open(listen: str) -> None:
 def serve(role: str, service: Service, **facts: object) -> None:
     """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
 
+    The same signal once more ends the process at once.
+
     Raises:
         RoleEnded: the service ended by itself.
     """
     told = threading.Event()
     ended = threading.Event()
 
+    signals: set[int] = set()
+
     def on_signal(number: int, _: object) -> None:
-        logger.info("%s: %s, stopping", role, signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if number in signals:
+            logger.warning("%s: %s again, ending at once", role, name)
+            os._exit(1)
+        signals.add(number)  # a terminal's SIGINT and a parent's SIGTERM mean one wish
+        logger.info("%s: %s, stopping", role, name)
         told.set()
         ended.set()
 

@@ -24,6 +24,7 @@ from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine, FeatureCache
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.opening import EngineSettings, batcher_settings, open_engine, open_pass
+from geartrain.workers.devices import choose_device
 from geartrain.workers.gear_heirs import Heirs
 from geartrain.workers.gear_objects import load_function, open_samples, optimizer_named
 from geartrain.workers.gear_partitions import HeldPartitions, Ticker
@@ -233,7 +234,7 @@ def _settings(config: SlowGearConfig) -> EngineSettings:
         max_gradient_lag=config.max_gradient_lag,
         train_mode=config.train_mode,
         autocast=_DTYPES[config.autocast],
-        device=config.device,
+        device=choose_device(config.device),
         max_batch=config.max_batch,
         max_wait_seconds=config.max_wait_millis / 1000,
         refresh_seconds=config.refresh_seconds,

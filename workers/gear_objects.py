@@ -25,7 +25,8 @@ _OPTIMIZERS: dict[str, Callable[[float], RowOptimizerSpec]] = {
     "momentum": lambda lr: Momentum(lr, momentum=0.9),
     "adam": Adam,
 }
-_STORES = ("lmdb:", "redis://", "rediss://", "unix://")
+_FOLDER_STORE = "lmdb:"
+_STORES = (_FOLDER_STORE, "redis://", "rediss://", "unix://")
 
 
 def load_object(place: str, what: str) -> Any:
@@ -46,6 +47,8 @@ def load_object(place: str, what: str) -> Any:
             found = getattr(found, name)
     except ModuleNotFoundError as exc:
         raise ConfigError(f"{what} {place!r} cannot be loaded: {exc}; is its folder on PYTHONPATH?") from exc
+    except AttributeError as exc:
+        raise ConfigError(f"{what} {place!r} cannot be loaded: {exc}; what is behind ':' must be in that module") from exc
     except Exception as exc:  # whatever the user's module raises
         words = f"{type(exc).__name__}: {exc}"
         raise ConfigError(f"{what} {place!r} cannot be loaded: {words}") from exc
@@ -67,6 +70,9 @@ def open_samples(place: str, decode: str | None) -> tuple[SampleSource, Decode |
     if place.startswith("folder:"):
         return SampleFolder(place.removeprefix("folder:")), decoder or decode_image
     if place.startswith(_STORES):
+        folder = place.removeprefix(_FOLDER_STORE)
+        if folder != place and not Path(folder).is_dir():
+            raise ConfigError(f"samples are to be in the store in the folder {folder!r}, which is not there")
         return open_store(place, namespace=SAMPLES_NAMESPACE), decoder or decode_image
     return load_object(place, "samples"), decoder
 

@@ -488,13 +488,19 @@ class _Patience:
         now = time.monotonic()
         if self._began is None:
             self._began = now
-            logger.info("slow gears of %r: %s; trying again", self._name, self._last or "not all are there")
+            logger.warning(
+                "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: scheduler "
+                "setting stream_lease_seconds)",
+                self._name,
+                self._last or "some ids have no holder",
+                self._seconds(),
+            )
         left = self._began + self._seconds() - now
         if left <= 0:
             raise GearUnavailable(
                 f"the slow gears of {self._name!r} did not answer for all ids within {self._seconds():g} s: "
                 f"{self._last or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise the "
-                "client setting recovery_timeout_seconds"
+                "client setting recovery_timeout_seconds (it is waited for one and a half leases at least)"
             ) from self._last
         time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
         self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2)

@@ -295,6 +295,8 @@ def attach(
     pushed, so that nothing moves them; buffers move by what the module changed in them (integers travel as float32 and
     are rounded): with several workers by the sum of their changes, with ranks by the weighted mean.
 
+    Load weights before: what the module is given afterwards is overwritten by the next pull.
+
     The first to come makes the tables from its own values; with ``reuse=True`` later ones (also after
     ``Cluster.restore``) wait up to ``wait_seconds`` for those and take them. ``mode="async"``: every push applies when
     it arrives, no worker waits for another. ``mode="sync"``: the ranks of ``process_group`` (or of torch.distributed,

@@ -39,7 +39,7 @@ def test_a_module_of_the_current_folder_is_found(tmp_path: Path, monkeypatch: py
     [
         ("nowhere", "'module:name'"),
         ("nowhere:build", "cannot be loaded: No module named 'nowhere'"),
-        (f"{__name__}:build", "has no attribute 'build'"),
+        (f"{__name__}:build", "has no attribute 'build'; what is behind ':'"),
         (":build", "'module:name'"),
     ],
 )
@@ -78,6 +78,12 @@ def test_samples_are_in_no_memory_of_ones_own(here: Path) -> None:
     assert open_samples("memory_of_mine:samples", None)[0](7) == 3
     with pytest.raises(ConfigError, match="must be 'module:name'"):
         open_samples("memory", None)
+
+
+def test_a_store_of_samples_is_not_made_by_asking_for_it(here: Path) -> None:
+    with pytest.raises(ConfigError, match="which is not there"):
+        open_samples(f"lmdb:{here / 'typo'}", None)
+    assert not (here / "typo").exists()
 
 
 def test_images_of_a_folder_are_pixels(tmp_path: Path) -> None:
