@@ -48,7 +48,9 @@ def load_object(place: str, what: str) -> Any:
     except ModuleNotFoundError as exc:
         raise ConfigError(f"{what} {place!r} cannot be loaded: {exc}; is its folder on PYTHONPATH?") from exc
     except AttributeError as exc:
-        raise ConfigError(f"{what} {place!r} cannot be loaded: {exc}; what is behind ':' must be in that module") from exc
+        raise ConfigError(
+            f"{what} {place!r} cannot be loaded: {exc}; what is behind ':' must be in that module"
+        ) from exc
     except Exception as exc:  # whatever the user's module raises
         words = f"{type(exc).__name__}: {exc}"
         raise ConfigError(f"{what} {place!r} cannot be loaded: {words}") from exc

@@ -489,8 +489,8 @@ class _Patience:
         if self._began is None:
             self._began = now
             logger.warning(
-                "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: scheduler "
-                "setting stream_lease_seconds)",
+                "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: "
+                "scheduler setting stream_lease_seconds)",
                 self._name,
                 self._last or "some ids have no holder",
                 self._seconds(),

@@ -38,7 +38,9 @@ def test_the_same_signal_again_ends_a_role_that_is_still_stopping(number: signal
 
 
 def test_a_terminal_and_a_parent_that_both_tell_it_mean_one_end() -> None:
-    with subprocess.Popen([sys.executable, "-c", _ROLE.format(seconds=0.2)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _ROLE.format(seconds=0.2)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert '"ready"' in process.stdout.readline()
         process.send_signal(signal.SIGINT)
