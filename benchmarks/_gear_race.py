@@ -131,6 +131,8 @@ def first(batches: Iterator[Views], count: int) -> list[Views]:
 def keep(name: str, value: Any) -> None:
     """Leave a bench's curves for ``scripts/gear_document.py``."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    told = {**machine(), "date": time.strftime("%Y-%m-%d"), "load": round(os.getloadavg()[0], 1)}
+    told = {**machine(), "date": time.strftime("%Y-%m-%d")}
+    if "setting" in value:
+        value = {**value, "load": round(os.getloadavg()[0], 1)}
     for file, content in ((name, value), ("machine", told)):
         (KEPT / f"{file}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

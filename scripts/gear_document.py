@@ -63,8 +63,9 @@ def _machine(kept: Path) -> str:
     if found is None:
         return ""
     place = f"{found['date']}, {found['cpu']}, {found['cores']} cores, torch {found['torch']}"
-    busy = ", beside other work: only the ratios mean something" if found["load"] > 2 else ""
-    return f"\n{place}; load average {found['load']:g}{busy}.\n"
+    load_average = max((load(kept, path.stem).get("load", 0.0) for path in kept.glob("*.json")), default=0.0)
+    busy = ", beside other work: only the ratios mean something" if load_average > 2 else ""
+    return f"\n{place}; load average up to {load_average:g}{busy}.\n"
 
 
 def _rows(kept: Path, name: str, title: str) -> str:
