@@ -192,7 +192,7 @@ class PushFeatureGradientsRequest(_message.Message):
     wait: _builtins.bool
     """Answer when every update that they made due is applied, not when they are taken."""
     former: _builtins.str
-    """Address of the slow gear that this was sent to first, if it is gone and left its batches to this one."""
+    """Journal of the slow gear that was sent this before and may have counted it: whoever has another one refuses."""
     padding: _builtins.bytes
     keys: _builtins.bytes
     """Distinct ids (int64), then for each the dense version of the feature its gradient is of (int64), little endian."""
