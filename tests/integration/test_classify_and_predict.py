@@ -237,7 +237,7 @@ def test_a_run_of_an_earlier_torchrun_of_the_same_name_is_left_alone(
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
         monkeypatch.setattr(os, "getppid", lambda: later.pid)
-        monkeypatch.setattr(job, "_CLOCKS_DIFFER_SECONDS", 0.0)
+        monkeypatch.setattr(job, "_CLOCKS_DIFFER_SECONDS", -1.0)  # when a process began is known to a second
         with pytest.raises(ConfigError, match="already holds a run"):
             train(out, images, recipe=recipe)
 
