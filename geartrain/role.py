@@ -19,6 +19,8 @@ STOP_GRACE_SECONDS = 3.0
 """For the calls under way when a role is told to end."""
 KILL_AFTER_SECONDS = STOP_GRACE_SECONDS + 2.0
 """For the whole process; then it is killed."""
+_LOOK_SECONDS = 1.0
+"""Longest that a signal is not noticed."""
 
 
 class Service(Protocol):
@@ -94,7 +96,9 @@ def serve(role: str, service: Service, **facts: object) -> None:
         signal.signal(number, on_signal)
     print_ready(role, **facts)  # whoever reads it may end this process at once: the handlers are in place
     threading.Thread(target=watch, name="service-watch", daemon=True).start()
-    ended.wait()
+    # Python runs handlers on this thread alone; if the system gives a signal to another, that does not wake this one.
+    while not ended.wait(_LOOK_SECONDS):
+        pass
     service.stop(STOP_GRACE_SECONDS)
     if not told.is_set():
         raise RoleEnded(f"the {role} stopped serving by itself: {service.end_reason or 'its log says why'}")

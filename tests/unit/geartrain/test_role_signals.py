@@ -47,3 +47,34 @@ def test_a_terminal_and_a_parent_that_both_tell_it_mean_one_end() -> None:
         assert process.stdout.readline() == "stopping\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+_ELSEWHERE = """
+import signal, sys, threading, time
+from geartrain import role
+
+def is_waiting(thread):
+    frame = sys._current_frames()[thread.ident]
+    return frame.f_code.co_name == "wait" and frame.f_code.co_filename == threading.__file__
+
+class Quiet:
+    end_reason = None
+    def wait(self):  # on a thread of its own, which takes the signal in place of the main thread
+        while not is_waiting(threading.main_thread()):
+            time.sleep(0.01)
+        time.sleep(0.5)  # from its frame it goes to sleep
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        threading.Event().wait()
+    def stop(self, grace_seconds):
+        pass
+
+role.serve("test", Quiet())
+"""
+
+
+def test_a_signal_that_another_thread_is_given_ends_a_role_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", _ELSEWHERE], stdout=subprocess.DEVNULL) as process:
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
