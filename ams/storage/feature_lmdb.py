@@ -1,17 +1,12 @@
 """Records in an LMDB file of one folder, held by one process.
 
 One write transaction a call, with one fsync (``metasync=False``): the file stays whole through a loss of power, the
-last calls before it may be missing. LMDB checks nothing that it reads, so each record is sealed, and when a folder is
-opened the file is walked by a process of its own, which a damaged page may end.
+last calls before it may be missing. Each record is sealed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +15,7 @@ from urllib.parse import quote
 import lmdb
 import numpy as np
 
-from geartrain.ams.errors import ConfigError, StateDamaged, StateFailed
+from geartrain.ams.errors import StateDamaged, StateFailed
 from geartrain.ams.specs import Ids
 from geartrain.ams.storage.byte_lru import ByteLru
 from geartrain.ams.storage.feature_store import (
@@ -31,12 +26,12 @@ from geartrain.ams.storage.feature_store import (
     checked_read,
     checked_records,
 )
+from geartrain.ams.storage.lmdb_file import check_structure, commit, lock_folder, open_environment
 
 _FILE = "features.lmdb"
 _FIRST_MAP_BYTES = 64 << 20
 _TICK_BYTES = 8
 _OVERHEAD = SEAL_BYTES + _TICK_BYTES
-_WALKED_BYTES_PER_SECOND = 20 << 20
 _REMEDY = "what it held can be made again: remove the folder and start anew"
 
 
@@ -62,7 +57,7 @@ class LmdbFeatures:
         self._tick = 0
         self._mutex = threading.Lock()
         self._environment: lmdb.Environment | None = None
-        self._lock = _locked(self._folder)
+        self._lock = lock_folder(self._folder, "give another folder, or share a Redis server: redis://HOST:PORT/0")
         try:
             self._open()
         except BaseException:
@@ -120,10 +115,9 @@ class LmdbFeatures:
                 self._lock = -1
 
     def _open(self) -> None:
-        if self._path.exists():
-            _check_structure(self._path)
+        check_structure(self._path, _REMEDY)
         try:
-            self._environment = _environment(self._path)
+            self._environment = open_environment(self._path, first_map_bytes=_FIRST_MAP_BYTES, metasync=False)
             ids, ticks, sizes = _records(self._environment)
         except lmdb.Error as exc:
             raise StateDamaged(f"{self._path}: {exc}; {_REMEDY}") from exc
@@ -139,49 +133,24 @@ class LmdbFeatures:
 
     def _commit(self, changes: dict[bytes, bytes], dropped: Sequence[bytes]) -> None:
         environment, gone = self._opened(), set(dropped)
-        while True:
-            try:
-                with environment.begin(write=True) as transaction:
-                    for key in gone:
-                        transaction.delete(key)
-                    for key, value in sorted(changes.items()):
-                        if key not in gone:
-                            transaction.put(key, value)
-                return
-            except lmdb.MapFullError:
-                environment.set_mapsize(2 * int(environment.info()["map_size"]))
-            except (lmdb.Error, OSError) as exc:
-                raise StateFailed(f"{self._path} could not be written: {exc}; mend the cause and start again") from exc
+
+        def change(transaction: lmdb.Transaction) -> None:
+            for key in gone:
+                transaction.delete(key)
+            for key, value in sorted(changes.items()):
+                if key not in gone:
+                    transaction.put(key, value)
+
+        try:
+            commit(environment, change)
+        except (lmdb.Error, OSError) as exc:
+            raise StateFailed(f"{self._path} could not be written: {exc}; mend the cause and start again") from exc
 
 
 def _keys(ids: Ids) -> list[bytes]:
     """Big-endian, so that neighbours in the file are neighbours in number."""
     keys: list[bytes] = ids.astype(">i8").view("V8").tolist()
     return keys
-
-
-def _locked(folder: Path) -> int:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as exc:
-        raise ConfigError(f"the folder {str(folder)!r} cannot be used: {exc.strerror}") from exc
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        os.close(lock)
-        raise ConfigError(
-            f"the folder {str(folder)!r} is in use by another living process; give another folder, or share a Redis "
-            "server: redis://HOST:PORT/0"
-        ) from exc
-    return lock
-
-
-def _environment(path: Path, *, readonly: bool = False) -> lmdb.Environment:
-    size = path.stat().st_size if path.exists() else 0
-    return lmdb.open(
-        str(path), subdir=False, map_size=max(_FIRST_MAP_BYTES, size), lock=False, readonly=readonly, metasync=False
-    )
 
 
 def _records(environment: lmdb.Environment) -> tuple[Ids, Ids, Ids]:
@@ -195,22 +164,3 @@ def _records(environment: lmdb.Environment) -> tuple[Ids, Ids, Ids]:
     table = np.array(found, np.int64).reshape(-1, 3)
     _, kept = np.unique(table[:, 0], return_index=True)  # damaged keys may be equal
     return table[kept, 0], table[kept, 1], table[kept, 2]
-
-
-def _check_structure(path: Path) -> None:
-    """Walk the whole file in another process. Raises StateDamaged."""
-    command = [sys.executable, "-m", __name__, str(path)]
-    seconds = 60 + path.stat().st_size / _WALKED_BYTES_PER_SECOND
-    try:
-        walked = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        why = walked.stderr.strip().splitlines()[-1:] or [f"reading it ends with {walked.returncode}"]
-        is_whole = walked.returncode == 0
-    except subprocess.TimeoutExpired:
-        why, is_whole = [f"reading it takes more than {seconds:.0f} s"], False
-    if not is_whole:
-        raise StateDamaged(f"{path}: its structure is damaged ({why[0]}); {_REMEDY}")
-
-
-if __name__ == "__main__":
-    with contextlib.closing(_environment(Path(sys.argv[1]), readonly=True)) as whole:
-        _records(whole)

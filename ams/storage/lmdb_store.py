@@ -2,31 +2,26 @@
 
 LMDB checks nothing that it reads. So beside the seal of each value there is a record of how many keys there are and
 of the sum of their checksums, which finds keys that are gone; and a file of a few bytes, ``revision``, written after
-each transaction, which finds a store that fell back to an older one. Its structure is walked in a process of its own
-first: a damaged page may end the process that follows it.
+each transaction, which finds a store that fell back to an older one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import lmdb
 import xxhash
 
-from geartrain.ams.errors import ConfigError, StateDamaged, StateFailed
+from geartrain.ams.errors import StateDamaged, StateFailed
 from geartrain.ams.storage.kv import REMEDY, seal, unseal
+from geartrain.ams.storage.lmdb_file import check_structure, commit, lock_folder, open_environment
 
 _FILE = "state.lmdb"
 _FIRST_MAP_BYTES = 16 << 20
 _RECORD = b"\0record"
 """The record of the whole; no other key begins with a zero."""
-_CHECK_SECONDS = 60.0
 
 
 class LmdbStore:
@@ -41,18 +36,7 @@ class LmdbStore:
         self._values: dict[str, bytes] = {}
         self._sums: dict[str, int] = {}
         self._revision = 0
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as exc:
-            raise ConfigError(f"the folder {str(folder)!r} cannot be used: {exc.strerror}") from exc
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(self._lock)
-            raise ConfigError(
-                f"the folder {str(folder)!r} is in use by another living process; end that one, or give another folder"
-            ) from exc
+        self._lock = lock_folder(self._folder, "end that one, or give another folder")
         try:
             self._open()
         except BaseException:
@@ -98,11 +82,9 @@ class LmdbStore:
             self._lock = -1
 
     def _open(self) -> None:
-        is_new = not self._path.exists()
-        if not is_new:
-            _check_structure(self._path)
+        check_structure(self._path, REMEDY)
         try:
-            self._environment = _environment(self._path)
+            self._environment = open_environment(self._path, first_map_bytes=_FIRST_MAP_BYTES)
             raw = _entries(self._environment)
         except lmdb.Error as exc:
             raise StateDamaged(f"{self._path}: {exc}; {REMEDY}") from exc
@@ -129,18 +111,16 @@ class LmdbStore:
     def _commit(self, sealed: Mapping[str, bytes | None], record: bytes) -> None:
         environment = self._environment
         assert environment is not None, "the store is closed"
-        while True:
-            try:
-                with environment.begin(write=True) as transaction:
-                    for key, value in sealed.items():
-                        if value is None:
-                            transaction.delete(key.encode())
-                        else:
-                            transaction.put(key.encode(), value)
-                    transaction.put(_RECORD, record)
-                return
-            except lmdb.MapFullError:
-                environment.set_mapsize(2 * int(environment.info()["map_size"]))
+
+        def change(transaction: lmdb.Transaction) -> None:
+            for key, value in sealed.items():
+                if value is None:
+                    transaction.delete(key.encode())
+                else:
+                    transaction.put(key.encode(), value)
+            transaction.put(_RECORD, record)
+
+        commit(environment, change)
 
     def _noted(self) -> int | None:
         path = self._folder / "revision"
@@ -171,27 +151,9 @@ class LmdbStore:
                 os.close(folder)
 
 
-def _environment(path: Path, *, readonly: bool = False) -> lmdb.Environment:
-    size = path.stat().st_size if path.exists() else 0
-    return lmdb.open(str(path), subdir=False, map_size=max(_FIRST_MAP_BYTES, size), lock=False, readonly=readonly)
-
-
 def _entries(environment: lmdb.Environment) -> dict[bytes, bytes]:
     with environment.begin() as transaction:
         return {bytes(key): bytes(value) for key, value in transaction.cursor()}
-
-
-def _check_structure(path: Path) -> None:
-    """Walk the whole file in another process. Raises StateDamaged."""
-    command = [sys.executable, "-m", __name__, str(path)]
-    try:
-        walked = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
-        why = walked.stderr.strip().splitlines()[-1:] or [f"reading it ends with {walked.returncode}"]
-        is_whole = walked.returncode == 0
-    except subprocess.TimeoutExpired:
-        why, is_whole = ["reading it never ends"], False
-    if not is_whole:
-        raise StateDamaged(f"{path}: its structure is damaged ({why[0]}); {REMEDY}")
 
 
 def _sum(key: str, sealed: bytes) -> int:
@@ -209,8 +171,3 @@ def _record(revision: int, sums: Mapping[str, int]) -> bytes:
 def _note(revision: int) -> bytes:
     body = revision.to_bytes(8, "little")
     return body + xxhash.xxh3_64(body).digest()
-
-
-if __name__ == "__main__":
-    with contextlib.closing(_environment(Path(sys.argv[1]), readonly=True)) as whole:
-        _entries(whole)
