@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.core.slot_index import SlotIndex, Slots
+from geartrain.ams.gear_messages import GearAccount
 from geartrain.ams.specs import Ids
 
 _FIRST_CAPACITY = 1024
@@ -23,30 +24,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Account:
-    """What became of gradients, counted as (step, id) pairs: ``received`` is the sum of all the others, always."""
-
-    received: int = 0
-    waiting: int = 0
-    """In batches that are not due."""
-    due: int = 0
-    """In batches that are due, or taken and not settled."""
-    applied: int = 0
-    dropped_stale: int = 0
-    """Against a feature too old for the rule."""
-    dropped_failed: int = 0
-    """Their id had no sample, or it could not be decoded."""
-    non_finite: int = 0
-    """NaN or infinite, or their sum beyond float32."""
-    lost: int = 0
-    """With a slow gear that died and kept nothing; only who sent them can count these."""
-
-    def __add__(self, other: Account) -> Account:
-        return Account(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
-
-
-FATES = tuple(one.name for one in fields(Account))
+FATES = tuple(one.name for one in fields(GearAccount))
 
 
 @dataclass
@@ -230,12 +208,14 @@ class BatchState:
         self._move("due", "applied", self.taken.counts)
         self.taken = None
 
-    def account(self, source: str | None) -> Account:
+    def account(self, source: str | None) -> GearAccount:
         """Of one source, or of all together."""
         if source is None:
-            return Account(**{name: int(counts.sum()) for name, counts in self.fates.items()})
+            return GearAccount(**{name: int(counts.sum()) for name, counts in self.fates.items()})
         column = self.sources.get(source)
-        return Account() if column is None else Account(**{name: int(self.fates[name][column]) for name in FATES})
+        if column is None:
+            return GearAccount()
+        return GearAccount(**{name: int(counts[column]) for name, counts in self.fates.items()})
 
     def arrays(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         """Everything, as arrays and as plain values for JSON: see :meth:`from_arrays`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,9 +28,11 @@ from geartrain.ams.errors import (
 )
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
 from geartrain.ams.specs import Ids
+from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.dense_cache import DenseFeatures
 from geartrain.bridge.gear.dense_pass import DensePass
+from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
 
 logger = logging.getLogger(__name__)
 
@@ -38,79 +40,6 @@ logger = logging.getLogger(__name__)
 _ANY = Freshness()
 _ANY_INCARNATION = 0
 """For the batcher, which would count numbers anew for a higher one."""
-
-
-class DenseTable(Protocol):
-    """An attached module: what :func:`geartrain.attach` returns, as far as it is used here."""
-
-    @property
-    def version(self) -> int:
-        """Dense version of the weights that the module holds."""
-        ...
-
-    def refresh(self) -> bool:
-        """Pull the weights if they have changed."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Drop the gradients, and a push that failed."""
-        ...
-
-    def push(self, sequence: int | None = None, *, lr: float | None = None) -> Any:
-        """Push the gradients of the module's parameters, once."""
-        ...
-
-
-class DueBatch(Protocol):
-    """Gradients whose backward pass is due."""
-
-    number: int
-    ids: Ids
-    gradients: npt.NDArray[np.float32]
-    lr: float | None
-
-
-class Batcher(Protocol):
-    """The part of :class:`geartrain.bridge.gear.gradient_batcher.GradientBatcher` that is used here."""
-
-    def add(
-        self,
-        source: str,
-        incarnation: int,
-        sequence: int,
-        ids: Ids,
-        gradients: npt.NDArray[np.float32],
-        versions: npt.NDArray[np.int64],
-        *,
-        dense_version: int,
-        lr: float | None,
-    ) -> Any:
-        """Take the gradients of one step of one fast gear."""
-        ...
-
-    def due(self, limit: int | None = None) -> Any:
-        """The next batch, if one is due."""
-        ...
-
-    def flush(self) -> None:
-        """Make all that waits due."""
-        ...
-
-    def done(self, number: int) -> None:
-        """A batch is applied."""
-        ...
-
-    def failed(self, number: int, ids: Mapping[int, str]) -> None:
-        """Ids of a batch have failed."""
-        ...
-
-    def account(self, source: str | None = None) -> Any:
-        """What became of the gradients."""
-        ...
-
-    def report(self) -> dict[str, Any]:
-        """``sources``: the last (incarnation, sequence) of each."""
-        ...
 
 
 class FeatureCache(Protocol):
@@ -152,7 +81,7 @@ class DenseEngine:
         self,
         dense_pass: DensePass,
         dense: DenseTable,
-        batcher: Batcher,
+        batcher: GradientBatcher,
         *,
         cache: FeatureCache | None = None,
         near: FeatureCache | None = None,
@@ -308,7 +237,7 @@ class DenseEngine:
 
     def account(self, source: str | None = None) -> GearAccount:
         """What became of the gradients of ``source``; None: of all."""
-        return account_of(self.batcher.account(source))
+        return self.batcher.account(source)
 
     def family_account(self, family: str | None) -> GearAccount:
         """What became of the gradients of all series of deliveries of a fast gear; None: of all fast gears."""
@@ -394,26 +323,13 @@ class DenseEngine:
         )
 
 
-def family_accounts(batcher: Batcher) -> dict[str, GearAccount]:
+def family_accounts(batcher: GradientBatcher) -> dict[str, GearAccount]:
     """What became of the gradients of each fast gear, all its series of deliveries together."""
     found: dict[str, GearAccount] = {}
     for source in batcher.report()["sources"]:
         family = family_of(source)
-        found[family] = found.get(family, GearAccount()) + account_of(batcher.account(source))
+        found[family] = found.get(family, GearAccount()) + batcher.account(source)
     return found
-
-
-def account_of(account: Any) -> GearAccount:
-    """A batcher's account in the words of the wire."""
-    return GearAccount(
-        received=account.received,
-        waiting=account.waiting,
-        due=account.due,
-        applied=account.applied,
-        dropped_stale=account.dropped_stale,
-        dropped_failed=account.dropped_failed,
-        non_finite=account.non_finite,
-    )
 
 
 def as_features(reply: FeatureReply, chosen: npt.NDArray[np.bool_]) -> DenseFeatures:

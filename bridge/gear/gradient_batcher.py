@@ -47,13 +47,12 @@ import numpy.typing as npt
 from geartrain.ams.arrays import ids_array, rows_array
 from geartrain.ams.core.ops import all_finite
 from geartrain.ams.errors import InvalidArgument, SpecMismatch, StaleClient, StateFailed
+from geartrain.ams.gear_messages import GearAccount
 from geartrain.ams.specs import Ids
 from geartrain.ams.storage.kv import KeyValueStore
 from geartrain.bridge.gear.batch_checks import check_distinct, check_sender, check_settings, checked_lags
 from geartrain.bridge.gear.batch_journal import Arrays, Journal, Values
-from geartrain.bridge.gear.batch_state import Account, BatchState, Floats, Mark, Taken
-
-__all__ = ["Account", "DueBatch", "GradientBatcher"]
+from geartrain.bridge.gear.batch_state import BatchState, Floats, Mark, Taken
 
 Reduction = Literal["mean", "sum"]
 StaleRule = Literal["apply", "scale", "drop"]
@@ -174,7 +173,7 @@ class GradientBatcher:
         *,
         dense_version: int,
         lr: float | None = None,
-    ) -> Account:
+    ) -> GearAccount:
         """Collect the gradients of one step of a fast gear; a repeat of (incarnation, sequence) changes nothing.
 
         A row with NaN or infinity is dropped and counted in ``non_finite``; the others are taken.
@@ -280,7 +279,7 @@ class GradientBatcher:
                 self._make({"ids": gone}, {"call": "fail"})
                 self._failed_because.update(ids[one] for one in gone.tolist())
 
-    def account(self, source: str | None = None) -> Account:
+    def account(self, source: str | None = None) -> GearAccount:
         """What became of the gradients of one source, or of all: ``received`` is the sum of the others."""
         with self._lock:
             return self._state.account(source)

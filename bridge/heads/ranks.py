@@ -79,11 +79,7 @@ class Ranks:
             results.append(action())
         except Exception as exc:  # of any kind: the others wait for this rank
             failure = exc
-        sound = self.gather_labels(np.array([failure is None], np.int64)).tolist()
-        if failure is not None:
-            raise failure
-        if 0 in sound:
-            raise SyncError(f"{what}: rank {sound.index(0)} failed; its error tells why")
+        self.fail_together(failure, what)
         return results[0]
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from geartrain.ams.errors import ShardUnavailable
+from geartrain.ams.gear_messages import GearAccount
 
 
 class PlainDense:
@@ -71,14 +72,11 @@ class PlainBatcher:
     def report(self) -> dict[str, Any]:
         return {"sources": {}}
 
-    def account(self, _: str | None = None) -> Any:
+    def account(self, _: str | None = None) -> GearAccount:
         waiting = self.received - self.applied
-        return SimpleNamespace(
+        return GearAccount(
             received=self.received,
-            waiting=0,
             due=waiting,
             applied=self.applied - len(self.failures),
-            dropped_stale=0,
             dropped_failed=len(self.failures),
-            non_finite=0,
         )

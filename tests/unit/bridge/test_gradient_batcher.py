@@ -18,8 +18,9 @@ from geartrain.ams.errors import (
     StateDamaged,
     StateFailed,
 )
+from geartrain.ams.gear_messages import GearAccount
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
-from geartrain.bridge.gear.gradient_batcher import Account, DueBatch, GradientBatcher
+from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
 
 DIM = 3
 
@@ -40,7 +41,7 @@ def rows(*values: float) -> np.ndarray:
     return np.array([[value, 2 * value, -value] for value in values], np.float32)
 
 
-def add(to: GradientBatcher, sequence: int, values: dict[int, float], **others: Any) -> Account:
+def add(to: GradientBatcher, sequence: int, values: dict[int, float], **others: Any) -> GearAccount:
     call = {"source": "fast", "incarnation": 1, "dense_version": 0, "versions": [0] * len(values)} | others
     source, incarnation, versions = call.pop("source"), call.pop("incarnation"), call.pop("versions")
     ids = np.array(list(values), np.int64)
@@ -69,19 +70,19 @@ def test_the_mean_of_m_gradients_is_due() -> None:
     batch = taken(one)
     assert of(batch) == {8: (3.0, 2)} and batch.number == 1
     np.testing.assert_array_equal(batch.gradients, rows(3.0))
-    assert one.account() == Account(received=4, waiting=2, due=2)
+    assert one.account() == GearAccount(received=4, waiting=2, due=2)
     one.done(1)
-    assert one.due() is None and one.account() == Account(received=4, waiting=2, applied=2)
+    assert one.due() is None and one.account() == GearAccount(received=4, waiting=2, applied=2)
 
 
 def test_full_batches_wait_for_company() -> None:
     one = batcher(2, ids_per_update=3, reduction="sum")
     add(one, 1, {7: 1.0, 8: 1.0, 9: 1.0, 10: 1.0})
     add(one, 2, {7: 1.0, 8: 1.0})
-    assert one.due() is None and one.account() == Account(received=6, waiting=6)
+    assert one.due() is None and one.account() == GearAccount(received=6, waiting=6)
     add(one, 3, {9: 1.0})
     assert of(taken(one)) == {7: (2.0, 2), 8: (2.0, 2), 9: (2.0, 2)}
-    assert one.account() == Account(received=7, waiting=1, due=6)
+    assert one.account() == GearAccount(received=7, waiting=1, due=6)
 
 
 def test_few_ids_that_recur_do_not_wait_for_others_for_ever() -> None:
@@ -235,7 +236,7 @@ def test_gradients_that_are_not_finite_never_reach_a_sum() -> None:
     for sequence, bad in enumerate((np.nan, np.inf, -np.inf), 1):
         add(one, sequence, {1: 1.0, 2: bad})
     assert of(taken(one)) == {1: (1.0, 3)}
-    assert one.account() == Account(received=6, due=3, non_finite=3)
+    assert one.account() == GearAccount(received=6, due=3, non_finite=3)
 
 
 def test_a_sum_beyond_float32_is_dropped_and_counted() -> None:
@@ -243,20 +244,20 @@ def test_a_sum_beyond_float32_is_dropped_and_counted() -> None:
     for sequence in (1, 2):
         add(one, sequence, {1: 1.0, 2: 1.5e38})
     assert of(taken(one)) == {1: (2.0, 2)}
-    assert one.account() == Account(received=4, due=2, non_finite=2)
+    assert one.account() == GearAccount(received=4, due=2, non_finite=2)
 
 
 def test_stale_gradients_follow_the_rule() -> None:
-    def after(**settings: Any) -> tuple[dict[int, tuple[float, int]], Account]:
+    def after(**settings: Any) -> tuple[dict[int, tuple[float, int]], GearAccount]:
         one = batcher(1, **settings)
         add(one, 1, {1: 12.0, 2: 12.0, 3: 12.0}, versions=[10, 7, 12], dense_version=10)
         return of(taken(one)), one.account()
 
-    assert after() == ({1: (12.0, 1), 2: (12.0, 1), 3: (12.0, 1)}, Account(received=3, due=3))
+    assert after() == ({1: (12.0, 1), 2: (12.0, 1), 3: (12.0, 1)}, GearAccount(received=3, due=3))
     assert after(stale="scale")[0] == {1: (12.0, 1), 2: (3.0, 1), 3: (12.0, 1)}
     assert after(stale="drop", max_gradient_lag=2) == (
         {1: (12.0, 1), 3: (12.0, 1)},
-        Account(received=3, due=2, dropped_stale=1),
+        GearAccount(received=3, due=2, dropped_stale=1),
     )
 
 
@@ -265,7 +266,7 @@ def test_a_gradient_may_be_stale_beside_one_that_is_not_finite() -> None:
     values = {1: 1.0, 2: np.nan, 3: 1.0, 4: np.nan}
     add(one, 1, values, versions=[10, 10, 5, 5], dense_version=10)
     assert of(taken(one)) == {1: (1.0, 1)}
-    assert one.account() == Account(received=4, due=1, dropped_stale=1, non_finite=2)
+    assert one.account() == GearAccount(received=4, due=1, dropped_stale=1, non_finite=2)
 
 
 def test_the_newest_learning_rate_and_the_lowest_version_travel_with_the_batch() -> None:
@@ -290,11 +291,11 @@ def test_failed_ids_leave_the_batch_and_are_counted() -> None:
     assert of(taken(one)) == {1: (1.0, 1)} and taken(one).number == batch.number
     one.done(batch.number)
     one.done(batch.number)
-    assert one.account() == Account(received=2, applied=1, dropped_failed=1)
+    assert one.account() == GearAccount(received=2, applied=1, dropped_failed=1)
     assert one.report()["failures"] == {"no sample": 1}
     add(one, 2, {3: 1.0})
     one.failed(taken(one).number, {3: "no sample"})
-    assert one.due() is None and one.account() == Account(received=3, applied=1, dropped_failed=2)
+    assert one.due() is None and one.account() == GearAccount(received=3, applied=1, dropped_failed=2)
     one.done(2)
 
 
@@ -304,9 +305,9 @@ def test_each_source_has_its_own_account() -> None:
     add(one, 1, {1: 1.0}, source="b")
     one.done(taken(one).number)
     add(one, 2, {1: 1.0}, source="b")
-    assert one.account("a") == Account(received=2, applied=1, non_finite=1)
-    assert one.account("b") == Account(received=2, applied=1, waiting=1)
-    assert one.account("c") == Account()
+    assert one.account("a") == GearAccount(received=2, applied=1, non_finite=1)
+    assert one.account("b") == GearAccount(received=2, applied=1, waiting=1)
+    assert one.account("c") == GearAccount()
     assert one.account("a") + one.account("b") == one.account()
 
 
@@ -378,7 +379,7 @@ def test_a_restart_goes_on_where_it_stopped() -> None:
     batch = taken(one)
     add(one, 3, {2: 8.0, 4: 1.0}, source="a")
     again = GradientBatcher.restored(store, DIM, gradients_per_id=2)
-    assert again.account("a") == one.account("a") == Account(received=6, waiting=3, due=2, non_finite=1)
+    assert again.account("a") == one.account("a") == GearAccount(received=6, waiting=3, due=2, non_finite=1)
     repeated = taken(again)
     assert of(repeated) == of(batch) and repeated.number == batch.number and repeated.lr == batch.lr == 0.2
     assert add(again, 3, {2: 8.0}, source="a").received == 6
@@ -402,7 +403,7 @@ def test_what_suffices_for_fewer_gradients_is_due_after_a_restart(is_compact: bo
         assert one._journal is not None
         one._journal.compact(*one._state.arrays())
     again = GradientBatcher.restored(store, DIM, gradients_per_id=3)
-    assert again.account() == Account(received=4, waiting=1, due=3)
+    assert again.account() == GearAccount(received=4, waiting=1, due=3)
     assert of(taken(again)) == {5: (1.0, 3)}
 
 
@@ -415,14 +416,14 @@ def test_every_kind_of_call_survives_a_restart() -> None:
     add(again(), 1, {1: 1.0, 2: 2.0, 3: 3.0, 4: 1.5e38})
     add(again(), 2, {4: 1e38})
     again().flush()
-    assert again().account() == Account(received=5, due=5)
+    assert again().account() == GearAccount(received=5, due=5)
     assert of(taken(again())) == {1: (1.0, 1), 2: (2.0, 1), 3: (3.0, 1)}
-    assert again().account() == Account(received=5, due=3, non_finite=2)
+    assert again().account() == GearAccount(received=5, due=3, non_finite=2)
     again().failed(1, {2: "no sample"})
     assert of(taken(again())) == {1: (1.0, 1), 3: (3.0, 1)}
     again().done(1)
     again().done(1)
-    assert again().account() == Account(received=5, applied=2, dropped_failed=1, non_finite=2)
+    assert again().account() == GearAccount(received=5, applied=2, dropped_failed=1, non_finite=2)
     assert again().due() is None and add(again(), 2, {4: 1.0}).received == 5
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from geartrain.ams.gear_messages import GearAccount
 from geartrain.ams.storage.kv import open_state
-from geartrain.bridge.gear.gradient_batcher import Account, GradientBatcher
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from tests.redis_child import running_redis
 
 DIM = 8
@@ -75,7 +76,7 @@ def check(batcher: GradientBatcher, last_heard: int) -> None:
     while (batch := batcher.due()) is not None:
         assert batch.gradients.min() >= 1 and batch.gradients.max() <= steps
         batcher.done(batch.number)
-    assert batcher.account() == Account(received=account.received, applied=account.received)
+    assert batcher.account() == GearAccount(received=account.received, applied=account.received)
 
 
 @pytest.mark.parametrize("steps", [1, 60])

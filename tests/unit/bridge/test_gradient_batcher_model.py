@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from geartrain.ams.errors import StaleClient, StateFailed
+from geartrain.ams.gear_messages import GearAccount
 from geartrain.ams.storage.kv import MemoryStore
-from geartrain.bridge.gear.gradient_batcher import Account, DueBatch, GradientBatcher
+from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
 
 DIM = 2
 SOURCES = ("a", "b", "c")
@@ -136,7 +137,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.expect(call)
         self.sure(lambda: self.send(call), crash)
 
-    def send(self, call: Call) -> Account:
+    def send(self, call: Call) -> GearAccount:
         return self.ours.add(
             call.source,
             call.incarnation,
@@ -273,7 +274,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def the_account_adds_up(self) -> None:
         if not hasattr(self, "ours"):
             return
-        total = Account()
+        total = GearAccount()
         for source in SOURCES:
             account = self.ours.account(source)
             waiting = [g for batch in self.batches.values() if not batch.is_due for g in batch.gradients]
