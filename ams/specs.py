@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from numbers import Real
 from typing import Any, ClassVar, Literal, Self
 
@@ -302,6 +302,10 @@ class TableSpec:
             "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
         }
 
+    def unlike(self, other: TableSpec) -> str:
+        """Say in which fields it differs from ``other``: "dim is 4, not 8; optimizer.lr is 0.1, not 0.2"."""
+        return "; ".join(_differences("", self, other))
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Return what :meth:`to_dict` wrote. Raises InvalidArgument."""
@@ -319,6 +323,17 @@ class TableSpec:
 
 _OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Momentum, SparseMomentum, Adam)}
 _INITIALIZERS = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
+
+
+def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
+    if mine == theirs:
+        return
+    if is_dataclass(mine) and type(mine) is type(theirs):
+        for one in fields(mine):
+            name = f"{path}.{one.name}" if path else one.name
+            yield from _differences(name, getattr(mine, one.name), getattr(theirs, one.name))
+    else:
+        yield f"{path} is {mine!r}, not {theirs!r}"
 
 
 def _as_json(fields: Mapping[str, Any]) -> dict[str, Any]:

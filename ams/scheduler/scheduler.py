@@ -327,7 +327,10 @@ class Scheduler:
                 f"geartrain table drop {shlex.quote(spec.name)}), or choose another name"
             )
         if existing.spec != spec:
-            raise SpecMismatch(f"table {spec.name!r} exists as {existing.spec}, not as {spec}")
+            raise SpecMismatch(
+                f"table {spec.name!r} exists with other settings: its {existing.spec.unlike(spec)}; ask for it as it "
+                "is, or choose another name"
+            )
         lost = [entry.shard for entry in view.shards if existing.holders.get(entry.shard) != entry.incarnation]
         if lost:
             raise ShardRestarted(

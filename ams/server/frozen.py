@@ -168,8 +168,10 @@ def restore_tables(
     chain = snapshot.chain()
     specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
     for name, table in tables.items():
-        if specs.get(name) != table.spec:
-            raise SpecMismatch(f"table {name!r} is {table.spec}, in the snapshot {specs.get(name)}")
+        if name not in specs:
+            raise SpecMismatch(f"table {name!r} is not in the snapshot {str(folder)!r}; it has {sorted(specs)}")
+        if specs[name] != table.spec:
+            raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {table.spec.unlike(specs[name])}")
     begin()
     owned = np.zeros(NUM_BUCKETS, np.bool_)
     owned[owned_buckets] = True

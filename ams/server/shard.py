@@ -371,7 +371,7 @@ class Shard:
         existing = self._tables.get(spec.name)
         if existing is not None:
             if existing.spec != spec:
-                raise SpecMismatch(f"table {spec.name!r} exists as {existing.spec}, not as {spec}")
+                raise SpecMismatch(f"table {spec.name!r} exists with other settings: its {existing.spec.unlike(spec)}")
             return Done(duplicate=True)
         self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets, threads=self._threads), spec)
         self._specs = {name: table.spec for name, table in self._tables.items()}
