@@ -28,6 +28,7 @@ GeartrainError
 ├── SampleError                      a slow gear has no dense feature for an id: names it
 │   ├── SampleNotFound (LookupError) no sample has this id
 │   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
+├── ModuleFailed                     the module of a dense part raises for every sample: has its error
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
@@ -161,6 +162,10 @@ class SampleNotFound(SampleError, LookupError):
 
 class SampleDamaged(SampleError):
     """The sample of an id cannot be decoded, or is not of the shape of the others."""
+
+
+class ModuleFailed(GeartrainError):
+    """The user's module of a dense part raised, and not for single samples only."""
 
 
 class SnapshotError(GeartrainError):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import GeartrainError, InvalidArgument, NonFinite, SampleDamaged
+from geartrain.ams.errors import GeartrainError, InvalidArgument, ModuleFailed, NonFinite, SampleDamaged
 from geartrain.ams.gear_messages import Failure, without
 from geartrain.ams.specs import Ids
 from geartrain.bridge.gear.samples import Samples
@@ -74,7 +74,8 @@ class DensePass:
     def features(self, ids: Ids) -> tuple[Tensor, dict[int, Failure]]:
         """Compute the features [K, D] float32 of ``ids`` on the device; rows of those that failed are zeros.
 
-        ceil(K / max_batch) forward passes without a graph; more to find out which sample spoils a batch.
+        ceil(K / max_batch) forward passes without a graph; more to find out which sample spoils a batch. Raises
+        ModuleFailed if all of a batch do, and InvalidArgument if the module makes no [B, D].
         """
         out_KD = torch.zeros(len(ids), self.dim, device=self.device)
         failures: dict[int, Failure] = {}
@@ -83,7 +84,8 @@ class DensePass:
             batch, failed = self._samples.batch(part)
             good = without(part, failed)
             if batch is not None:
-                vectors_BD, spoiled = self._computed(part[good], batch)
+                with _failures_named():
+                    vectors_BD, spoiled = self._computed(part[good], batch)
                 failed |= spoiled
                 positions = start + np.flatnonzero(good)
                 out_KD[torch.from_numpy(positions).to(self.device)] = vectors_BD
@@ -128,14 +130,16 @@ class DensePass:
         """Set ``.grad`` of the parameters to the sum over ``ids`` of gradient · ∂feature/∂parameter.
 
         One caller at a time. At the weights of the moment, in ceil(K / max_batch) forward and backward passes, between
-        which features may be computed. Of ids that are in the result nothing is
-        in the sum: their sample, their feature or their part of the sum is missing or not finite.
+        which features may be computed. Of ids that are in the result nothing is in the sum: their sample, their
+        feature or their part of the sum is missing or not finite. Raises as :meth:`features`.
         """
         failures: dict[int, Failure] = {}
         self.module.zero_grad(set_to_none=True)
         num_batches = max(1, -(-len(ids) // self.max_batch))
         for part in np.array_split(np.arange(len(ids)), num_batches):  # none is left with a sample or two
-            failures |= self._backward_batch(ids[part], gradients_KD[torch.from_numpy(part).to(gradients_KD.device)])
+            gradients_BD = gradients_KD[torch.from_numpy(part).to(gradients_KD.device)]
+            with _failures_named():
+                failures |= self._backward_batch(ids[part], gradients_BD)
         return failures
 
     def _backward_batch(self, ids: Ids, gradients_BD: Tensor) -> dict[int, Failure]:
@@ -263,6 +267,19 @@ class DensePass:
         with torch.no_grad():
             for buffer, value in zip(self.module.buffers(), kept, strict=False):
                 buffer.copy_(value)
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    try:
+        yield
+    except GeartrainError:
+        raise
+    except Exception as exc:  # of the user's module, whatever it is
+        raise ModuleFailed(
+            f"the module of the dense part fails on every sample: {type(exc).__name__}: {exc}; see that it takes what "
+            "samples= and decode= make"
+        ) from exc
 
 
 def _halves(ids: Ids) -> tuple[slice, slice]:

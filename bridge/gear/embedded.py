@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import Literal
 
-from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument
+from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, ModuleFailed
 from geartrain.ams.gear_messages import Delivery, FeatureReply, GearAccount
 from geartrain.ams.specs import Ids
 from geartrain.ams.words import counted
@@ -160,9 +160,9 @@ class GearWorker:
                 self._error = None
         except GeartrainError as exc:
             if self._error is None:
-                logger.warning("dense updates wait: %s", exc)
+                logger.warning("dense updates wait: %s", exc, exc_info=isinstance(exc, ModuleFailed))
             self._error = exc
-        except Exception as exc:  # of the user's module, whatever it is: it is tried again
+        except Exception as exc:  # a defect of ours must not end the thread: it is tried again
             if self._error is None:
                 logger.exception("dense updates wait")
-            self._error = InternalError(f"the dense part failed in its backward pass: {type(exc).__name__}: {exc}")
+            self._error = InternalError(f"a dense update failed: {type(exc).__name__}: {exc}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InternalError, InvalidArgument, NonFinite, ShardUnavailable, StoreUnavailable
+from geartrain.ams.errors import InvalidArgument, ModuleFailed, NonFinite, ShardUnavailable, StoreUnavailable
 from geartrain.ams.gear_messages import Delivery
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.embedded import GearWorker
@@ -58,6 +58,15 @@ def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Part
     return DenseEngine(dense_pass, dense, batcher, clock=lambda: 100.0, **named), dense, batcher
 
 
+class Fragile(Counted):
+    broken = True
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.broken:
+            raise RuntimeError("device lost")
+        return super().forward(batch)
+
+
 def delivery(ids: list[int], gradients: Tensor, lr: float | None = None) -> Delivery:
     return Delivery(
         source="fast",
@@ -93,20 +102,18 @@ def test_requests_of_several_threads_become_one_device_batch() -> None:
 
 
 def test_a_thread_that_fails_takes_the_others_of_its_batch_with_it_and_no_more() -> None:
-    class Fragile(Counted):
-        broken = True
-
-        def forward(self, batch: Tensor) -> Tensor:
-            if self.broken:
-                raise RuntimeError("device lost")
-            return super().forward(batch)
-
     module = Fragile()
     engine, _, _ = engine_of(module)
-    with pytest.raises(RuntimeError, match="device lost"):
+    with pytest.raises(ModuleFailed, match="every sample: RuntimeError: device lost"):
         engine.features(np.array([1]))
     module.broken = False
     assert not engine.features(np.array([1])).failures
+
+
+def test_samples_that_the_module_does_not_take_are_said_to_be_the_reason() -> None:
+    engine, _, _ = engine_of(Counted(), torch.zeros(20, 3))
+    with pytest.raises(ModuleFailed, match=r"fails on every sample: RuntimeError: .*; see that it takes what samples="):
+        engine.features(np.array([1, 2, 3]))
 
 
 def test_ids_without_a_feature_are_named_and_the_others_live() -> None:
@@ -335,14 +342,6 @@ def test_a_cache_that_fails_costs_time_and_no_feature(caplog: pytest.LogCaptureF
 
 
 def test_a_worker_outlives_what_the_module_raises() -> None:
-    class Fragile(Counted):
-        broken = True
-
-        def forward(self, batch: Tensor) -> Tensor:
-            if self.broken:
-                raise RuntimeError("device lost")
-            return super().forward(batch)
-
     module = Fragile()
     engine, _, _ = engine_of(module)
     worker = GearWorker(engine, tick_seconds=0.01)
@@ -350,7 +349,7 @@ def test_a_worker_outlives_what_the_module_raises() -> None:
     worker.wake()
     while worker.error is None:
         threading.Event().wait(0.001)
-    with pytest.raises(InternalError, match="RuntimeError: device lost"):
+    with pytest.raises(ModuleFailed, match="RuntimeError: device lost"):
         worker.wait_until_due(0)
     module.broken = False
     while engine.account().due:
