@@ -13,9 +13,19 @@ import typer
 
 from geartrain import configuration, role
 from geartrain.ams import failpoints
+from geartrain.ams.config import GraphConfig
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.words import counted
-from geartrain.cli_options import ConfigFile, GraphAddress, Insecure, Json, LogLevel, Mode, SchedulerAddress
+from geartrain.cli_options import (
+    ConfigFile,
+    GraphAddress,
+    Insecure,
+    Json,
+    LogLevel,
+    Mode,
+    SchedulerAddress,
+    shows_defaults,
+)
 from geartrain.logs import log_to_stderr
 
 if TYPE_CHECKING:
@@ -29,6 +39,7 @@ TableName = Annotated[str, typer.Argument(help="Name of the class table.")]
 
 
 @app.callback(invoke_without_command=True)
+@shows_defaults(GraphConfig)
 def graph(
     context: typer.Context,
     file: ConfigFile = None,

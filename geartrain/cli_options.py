@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
+from pydantic import BaseModel
+from typer.models import OptionInfo
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--file", "-f", help="YAML configuration; the environment and flags override it.")
@@ -22,3 +29,20 @@ Mode = Annotated[
 ]
 SchedulerAddress = Annotated[str | None, typer.Option("--scheduler", help="host:port of the scheduler.")]
 GraphAddress = Annotated[str | None, typer.Option("--graph", help="host:port of the graph service.")]
+
+
+def shows_defaults(section: type[BaseModel]) -> Callable[[Command], Command]:
+    """Let the help of a command whose options override a configuration's section say what that has by default."""
+
+    def shown(command: Command) -> Command:
+        for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+            kind, *options = get_args(parameter.annotation) or (parameter.annotation,)
+            field = section.model_fields.get(name)
+            if field is None or field.is_required() or field.default in (None, False) or not options:
+                continue
+            option: OptionInfo = copy.copy(options[0])  # others share it
+            option.show_default = str(field.default)
+            command.__annotations__[name] = Annotated[kind, option]
+        return command
+
+    return shown

@@ -8,13 +8,15 @@ import typer
 
 from geartrain import configuration, role
 from geartrain.ams import failpoints
-from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress
+from geartrain.ams.config import SchedulerConfig, ServerConfig
+from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, shows_defaults
 from geartrain.logs import log_to_stderr
 
 Listen = Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")]
 EndWithParent = Annotated[bool, typer.Option("--end-with-parent", hidden=True, help="End when stdin closes.")]
 
 
+@shows_defaults(SchedulerConfig)
 def scheduler(
     file: ConfigFile = None,
     listen: Listen = None,
@@ -47,6 +49,7 @@ def scheduler(
     role.serve("scheduler", service, address=address, num_shards=config.num_shards)
 
 
+@shows_defaults(ServerConfig)
 def server(
     file: ConfigFile = None,
     listen: Listen = None,

@@ -8,10 +8,12 @@ import typer
 
 from geartrain import configuration, role
 from geartrain.ams import failpoints
-from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress
+from geartrain.ams.config import SlowGearConfig
+from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, shows_defaults
 from geartrain.logs import log_to_stderr
 
 
+@shows_defaults(SlowGearConfig)
 def slowgear(
     file: ConfigFile = None,
     listen: Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")] = None,

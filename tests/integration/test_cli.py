@@ -68,6 +68,11 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     assert "Usage: " in done.stdout
 
 
+def test_the_help_of_a_role_says_what_its_configuration_has_by_default() -> None:
+    said = geartrain("slowgear", "--help").stdout
+    assert "(20.0)" in said and "(sgd:0.01)" in said and "(127.0.0.1:7000)" in said
+
+
 def test_help_lists_every_command() -> None:
     listed = geartrain("--help").stdout
     assert [name for name in COMMANDS if f" {name} " not in listed] == []
