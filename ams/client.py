@@ -371,10 +371,12 @@ class Table:
         group: SyncGroup | None = None,
         sequence: int | None = None,
         step_goes_on: bool = False,
+        known_finite: bool = False,
     ) -> Write:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
         ``step_goes_on``: more pushes of the same step follow, and rows that none of them has are to move once.
+        ``known_finite``: the caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
         """
         return self._prepared_push(
             ids,
@@ -383,7 +385,7 @@ class Table:
             scale=scale,
             group=group,
             sequence=sequence,
-            looks=True,
+            looks=not known_finite,
             step_goes_on=step_goes_on,
         )
 
@@ -409,7 +411,7 @@ class Table:
         merged, _, rows = ops.merge_duplicates(checked, rows)
         if looks and merged is not checked:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
-        if looks:
+        if looks or abs(scale) > 1:
             _require_finite_product(rows, scale)
         every_shard = group is not None or self.spec.counts_steps
         requests = [

@@ -1,7 +1,9 @@
 """Rows over gRPC: pull and push of 10,000 rows of 128 floats, from another process, against a bare grpcio handler.
 
 The rival takes and returns the same number of bytes and does nothing with them, so a ratio of 1 would mean that
-finding, copying and updating rows is free. Redis (MGET / MSET of the same rows) is shown too where it is installed.
+finding, copying and updating rows is free. "In flight" is the throughput of four requests at once, as a step has that
+works while its last push travels; "one at a time" is how long one takes. Redis (MGET / MSET of the same rows, one at a
+time) is shown too where it is installed.
 """
 
 from __future__ import annotations
@@ -10,29 +12,34 @@ import itertools
 import json
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import numpy as np
+from _turns import median_seconds
 
 from geartrain.ams.cluster import connect
 from geartrain.ams.config import MAX_MESSAGE_BYTES
-from geartrain.ams.specs import SparseMomentum
+from geartrain.ams.specs import Ids, SparseMomentum
 from geartrain.ams.transport.grpc_client import channel_options
 
 NUM_IDS = 10_000
 DIM = 128
 NUM_ROWS = 1_000_000
-ROUNDS = 60
+ROUNDS = 8
+IN_FLIGHT, BURST = 4, 32
 IDS_BYTES = NUM_IDS * 8
 ROWS_BYTES = NUM_IDS * DIM * 4
+Side = Callable[[Ids], object]
+Begin = Callable[[Ids], Any]
+"""Begins a request; returns its future."""
 
 _BARE_SERVER = f"""
 import sys
@@ -51,29 +58,73 @@ sys.stdin.read()
 """
 
 
-def measure_grpc_pull() -> list[dict[str, Any]]:
-    """Pull of 10,000 random rows of a 1M-row dense table, alternating with the bare handler."""
+def measure_grpc_pull() -> Iterator[dict[str, Any]]:
+    """Pull of 10,000 random rows of a 1M-row dense table, in turns with the bare handler."""
     with _bare_channel() as channel, _our_table() as table:
         bare = channel.unary_unary("/bare/Pull")
         request = bytes(IDS_BYTES)
-        out = np.empty((NUM_IDS, DIM), np.float32)
-        ids = _batches_of_ids()
-        ours, theirs = _alternate(lambda: table.pull_into(next(ids), out), lambda: bare(request))
-    return [_result("gRPC pull", ours, "bare grpcio handler", theirs), *_redis("MGET", ours)]
+        outs = itertools.cycle([np.empty((NUM_IDS, DIM), np.float32) for _ in range(2 * IN_FLIGHT)])
+        ours, theirs = _one_at_a_time(lambda ids: table.pull_into(ids, next(outs)), lambda _: bare(request))
+        yield _result(
+            "gRPC pull in flight",
+            *_in_flight(lambda ids: table.pull_into_async(ids, next(outs)), lambda _: bare.future(request)),
+            target=0.7,
+        )
+    yield _result("gRPC pull one at a time", ours, theirs)
+    yield from _redis("MGET", ours)
 
 
-def measure_grpc_push() -> list[dict[str, Any]]:
-    """SparseMomentum push of 10,000 random rows of a 1M-row dense table, alternating with the bare handler."""
+def measure_grpc_push() -> Iterator[dict[str, Any]]:
+    """SparseMomentum push of 10,000 random rows of a 1M-row dense table, in turns with the bare handler."""
     with _bare_channel() as channel, _our_table() as table:
         bare = channel.unary_unary("/bare/Push")
         request = bytes(IDS_BYTES + ROWS_BYTES)
         gradients = np.random.default_rng(1).normal(size=(NUM_IDS, DIM)).astype(np.float32)
-        ids = _batches_of_ids()
-        ours, theirs = _alternate(lambda: table.push(next(ids), gradients), lambda: bare(request))
-    return [_result("gRPC push", ours, "bare grpcio handler", theirs), *_redis("MSET", ours)]
+        ours, theirs = _one_at_a_time(lambda ids: table.push(ids, gradients), lambda _: bare(request))
+        yield _result(
+            "gRPC push in flight",
+            *_in_flight(lambda ids: table.push_async(ids, gradients), lambda _: bare.future(request)),
+            target=0.7,
+        )
+    yield _result("gRPC push one at a time", ours, theirs)
+    yield from _redis("MSET", ours)
 
 
-def _result(case: str, ours: float, rival: str, theirs: float, target: float | None = 0.7) -> dict[str, Any]:
+def _one_at_a_time(ours: Side, theirs: Side) -> tuple[float, float]:
+    """Median seconds of a request of each side."""
+    mine, other = median_seconds([ours, theirs], _draws(), rounds=ROUNDS)
+    return mine, other
+
+
+def _in_flight(ours: Begin, theirs: Begin) -> tuple[float, float]:
+    """Seconds of each side from one answer to the next: the median of bursts of ``BURST`` requests."""
+    draw = _draws()
+
+    def burst(begin: Begin) -> Callable[[list[Ids]], None]:
+        def run(samples: list[Ids]) -> None:
+            under_way: deque[Any] = deque()
+            for ids in samples:
+                if len(under_way) == IN_FLIGHT:
+                    under_way.popleft().result()
+                under_way.append(begin(ids))
+            for one in under_way:
+                one.result()
+
+        return run
+
+    mine, other = median_seconds(
+        [burst(ours), burst(theirs)],
+        lambda: [draw() for _ in range(BURST)],
+        rounds=ROUNDS,
+        calls=3,
+        uncounted=1,
+    )
+    return mine / BURST, other / BURST
+
+
+def _result(
+    case: str, ours: float, theirs: float, *, rival: str = "bare grpcio handler", target: float | None = None
+) -> dict[str, Any]:
     return {
         "case": f"{case}, {NUM_IDS:,} rows, D={DIM} fp32",
         "ours": round(ours * 1e3, 3),
@@ -85,20 +136,10 @@ def _result(case: str, ours: float, rival: str, theirs: float, target: float | N
     }
 
 
-def _alternate(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_number in range(ROUNDS + 3):
-        for call, seconds in zip((ours, theirs), times, strict=True):
-            start = time.perf_counter()
-            call()
-            if round_number >= 3:
-                seconds.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def _batches_of_ids() -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
+def _draws() -> Callable[[], Ids]:
     rng = np.random.default_rng(0)
-    return itertools.cycle([rng.choice(NUM_ROWS, NUM_IDS, replace=False).astype(np.int64) for _ in range(16)])
+    batches = itertools.cycle([rng.choice(NUM_ROWS, NUM_IDS, replace=False).astype(np.int64) for _ in range(16)])
+    return lambda: next(batches)
 
 
 @contextmanager
@@ -148,14 +189,12 @@ def _redis(command: str, ours: float) -> list[dict[str, Any]]:
                 rows = {i.to_bytes(8, "little"): row for i in range(NUM_IDS)}
                 client.mset(rows)
                 keys = list(rows)
-                call: Callable[[], object] = (
-                    (lambda: client.mget(keys)) if command == "MGET" else (lambda: client.mset(rows))
-                )
-                theirs, _ = _alternate(call, lambda: None)
+                call: Side = (lambda _: client.mget(keys)) if command == "MGET" else (lambda _: client.mset(rows))
+                (theirs,) = median_seconds([call], _draws(), rounds=ROUNDS)
             finally:
                 server.terminate()
-    case = "gRPC pull" if command == "MGET" else "gRPC push"
-    return [_result(case, ours, f"Redis {command} (unix socket)", theirs, target=None)]
+    case = "gRPC pull one at a time" if command == "MGET" else "gRPC push one at a time"
+    return [_result(case, ours, theirs, rival=f"Redis {command} (unix socket)")]
 
 
 def _await_socket(path: str) -> None:

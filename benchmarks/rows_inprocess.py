@@ -1,19 +1,18 @@
 """Pull and push of random rows inside one process, against torch on a plain tensor of the same rows.
 
-One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals alternate (A B A B …), each time with
-fresh ids; the figures are medians. The rival is the fastest torch form found, its outputs allocated beforehand.
+One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals take turns of 16 calls, each with fresh
+ids, of which the last 12 count; the figures are medians. The rival is the fastest torch form found, its outputs
+allocated beforehand.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
+from _turns import median_seconds
 
 from geartrain.ams.core import ops
 from geartrain.ams.specs import Ids, SparseMomentum, TableSpec
@@ -24,7 +23,8 @@ NUM_ROWS = 2_000_000
 DIM = 128
 LR, MOMENTUM = 0.1, 0.9
 FILL_BATCH = 100_000
-WARM_UP_SECONDS, TIMED_SECONDS = 2.0, 8.0
+Sample = tuple[Ids, torch.Tensor]
+Side = Callable[[Sample], object]
 
 
 @functools.cache
@@ -44,28 +44,6 @@ def tables() -> tuple[RowTable, torch.Tensor, torch.Tensor]:
         table.assign(row_ids()[begin : begin + FILL_BATCH], part.numpy())
     # Written, not only zero: else its pages would first come into being while somebody is timed.
     return table, rows, torch.empty(NUM_ROWS, DIM).zero_()
-
-
-def alternate(
-    ours: Callable[[Any], object], theirs: list[Callable[[Any], object]], draw: Callable[[], Any]
-) -> list[float]:
-    """Median seconds of ours and of each rival, called in turn on fresh draws, for about eight seconds.
-
-    Two seconds before that do not count: the first rounds of either side may be half as fast.
-    """
-    sides = [ours, *theirs]
-    times: list[list[float]] = [[] for _ in sides]
-    counted = 0
-    start = time.perf_counter()
-    while time.perf_counter() < start + WARM_UP_SECONDS + TIMED_SECONDS or len(times[0]) < counted + 7:
-        if time.perf_counter() < start + WARM_UP_SECONDS:
-            counted = len(times[0]) + 1
-        for i, side in enumerate(sides):
-            sample = draw()
-            begin = time.perf_counter()
-            side(sample)
-            times[i].append(time.perf_counter() - begin)
-    return [statistics.median(side[counted:]) for side in times]
 
 
 def one_thread(measure: Callable[[int], Result]) -> Callable[[int], Result]:
@@ -90,15 +68,15 @@ def measure_pull(num_ids: int) -> Result:
     generator = np.random.default_rng(1)
     out, out_torch = np.empty((num_ids, DIM), np.float32), torch.empty(num_ids, DIM)
 
-    def draw() -> tuple[Ids, torch.Tensor]:
+    def draw() -> Sample:
         places = generator.integers(0, NUM_ROWS, num_ids)
         return row_ids()[places], torch.from_numpy(places)
 
-    ours, theirs = alternate(
+    sides: list[Side] = [
         lambda sample: table.pull(sample[0], out),
-        [lambda sample: torch.index_select(rows, 0, sample[1], out=out_torch)],
-        draw,
-    )
+        lambda sample: torch.index_select(rows, 0, sample[1], out=out_torch),
+    ]
+    ours, theirs = median_seconds(sides, draw, rounds=_rounds(num_ids))
     return _result(f"pull {num_ids} rows", ours, "torch.index_select", theirs, 1.5)
 
 
@@ -110,24 +88,24 @@ def measure_push(num_ids: int) -> Result:
     gradients = torch.randn(num_ids, DIM, generator=torch.Generator().manual_seed(3)) * 1e-3
     buffer = torch.empty(num_ids, DIM)
 
-    def draw() -> tuple[Ids, torch.Tensor]:
+    def draw() -> Sample:
         places = np.unique(generator.integers(0, NUM_ROWS, num_ids + num_ids // 8))
         places = generator.permutation(places)[:num_ids]
         return row_ids()[places], torch.from_numpy(places)
 
-    def select_copy_add(sample: tuple[Ids, torch.Tensor]) -> None:
+    def select_copy_add(sample: Sample) -> None:
         torch.index_select(velocities, 0, sample[1], out=buffer)
         buffer.mul_(MOMENTUM).add_(gradients)
         velocities.index_copy_(0, sample[1], buffer)
         rows.index_add_(0, sample[1], buffer, alpha=-LR)
 
-    def select_copy_copy(sample: tuple[Ids, torch.Tensor]) -> None:
+    def select_copy_copy(sample: Sample) -> None:
         torch.index_select(velocities, 0, sample[1], out=buffer)
         buffer.mul_(MOMENTUM).add_(gradients)
         velocities.index_copy_(0, sample[1], buffer)
         rows.index_copy_(0, sample[1], torch.index_select(rows, 0, sample[1]).add_(buffer, alpha=-LR))
 
-    def index_put(sample: tuple[Ids, torch.Tensor]) -> None:
+    def index_put(sample: Sample) -> None:
         moved = velocities[sample[1]].mul_(MOMENTUM).add_(gradients)
         velocities[sample[1]] = moved
         rows[sample[1]] = rows[sample[1]].add_(moved, alpha=-LR)
@@ -138,9 +116,15 @@ def measure_push(num_ids: int) -> Result:
         "index_select twice, index_copy_ twice": select_copy_copy,
         "indexing and index_put_": index_put,
     }
-    ours, *theirs = alternate(lambda sample: table.push(sample[0], gradient_rows), list(chains.values()), draw)
+    sides: list[Side] = [lambda sample: table.push(sample[0], gradient_rows), *chains.values()]
+    ours, *theirs = median_seconds(sides, draw, rounds=_rounds(num_ids))
     best, name = min(zip(theirs, chains, strict=True))
     return _result(f"SparseMomentum push {num_ids} rows", ours, f"torch {name}", best, 4.0)
+
+
+def _rounds(num_ids: int) -> int:
+    """Some eight seconds of turns."""
+    return max(2, 100_000 // num_ids)
 
 
 def _result(case: str, ours: float, rival: str, theirs: float, target: float) -> Result:

@@ -96,10 +96,19 @@ class TimedTable:
         scale: float = 1.0,
         group: SyncGroup | None = None,
         step_goes_on: bool = False,
+        known_finite: bool = False,
     ) -> _TimedWrite:
         """See ``Table.prepare_push``."""
         with self._times.pushing():
-            write = self._table.prepare_push(ids, gradients, lr=lr, scale=scale, group=group, step_goes_on=step_goes_on)
+            write = self._table.prepare_push(
+                ids,
+                gradients,
+                lr=lr,
+                scale=scale,
+                group=group,
+                step_goes_on=step_goes_on,
+                known_finite=known_finite,
+            )
         return _TimedWrite(write, self._times)
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:

@@ -103,6 +103,7 @@ class ClassPass:
         target_weight: npt.NDArray[np.float32],
         kept: npt.NDArray[np.float32] | None,
         factor: float,
+        kept_exponentials: bool = False,
     ) -> float: ...
 
 class RunningBest:

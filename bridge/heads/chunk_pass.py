@@ -97,6 +97,7 @@ class CompiledPass:
             target_weight=batch.target_weight_B.numpy(),
             kept=None if kept_NB is None else kept_NB.numpy(),
             factor=float(factor),
+            kept_exponentials=not batch.shifted,
         )
         return torch.tensor(check)
 

@@ -33,10 +33,12 @@ _ROWS_PER_SUM = 4096
 class Writer(Protocol):
     """Makes pushes one after the other, each applied once."""
 
-    def prepare(self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False) -> None:
+    def prepare(
+        self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
+    ) -> None:
         """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
 
-        ``goes_on``: more pushes of the same step follow.
+        ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
         """
         ...
 
@@ -111,6 +113,7 @@ class HeldGradient:
         self._pool = pool
         self._device = device
         self._prepared = False
+        self._is_sum = False
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
@@ -118,6 +121,7 @@ class HeldGradient:
         if self._prepared:
             raise _step_stopped(self._active.num, self._active.num)
         wait_for_copies(self._device)
+        self._is_sum = True
         if not _are_same(self._active, other._active):
             self._widen(_union(self._active, other._active))
         if _are_same(self._active, other._active):
@@ -141,7 +145,10 @@ class HeldGradient:
         if self._prepared:
             return
         wait_for_copies(self._device)
-        writer.prepare(self._active.ids, as_numpy(self._gradients_AD))
+        # The checksum of a backward pass, which a step looks at first, is of the float32 values: not of their sum with
+        # those of another pass, nor of what 16 bits make of them.
+        known_finite = not self._is_sum and self._gradients_AD.dtype == torch.float32
+        writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
         self._prepared = True
         writer.settle()
 

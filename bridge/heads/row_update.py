@@ -150,10 +150,12 @@ class _PushWriter:
         """Whether a push was prepared: from then on its settings hold for the whole step."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
 
-    def prepare(self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False) -> None:
+    def prepare(
+        self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
+    ) -> None:
         self.prepare_write(
             lambda lr, scale, group: self._table.prepare_push(
-                ids, gradients, lr=lr, scale=scale, group=group, step_goes_on=goes_on
+                ids, gradients, lr=lr, scale=scale, group=group, step_goes_on=goes_on, known_finite=known_finite
             )
         )
 

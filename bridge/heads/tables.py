@@ -89,10 +89,11 @@ class HeadTable(ReadableTable, Protocol):
         scale: float = 1.0,
         group: SyncGroup | None = None,
         step_goes_on: bool = False,
+        known_finite: bool = False,
     ) -> HeadWrite:
         """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet.
 
-        ``step_goes_on``: more pushes of the same step follow.
+        ``step_goes_on``: more pushes of the same step follow. ``known_finite``: none need be looked for.
         """
         ...
 

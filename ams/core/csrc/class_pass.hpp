@@ -36,7 +36,7 @@ struct ForwardChunk {
   float* shift;        // [B] finite; raised to the largest logit but the targets; null: exponentials need none
   double* sum;         // [B] += exp2(logit - shift), targets left out
   float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
-  float* kept;         // [N, B] logits, or null
+  float* kept;         // [N, B] logits, or with no shift their exponentials; or null
 };
 
 struct GradientChunk {
@@ -46,7 +46,8 @@ struct GradientChunk {
   Targets targets;
   const float* log_sum;        // [B] log2 of the sum of the exponentials
   const float* target_weight;  // [B] derivative at the target's cosine
-  const float* kept;           // [N, B] logits of the forward pass, or null: made again
+  const float* kept;           // [N, B] of the forward pass, or null: made again
+  bool kept_exponentials;      // whether those are exponentials
   float factor;                // multiplies everything
 };
 

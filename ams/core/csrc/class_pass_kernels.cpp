@@ -219,31 +219,51 @@ struct NextRows {
   int64_t dim;
 };
 
+// tile.logits[r, b ...] = change(values[r, b ...], b), kLanes samples at a time. The rows of the next tile travel into the
+// cache meanwhile.
+template <class Change>
+void fill_logits(Tile& tile, int64_t count, const float* values, ptrdiff_t stride, int64_t samples, NextRows next, Change change) {
+  for (int64_t r = 0; r < count; ++r) {
+    if (r < next.count)
+      for (int64_t d = 0; d < next.dim; d += 16) __builtin_prefetch(next.rows + r * next.dim + d, 0, 2);
+    const float* in = values + r * stride;
+    float* out = tile.logits + r * kLogitStride;
+    int64_t at = 0;
+    for (; at + kLanes <= samples; at += kLanes) store(out + at, change(load(in + at), at));
+    if (at == samples) continue;
+    alignas(64) float rest[kLanes] = {};
+    copy(in + at, samples - at, rest);
+    store(out + at, change(load(rest), at));
+  }
+}
+
 // tile.logits[r, b] = exp2(logits[r, b] - shift[b]); the columns' sums are added to `sum`. Shift and sum may be null.
-// The rows of the next tile travel into the cache meanwhile.
 void exponentiate(Tile& tile, int64_t count, const float* logits, ptrdiff_t stride, const float* shift, double* sum,
                   int64_t samples, NextRows next) {
   alignas(64) float low[kSamples] = {}, sums[kSamples] = {};
   if (shift != nullptr) copy(shift, samples, low);
-  for (int64_t r = 0; r < count; ++r) {
-    if (r < next.count)
-      for (int64_t d = 0; d < next.dim; d += 16) __builtin_prefetch(next.rows + r * next.dim + d, 0, 2);
-    const float* in = logits + r * stride;
-    float* out = tile.logits + r * kLogitStride;
-    int64_t at = 0;
-    for (; at + kLanes <= samples; at += kLanes) {
-      const Vector value = exp2(load(in + at) - load(low + at));
-      store(out + at, value);
-      store(sums + at, load(sums + at) + value);
-    }
-    if (at == samples) continue;
-    alignas(64) float rest[kLanes] = {};
-    copy(in + at, samples - at, rest);
-    const Vector value = exp2(load(rest) - load(low + at));
-    store(out + at, value);
+  fill_logits(tile, count, logits, stride, samples, next, [&](Vector logit, int64_t at) {
+    const Vector value = exp2(logit - load(low + at));
     store(sums + at, load(sums + at) + value);
-  }
+    return value;
+  });
   for (int64_t i = 0; sum != nullptr && i < samples; ++i) sum[i] += static_cast<double>(sums[i]);
+}
+
+// tile.logits[r, b] = exponentials[r, b] * 2^-log_sum[b], by its root twice: itself it may be too small for a float.
+void weigh(Tile& tile, int64_t count, const float* exponentials, ptrdiff_t stride, const float* log_sum, int64_t samples,
+           NextRows next) {
+  alignas(64) float roots[kSamples] = {};
+  copy(log_sum, samples, roots);
+  for (int64_t at = 0; at < samples; at += kLanes) store(roots + at, exp2(load(roots + at) * -0.5f));
+  fill_logits(tile, count, exponentials, stride, samples, next,
+              [&](Vector value, int64_t at) { return value * load(roots + at) * load(roots + at); });
+}
+
+void keep(const Tile& tile, const ForwardChunk& chunk, int64_t first, int64_t count, int64_t sample, int64_t samples,
+          int64_t batch) {
+  for (int64_t r = 0; r < count; ++r)
+    copy(tile.logits + r * kLogitStride, samples, chunk.kept + (first + r) * batch + sample);
 }
 
 void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch) {
@@ -256,17 +276,17 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
       make_logits(batch, tile, count, sample, samples);
-      if (chunk.kept != nullptr)
-        for (int64_t r = 0; r < count; ++r)
-          copy(tile.logits + r * kLogitStride, samples, chunk.kept + (first + r) * batch.batch + sample);
+      const bool keeps = chunk.kept != nullptr, shifts = chunk.shift != nullptr;
+      if (keeps && shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       // The targets are in no sum, so that they must not raise the shift: the others might vanish beside them.
       for_targets(chunk.targets, first, count, sample, samples, [&](int64_t row, int64_t b) {
         copy(tile.unit + row * tile.stride, dim, chunk.target_rows + b * dim);
         tile.logits[row * kLogitStride + b - sample] = -__builtin_inff();
       });
-      if (chunk.shift != nullptr) raise_shift(chunk, tile, count, sample, samples, dim);
-      exponentiate(tile, count, tile.logits, kLogitStride, chunk.shift == nullptr ? nullptr : chunk.shift + sample,
-                   chunk.sum + sample, samples, next);
+      if (shifts) raise_shift(chunk, tile, count, sample, samples, dim);
+      exponentiate(tile, count, tile.logits, kLogitStride, shifts ? chunk.shift + sample : nullptr, chunk.sum + sample,
+                   samples, next);
+      if (keeps && !shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       if (chunk.weighted != nullptr)
         product(samples, dim, count, {tile.logits, 1, kLogitStride}, {tile.unit, kPanel, tile.stride},
                 chunk.weighted + sample * dim, dim, true);
@@ -310,7 +330,10 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
       if (chunk.kept == nullptr) make_logits(batch, tile, count, sample, samples);
       const float* logits = chunk.kept == nullptr ? tile.logits : chunk.kept + first * batch.batch + sample;
       const ptrdiff_t stride = chunk.kept == nullptr ? kLogitStride : batch.batch;
-      exponentiate(tile, count, logits, stride, chunk.log_sum + sample, nullptr, samples, next);
+      if (chunk.kept != nullptr && chunk.kept_exponentials)
+        weigh(tile, count, logits, stride, chunk.log_sum + sample, samples, next);
+      else
+        exponentiate(tile, count, logits, stride, chunk.log_sum + sample, nullptr, samples, next);
       for_targets(chunk.targets, first, count, sample, samples,
                   [&](int64_t row, int64_t b) { tile.logits[row * kLogitStride + b - sample] = chunk.target_weight[b]; });
       product(count, padded(dim), samples, {tile.logits, kLogitStride, 1},

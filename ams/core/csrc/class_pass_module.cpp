@@ -62,7 +62,8 @@ class PackedClassPass {
   }
 
   float overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
-                 const Floats& target_weight, const std::optional<FloatRows>& kept, float factor) const {
+                 const Floats& target_weight, const std::optional<FloatRows>& kept, float factor,
+                 bool kept_exponentials) const {
     const GradientChunk chunk{.rows = rows.data(),
                               .num_rows = checked_rows(rows),
                               .normalised = normalised_,
@@ -70,6 +71,7 @@ class PackedClassPass {
                               .log_sum = checked_samples(log_sum),
                               .target_weight = checked_samples(target_weight),
                               .kept = kept ? checked_logits(*kept, rows) : nullptr,
+                              .kept_exponentials = kept_exponentials,
                               .factor = factor};
     nb::gil_scoped_release release;
     FlushDenormals float_mode;
@@ -123,7 +125,8 @@ void bind_class_pass(nb::module_& m) {
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none())
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
-           nb::arg("kept").noconvert().none(), nb::arg("factor"));
+           nb::arg("kept").noconvert().none(), nb::arg("factor"),
+           nb::arg("kept_exponentials") = false);
 }
 
 }  // namespace geartrain

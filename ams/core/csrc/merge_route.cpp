@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "kernels.hpp"
@@ -10,6 +12,11 @@
 namespace geartrain {
 
 int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse) {
+  if (std::adjacent_find(ids, ids + count, std::greater_equal<>()) == ids + count) {  // rising: nothing to look up
+    std::copy_n(ids, count, distinct);
+    std::iota(inverse, inverse + count, int64_t{0});
+    return count;
+  }
   const int bits = std::max(4, static_cast<int>(std::bit_width(static_cast<uint64_t>(count))) + 1);
   const uint64_t mask = (uint64_t{1} << bits) - 1;
   std::vector<int64_t> table(size_t{1} << bits, 0);  // place among the distinct ids, plus 1; 0 is empty

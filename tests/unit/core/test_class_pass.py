@@ -61,7 +61,7 @@ class Case:
         with np.errstate(over="ignore"):  # where all of a sample's rows are targets
             exponentials = np.exp2(self.logits - shift[:, None])
         exponentials[self.samples, self.targets] = 0
-        close(out["kept"], self.logits.T)
+        close(out["kept"], self.logits.T if self.shifted else exponentials.T)
         close(out["sum"], exponentials.sum(1))
         close(out["weighted"], exponentials @ self.unit)
         close(out["target_out"][self.samples], self.unit[self.targets])
@@ -84,6 +84,7 @@ class Case:
             target_weight=self.target_weight,
             kept=kept,
             factor=0.5,
+            kept_exponentials=not self.shifted,
         )
         assert check == 0
         close(rows, expected, scale=np.abs(unit_gradient * self.inverse[:, None]).max())
@@ -149,6 +150,23 @@ def test_a_shift_keeps_exponentials_in_range() -> None:
     others = case.logits.copy()
     others[case.samples, case.targets] = -np.inf
     np.testing.assert_allclose(shift, others.max(1), rtol=1e-5)
+
+
+def test_kept_exponentials_far_from_one_become_probabilities() -> None:
+    random = np.random.default_rng(1)
+    rows = random.standard_normal((64, 8)).astype(np.float32)
+    feature = rows[:1] / np.linalg.norm(rows[0])  # its cosine with row 0 is 1: a logit of 120, and a sum beyond 2^126
+    compiled = ops.ClassPass(feature, logit_factor=120.0, normalised=True)
+    kept = np.zeros((64, 1), np.float32)
+    sums: dict[str, Any] = {"target_out": np.zeros((1, 8), np.float32), "shift": None, "weighted": None}
+    compiled.forward(np.repeat(rows[:1], 64, 0), **NO_TARGETS, **sums, sum=np.zeros(1), kept=kept)
+    settings = {"log_sum": np.full(1, 126.5, np.float32), "target_weight": np.zeros(1, np.float32), "factor": 1.0}
+    made, from_kept = (random.standard_normal((64, 8)).astype(np.float32) for _ in range(2))
+    from_kept[:] = made
+    compiled.overwrite(made, **NO_TARGETS, **settings, kept=np.full((64, 1), 120.0, np.float32))
+    compiled.overwrite(from_kept, **NO_TARGETS, **settings, kept=kept, kept_exponentials=True)
+    assert np.abs(made).max() > 1e-3
+    np.testing.assert_allclose(from_kept, made, rtol=1e-4, atol=1e-7)
 
 
 def test_what_is_not_finite_shows() -> None:

@@ -1,0 +1,48 @@
+"""How a bench times calls of milliseconds: the sides take turns of several calls, the first of which do not count.
+
+Whoever follows another side finds the caches full of its bytes and pays for writing them back, which is little beside a
+call of 15 ms and much beside one of 2. A loop that trains calls one side again and again; so does a turn. Turns
+alternate (A A A A B B B B A A A A …), so that a machine that becomes slower does so for all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Sample = TypeVar("Sample")
+
+
+def median_seconds(
+    sides: Sequence[Callable[[Sample], object]],
+    draw: Callable[[], Sample],
+    *,
+    rounds: int,
+    calls: int = 16,
+    uncounted: int = 4,
+) -> list[float]:
+    """Median seconds of a call of each side.
+
+    Args:
+        sides: what is timed; each is called with a fresh sample.
+        draw: makes a sample, outside the time.
+        rounds: turns of each side that count; one before them does not.
+        calls: of a turn.
+        uncounted: of those, the first ones.
+    """
+    times: list[list[float]] = [[] for _ in sides]
+    for number in range(rounds + 1):
+        for side, seconds in zip(sides, times, strict=True):
+            samples = [draw() for _ in range(calls)]
+            taken = [_seconds(side, sample) for sample in samples]
+            if number:
+                seconds += taken[uncounted:]
+    return [statistics.median(one) for one in times]
+
+
+def _seconds(side: Callable[[Sample], object], sample: Sample) -> float:
+    start = time.perf_counter()
+    side(sample)
+    return time.perf_counter() - start
