@@ -79,6 +79,21 @@ class RowStore:
     @property
     def memory_bytes(self) -> int: ...
 
+def gather_rows(
+    rows: npt.NDArray[np.float32], numbers: npt.NDArray[np.int64], out: npt.NDArray[np.float32]
+) -> None: ...
+def update_rows(
+    rows: npt.NDArray[np.float32],
+    slots: npt.NDArray[np.float32] | None,
+    numbers: npt.NDArray[np.int64] | None,
+    gradients: npt.NDArray[np.float32],
+    rule: int,
+    lr: float,
+    scale: float,
+    momentum: float,
+    weight_decay: float,
+) -> int: ...
+
 class ClassPass:
     def __init__(self, features: npt.NDArray[np.float32], *, logit_factor: float, normalised: bool) -> None: ...
     def forward(

@@ -68,7 +68,7 @@ def table_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
-def _rule(optimizer: RowOptimizerSpec) -> tuple[int, float]:
+def update_rule(optimizer: RowOptimizerSpec) -> tuple[int, float]:
     """Name the compiled update rule and its momentum."""
     if isinstance(optimizer, SGD):
         return _SGD, 0.0
@@ -90,7 +90,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
 
 
 def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
-    rule, momentum = _rule(spec.optimizer)
+    rule, momentum = update_rule(spec.optimizer)
     distribution, first, second, bound = _distribution(spec.initializer)
     adam = spec.optimizer if isinstance(spec.optimizer, Adam) else None
     largest = _LARGEST[spec.dtype]

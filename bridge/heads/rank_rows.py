@@ -168,16 +168,16 @@ class RankGradient:
         """Update the rows and slots with ``scale`` (0-dim) times the gradient. Nothing travels, nobody waits."""
         table = self._table
 
-        def update(work: Workspace, place: Place, rows_ND: Tensor, gradient_ND: Tensor) -> None:
-            table.update(work, place, rows_ND, gradient_ND.mul_(scale), lr)
+        def update(work: Workspace, place: Place, gradient_ND: Tensor) -> None:
+            table.update(work, place, gradient_ND, lr, scale)
 
         self._over_chunks(update, use_kept=True)
 
     def squared_norm(self) -> float:
         """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
 
-        def squares(work: Workspace, place: Place, rows_ND: Tensor, gradient_ND: Tensor) -> Tensor:
-            del work, place, rows_ND
+        def squares(work: Workspace, place: Place, gradient_ND: Tensor) -> Tensor:
+            del work, place
             return gradient_ND.float().square().sum(dtype=torch.float64)
 
         parts = self._over_chunks(squares, use_kept=False)
@@ -188,8 +188,8 @@ class RankGradient:
         """Let go of the factors."""
         self._factors = []
 
-    def _over_chunks(self, action: Callable[[Workspace, Place, Tensor, Tensor], T], *, use_kept: bool) -> list[T]:
-        """Results of ``action(work, place, rows_ND, gradient_ND)`` on scratch copies, chunk after chunk."""
+    def _over_chunks(self, action: Callable[[Workspace, Place, Tensor], T], *, use_kept: bool) -> list[T]:
+        """Results of ``action(work, place, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
         table, factors = self._table, self._factors
         arithmetic = factors[0].batch.arithmetic
         active = factors[0].active
@@ -203,15 +203,14 @@ class RankGradient:
             work = Workspace(arithmetic, scratch)
             start, stop = chunk
             place = places.chunk(start, stop)
-            rows_ND = table.load(work, place, name="rows of the step")
-            gradient_ND = work.empty("gradient", *rows_ND.shape).copy_(rows_ND)
+            gradient_ND = table.load(work, place, name="gradient")
             kept = factors[0].kept.get(start) if use_kept and len(factors) == 1 else None
             parts[0].overwrite(work, gradient_ND, start, stop, kept)
             for part in parts[1:]:
-                more_ND = work.empty("further gradient", *rows_ND.shape).copy_(rows_ND)
+                more_ND = table.load(work, place, name="further gradient")
                 part.overwrite(work, more_ND, start, stop, None)
                 gradient_ND += more_ND
-            return action(work, place, rows_ND, gradient_ND)
+            return action(work, place, gradient_ND)
 
         chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
         if not chunks:

@@ -16,6 +16,7 @@ from torch import Tensor
 from geartrain.ams.errors import InvalidArgument, NonFinite
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import SGD, Ids, Momentum, SparseMomentum, TableSpec
+from geartrain.ams.tables import given_rows
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.bridge.heads.batch import Workspace
 from geartrain.bridge.heads.rank_link import RankLink
@@ -47,11 +48,9 @@ class RankTable:
         self.link = link
         self.first, self.stop = class_range(spec.num_rows or 0, link.world_size, link.rank)
         with torch.inference_mode(False):
-            self.rows_LD = torch.empty(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.dtype], device=device)
+            self.rows_LD = _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.dtype], device)
             self.slots_LD = (
-                torch.empty(self.num_local, spec.dim, dtype=TORCH_DTYPES[spec.slot_dtype], device=device)
-                if spec.has_slots
-                else None
+                _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.slot_dtype], device) if spec.has_slots else None
             )
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
@@ -136,16 +135,25 @@ class RankTable:
             return work.empty(name, *stored_ND.shape).copy_(stored_ND)
         shape = (len(place), stored_LD.shape[1])
         if stored_LD.dtype == work.arithmetic.compute:
-            return torch.index_select(stored_LD, 0, place, out=work.empty(name, *shape))
+            out_ND = work.empty(name, *shape)
+            if not _is_compiled(stored_LD):
+                return torch.index_select(stored_LD, 0, place, out=out_ND)
+            given_rows.gather(stored_LD.numpy(), place.numpy(), out_ND.numpy())
+            return out_ND
         narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
         return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, place, out=narrow_ND))
 
-    def update(self, work: Workspace, place: Place, rows_ND: Tensor, gradient_ND: Tensor, lr: float) -> None:
-        """One step of the optimizer; ``rows_ND`` are :meth:`load`'s. Both tensors are overwritten.
+    def update(self, work: Workspace, place: Place, gradient_ND: Tensor, lr: float, scale: Tensor) -> None:
+        """One step of the optimizer with ``scale`` (0-dim) times the gradient, which is overwritten.
 
         The formulas of ``ams/core/reference.py``, in the compute dtype. A row that would leave the range of its storage
         type stays as it is, with its slot, and is counted in ``refused``.
         """
+        if all(_is_compiled(one) for one in (self.rows_LD, self.slots_LD, gradient_ND) if one is not None):
+            self._update_compiled(place, gradient_ND, lr, float(scale))
+            return
+        gradient_ND.mul_(scale)
+        rows_ND = self.load(work, place, name="updated rows")
         optimizer = self.spec.optimizer
         if optimizer.weight_decay:
             gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
@@ -161,6 +169,17 @@ class RankTable:
             rows_ND.add_(slots_ND, alpha=-lr)
         self._store(place, rows_ND.to(self.rows_LD.dtype), slots_ND.to(self.slots_LD.dtype))
 
+    def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
+        rows_LD, slots_LD, numbers = self.rows_LD, self.slots_LD, None
+        if isinstance(place, slice):
+            rows_LD, slots_LD = rows_LD[place], None if slots_LD is None else slots_LD[place]
+        else:
+            numbers = place.numpy()
+        slots = None if slots_LD is None else slots_LD.numpy()
+        refused = given_rows.update(self.spec, rows_LD.numpy(), slots, numbers, gradient_ND.numpy(), lr=lr, scale=scale)
+        if refused:
+            self.refused += refused
+
     def _store(self, place: Place, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
         total_N = rows_ND.sum(1, dtype=torch.float32)
         if slots_ND is not None:
@@ -172,9 +191,28 @@ class RankTable:
             rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[place], rows_ND)
             if slots_ND is not None and self.slots_LD is not None:
                 slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[place], slots_ND)
-        self.rows_LD[place] = rows_ND
+        _put(self.rows_LD, place, rows_ND)
         if slots_ND is not None and self.slots_LD is not None:
-            self.slots_LD[place] = slots_ND
+            _put(self.slots_LD, place, slots_ND)
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    """Whether compiled code reads and writes it; PyTorch does what is on a device, or in 16 bits."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _put(stored_LD: Tensor, place: Place, values_ND: Tensor) -> None:
+    if isinstance(place, slice):
+        stored_LD[place] = values_ND
+    else:
+        stored_LD.index_copy_(0, place, values_ND)
+
+
+def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[num_rows, dim]; on a host in numpy's memory, which asks for huge pages: random rows cost half."""
+    if device.type != "cpu":
+        return torch.empty(num_rows, dim, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty((num_rows, dim * dtype.itemsize), np.uint8)).view(dtype)
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

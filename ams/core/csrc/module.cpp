@@ -93,6 +93,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   bind_refusal(m);
   bind_row_store(m);
+  bind_given_rows(m);
   bind_class_pass(m);
   bind_neighbours(m);
   bind_neighbour_recall(m);

@@ -32,6 +32,7 @@ DType checked_dtype(const Array& array, int code) {
 }
 
 void bind_row_store(nb::module_& m);
+void bind_given_rows(nb::module_& m);
 void bind_class_pass(nb::module_& m);
 void bind_neighbours(nb::module_& m);
 void bind_neighbour_recall(nb::module_& m);
