@@ -6,9 +6,11 @@ this process only. A caller may number writes itself, by its step: such a number
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +19,11 @@ from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, Request
 
+logger = logging.getLogger(__name__)
+
 MAX_STREAM_NAME = 200
 """Characters."""
+_WARN_SECONDS = 10.0
 
 
 class Numbers(Protocol):
@@ -51,7 +56,13 @@ class WriteStream:
     def begin(self) -> int:
         """Return the next number; blocks while the oldest open write is a whole window behind."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next - self._oldest() < self._window)
+            while not self._changed.wait_for(lambda: self._next - self._oldest() < self._window, _WARN_SECONDS):
+                logger.warning(
+                    "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
+                    self._next,
+                    self._oldest(),
+                    self._window,
+                )
             sequence = self._next
             self._next += 1
             self._open.add(sequence)
@@ -180,6 +191,8 @@ class Write:
         self._created = 0
         self._duplicate = False
         self._sequence = numbers.begin()
+        # Nobody can send what nobody holds: else a number would stay open for ever.
+        weakref.finalize(self, numbers.end, self._sequence).atexit = False
 
     @property
     def is_on_a_shard(self) -> bool:

@@ -1,0 +1,37 @@
+"""Numbers of writes that are never sent."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from geartrain.ams import writes
+from geartrain.ams.writes import Write, WriteStream
+
+
+def prepared(stream: WriteStream) -> Write:
+    return Write(stream, [], lambda *_: [])
+
+
+def test_a_prepared_write_that_nobody_holds_keeps_no_other_waiting() -> None:
+    stream = WriteStream(3, "me", 1)
+    for _ in range(10):
+        prepared(stream)
+    assert stream.context(11).oldest_unacknowledged == 11
+
+
+def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writes, "_WARN_SECONDS", 0.01)
+    stream = WriteStream(2, "me", 1)
+    held = [prepared(stream), prepared(stream)]
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(prepared, stream)
+        while "write 3 waits for write 1" not in caplog.text:
+            threading.Event().wait(0.005)
+        assert not third.done()
+        held[0].abandon()
+        third.result()
