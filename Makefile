@@ -4,7 +4,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 WHEELS ?=
 PYTEST_ARGS ?=
-TEST_JOBS ?= auto
+# One more than there are cores: many tests wait for processes of theirs.
+TEST_JOBS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
@@ -44,8 +45,8 @@ $(DEV_STAMP): $(BUILD_FILES) | $(BIN)/python
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
 
-test: dev  ## every test, a process for each core (TEST_JOBS=0: in one process)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+test: dev  ## every test, a process for each core and one more (TEST_JOBS=0: in one process)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one seed again: ONLY=kills SEED=123
 	$(BIN)/python -m tests.faults.campaign --budget-minutes $(or $(BUDGET_MINUTES),40) \
