@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _turns import median_seconds
 
 from geartrain.ams.storage.feature_store import open_store
 from geartrain.bridge.gear.dense_cache import DenseFeatures, SharedCache, WorkerCache
@@ -29,15 +29,15 @@ NUM_IDS = 1_000
 DIM = 64
 CAPACITY = 100_000
 NUM_BATCHES = 16
-ROUNDS = 200
-WARM_UP = 10
+ROUNDS = 16
 NOW = 1_000.0
+Turn = Callable[[int], object]
 GATHER_TARGET = 0.25
 MGET_TARGET = round(1 / 1.3, 3)
 
 
 def measure_worker_layer() -> list[dict[str, Any]]:
-    """Lookup in the worker's own memory, alternating with a gather in each of torch's two forms.
+    """Lookup in the worker's own memory, in turns with a gather in each of torch's two forms.
 
     On one thread: torch would wake others for these 256 KB, which costs more than they copy.
     """
@@ -63,9 +63,9 @@ def _against_gathers() -> list[dict[str, Any]]:
         return cache.lookup(batches[turn], now=NOW, dense_version=1)
 
     case = "worker layer, lookup"
-    ours, theirs = _alternate(lookup, lambda turn: slab[positions[turn]])
+    ours, theirs = _timed(lookup, lambda turn: slab[positions[turn]])
     results = [_result(case, ours, "torch slab[positions]", theirs, GATHER_TARGET)]
-    ours, theirs = _alternate(lookup, lambda turn: slab.index_select(0, positions[turn]))
+    ours, theirs = _timed(lookup, lambda turn: slab.index_select(0, positions[turn]))
     return [*results, _result(case, ours, "torch slab.index_select", theirs, GATHER_TARGET)]
 
 
@@ -88,10 +88,8 @@ def measure_redis_layer() -> list[dict[str, Any]]:
         keys = [[b"geartrain:bench:" + int(one).to_bytes(8, "little") for one in batch] for batch in batches]
         assert all(cache.lookup(batch, now=NOW, dense_version=1)[1].all() for batch in batches)
         assert None not in client.mget(keys[0])
-        read, mget_beside_read = _alternate(
-            lambda turn: store.read(batches[turn]), lambda turn: client.mget(keys[turn])
-        )
-        lookup, mget_beside_lookup = _alternate(
+        read, mget_beside_read = _timed(lambda turn: store.read(batches[turn]), lambda turn: client.mget(keys[turn]))
+        lookup, mget_beside_lookup = _timed(
             lambda turn: cache.lookup(batches[turn], now=NOW, dense_version=1), lambda turn: client.mget(keys[turn])
         )
         store.close()
@@ -102,7 +100,7 @@ def measure_redis_layer() -> list[dict[str, Any]]:
 
 
 def measure_batcher() -> list[dict[str, Any]]:
-    """An add of gradients to batches that wait already, alternating with numpy's indexed sum."""
+    """An add of gradients to batches that wait already, in turns with numpy's indexed sum."""
     ids = _ids(CAPACITY)
     batcher = GradientBatcher(DIM, gradients_per_id=2**30)
     gradients = np.random.default_rng(2).normal(size=(NUM_IDS, DIM)).astype(np.float32)
@@ -116,7 +114,7 @@ def measure_batcher() -> list[dict[str, Any]]:
     def plain(turn: int) -> None:
         sums[places[turn]] += gradients
 
-    ours, theirs = _alternate(add, plain)
+    ours, theirs = _timed(add, plain)
     return [_result("gradient batcher, add", ours, "numpy sums[positions] += gradients", theirs, None)]
 
 
@@ -133,15 +131,11 @@ def _features(count: int) -> DenseFeatures:
     return DenseFeatures(torch.randn(count, DIM), np.zeros(count, np.int64), np.full(count, NOW - 1.0))
 
 
-def _alternate(ours: Callable[[int], object], theirs: Callable[[int], object]) -> tuple[float, float]:
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_number in range(ROUNDS + WARM_UP):
-        for call, seconds in zip((ours, theirs), times, strict=True):
-            start = time.perf_counter()
-            call(round_number % NUM_BATCHES)
-            if round_number >= WARM_UP:
-                seconds.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
+def _timed(ours: Turn, theirs: Turn) -> tuple[float, float]:
+    """Median seconds of a lookup of each side, over one batch after the other."""
+    turns = itertools.cycle(range(NUM_BATCHES))
+    mine, other = median_seconds([ours, theirs], lambda: next(turns), rounds=ROUNDS)
+    return mine, other
 
 
 def _result(case: str, ours: float, rival: str, theirs: float, target: float | None) -> dict[str, Any]:

@@ -8,15 +8,14 @@ process and moves nothing: the ratio says what it costs to share the weights, 4Â
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from _turns import median_seconds
 from torch import nn
 
 from geartrain.ams.cluster import Cluster, connect, local
@@ -24,7 +23,7 @@ from geartrain.ams.specs import Adam
 from geartrain.bridge.dense.dense_table import attach
 
 LAYERS, WIDTH = 10, 1000
-ROUNDS, WARM_UP = 10, 2
+ROUNDS = 4
 
 
 def results(full: bool = False) -> Iterator[dict[str, Any]]:
@@ -46,7 +45,8 @@ def _compare(cluster: Cluster, where: str, rounds: int) -> dict[str, Any]:
     module, rival = _module(), _module()
     dense = attach(module, cluster, name="bench", optimizer=Adam(1e-4))
     adam = torch.optim.Adam(rival.parameters(), 1e-4, fused=True)
-    ours, theirs = _alternate(dense.step, adam.step, rounds)
+    sides: list[Callable[[None], object]] = [lambda _: dense.step(), lambda _: adam.step()]
+    ours, theirs = median_seconds(sides, lambda: None, rounds=rounds, calls=4, uncounted=1)
     num_parameters = sum(one.numel() for one in module.parameters())
     return {
         "case": f"step of {num_parameters:,} parameters with Adam {where}",
@@ -65,17 +65,6 @@ def _module() -> nn.Module:
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
     return module
-
-
-def _alternate(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float]:
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_number in range(rounds + WARM_UP):
-        for call, seconds in zip((ours, theirs), times, strict=True):
-            start = time.perf_counter()
-            call()
-            if round_number >= WARM_UP:
-                seconds.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
 
 
 @contextmanager
