@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, ShardUnavailable
+from geartrain.ams.errors import InvalidArgument, ModuleFailed, ShardUnavailable
 from geartrain.ams.gear_messages import Delivery
 from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.dense_pass import DensePass
