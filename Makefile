@@ -5,7 +5,7 @@ PIP_ARGS ?=
 WHEELS ?=
 PYTEST_ARGS ?=
 # One more than there are cores: many tests wait for processes of theirs.
-TEST_JOBS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
+TEST_JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev

@@ -386,6 +386,7 @@ class Table:
             group=group,
             sequence=sequence,
             looks=not known_finite,
+            known_finite=known_finite,
             step_goes_on=step_goes_on,
         )
 
@@ -399,6 +400,7 @@ class Table:
         group: SyncGroup | None,
         sequence: int | None,
         looks: bool,
+        known_finite: bool = False,
         step_goes_on: bool = False,
     ) -> Write:
         """:meth:`prepare_push`; without ``looks`` it is left to the shard to find what is not finite."""
@@ -411,7 +413,7 @@ class Table:
         merged, _, rows = ops.merge_duplicates(checked, rows)
         if looks and merged is not checked:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
-        if looks or abs(scale) > 1:
+        if looks or known_finite:
             _require_finite_product(rows, scale)
         every_shard = group is not None or self.spec.counts_steps
         requests = [

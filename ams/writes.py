@@ -55,18 +55,21 @@ class WriteStream:
 
     def begin(self) -> int:
         """Return the next number; blocks while the oldest open write is a whole window behind."""
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._next - self._oldest() < self._window, _WARN_SECONDS):
-                logger.warning(
-                    "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
-                    self._next,
-                    self._oldest(),
-                    self._window,
-                )
-            sequence = self._next
-            self._next += 1
-            self._open.add(sequence)
-            return sequence
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._next - self._oldest() < self._window, _WARN_SECONDS):
+                    sequence = self._next
+                    self._next += 1
+                    self._open.add(sequence)
+                    return sequence
+                waiting, oldest = self._next, self._oldest()
+            # Not while others wait for the lock: a log may take its time.
+            logger.warning(
+                "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
+                waiting,
+                oldest,
+                self._window,
+            )
 
     def end(self, sequence: int) -> None:
         """See :class:`Numbers`."""

@@ -38,7 +38,7 @@ def shows_defaults(section: type[BaseModel]) -> Callable[[Command], Command]:
         for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
             kind, *options = get_args(parameter.annotation) or (parameter.annotation,)
             field = section.model_fields.get(name)
-            if field is None or field.is_required() or field.default in (None, False) or not options:
+            if field is None or field.is_required() or field.default is None or field.default is False or not options:
                 continue
             option: OptionInfo = copy.copy(options[0])  # others share it
             option.show_default = str(field.default)

@@ -115,7 +115,7 @@ class LmdbFeatures:
                 self._lock = -1
 
     def _open(self) -> None:
-        check_structure(self._path, _REMEDY)
+        check_structure(self._path, _REMEDY, first_map_bytes=_FIRST_MAP_BYTES)
         try:
             self._environment = open_environment(self._path, first_map_bytes=_FIRST_MAP_BYTES, metasync=False)
             ids, ticks, sizes = _records(self._environment)

@@ -66,12 +66,15 @@ def commit(environment: lmdb.Environment, change: Callable[[lmdb.Transaction], N
             environment.set_mapsize(2 * int(environment.info()["map_size"]))
 
 
-def check_structure(path: Path, remedy: str) -> None:
-    """Walk the whole file, if it is there, in another process. Raises StateDamaged with the ``remedy``."""
+def check_structure(path: Path, remedy: str, *, first_map_bytes: int) -> None:
+    """Walk the whole file, if it is there, in another process. Raises StateDamaged with the ``remedy``.
+
+    In a map as large as that of who opens it next: LMDB follows sizes that are beyond the file as far as the map goes.
+    """
     if not path.exists():
         return
     seconds = _SHORTEST_WALK_SECONDS + path.stat().st_size / _WALKED_BYTES_PER_SECOND
-    command = [sys.executable, "-m", __name__, str(path)]
+    command = [sys.executable, "-m", __name__, str(path), str(first_map_bytes)]
     try:
         walked = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         why = walked.stderr.strip().splitlines()[-1:] or [f"reading it ends with {walked.returncode}"]
@@ -82,12 +85,12 @@ def check_structure(path: Path, remedy: str) -> None:
         raise StateDamaged(f"{path}: its structure is damaged ({why[0]}); {remedy}")
 
 
-def _walk(path: Path) -> None:
-    environment = open_environment(path, first_map_bytes=0, readonly=True)
+def _walk(path: Path, first_map_bytes: int) -> None:
+    environment = open_environment(path, first_map_bytes=first_map_bytes, readonly=True)
     with contextlib.closing(environment), environment.begin() as transaction:
         for key, value in transaction.cursor():
             hash((bytes(key), bytes(value)))  # every byte is read
 
 
 if __name__ == "__main__":
-    _walk(Path(sys.argv[1]))
+    _walk(Path(sys.argv[1]), int(sys.argv[2]))

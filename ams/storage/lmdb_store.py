@@ -82,7 +82,7 @@ class LmdbStore:
             self._lock = -1
 
     def _open(self) -> None:
-        check_structure(self._path, REMEDY)
+        check_structure(self._path, REMEDY, first_map_bytes=_FIRST_MAP_BYTES)
         try:
             self._environment = open_environment(self._path, first_map_bytes=_FIRST_MAP_BYTES)
             raw = _entries(self._environment)

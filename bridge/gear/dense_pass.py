@@ -84,7 +84,7 @@ class DensePass:
             batch, failed = self._samples.batch(part)
             good = without(part, failed)
             if batch is not None:
-                with _failures_named():
+                with _failures_named(len(part)):
                     vectors_BD, spoiled = self._computed(part[good], batch)
                 failed |= spoiled
                 positions = start + np.flatnonzero(good)
@@ -138,7 +138,7 @@ class DensePass:
         num_batches = max(1, -(-len(ids) // self.max_batch))
         for part in np.array_split(np.arange(len(ids)), num_batches):  # none is left with a sample or two
             gradients_BD = gradients_KD[torch.from_numpy(part).to(gradients_KD.device)]
-            with _failures_named():
+            with _failures_named(len(part)):
                 failures |= self._backward_batch(ids[part], gradients_BD)
         return failures
 
@@ -270,15 +270,15 @@ class DensePass:
 
 
 @contextmanager
-def _failures_named() -> Iterator[None]:
+def _failures_named(num_samples: int) -> Iterator[None]:
     try:
         yield
     except GeartrainError:
         raise
     except Exception as exc:  # of the user's module, whatever it is
         raise ModuleFailed(
-            f"the module of the dense part fails on every sample: {type(exc).__name__}: {exc}; see that it takes what "
-            "samples= and decode= make"
+            f"the dense part fails on every sample of a batch of {num_samples}: {type(exc).__name__}: {exc}; see that "
+            "its module takes what samples= and decode= make, and that its device has room for them"
         ) from exc
 
 

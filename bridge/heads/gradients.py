@@ -105,15 +105,22 @@ class HeldGradient:
     """Gradients [A, D] of the active classes, in memory."""
 
     def __init__(
-        self, active: ActiveClasses, gradients_AD: Tensor, buffer: Buffer, pool: BufferPool, device: torch.device
+        self,
+        active: ActiveClasses,
+        gradients_AD: Tensor,
+        buffer: Buffer,
+        pool: BufferPool,
+        device: torch.device,
+        checksum: Tensor | None,
     ) -> None:
+        """``checksum`` (0-dim) is finite only if all gradients are; None: nothing is known of them."""
         self._active = active
         self._gradients_AD = gradients_AD
         self._buffer = buffer
         self._pool = pool
         self._device = device
         self._prepared = False
-        self._is_sum = False
+        self._checksum = checksum
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
@@ -121,7 +128,7 @@ class HeldGradient:
         if self._prepared:
             raise _step_stopped(self._active.num, self._active.num)
         wait_for_copies(self._device)
-        self._is_sum = True
+        self._checksum = None  # a sum may be infinite where its terms are not
         if not _are_same(self._active, other._active):
             self._widen(_union(self._active, other._active))
         if _are_same(self._active, other._active):
@@ -145,9 +152,7 @@ class HeldGradient:
         if self._prepared:
             return
         wait_for_copies(self._device)
-        # The checksum of a backward pass, which a step looks at first, is of the float32 values: not of their sum with
-        # those of another pass, nor of what 16 bits make of them.
-        known_finite = not self._is_sum and self._gradients_AD.dtype == torch.float32
+        known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
         writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
         self._prepared = True
         writer.settle()

@@ -92,8 +92,11 @@ class HeldRows:
             overwrite, self._chunks, arithmetic.device, spreads_operations=self._pass.spreads_operations
         )
         self._give_back_kept()
-        gradient = HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device)
-        return gradient, torch.stack(checksums).sum()
+        checksum = torch.stack(checksums).sum()
+        # Of what 16 bits, or 32 of 64, make of the values it says nothing.
+        says_all = out_AD.dtype == arithmetic.compute == torch.float32
+        own = checksum if says_all else None
+        return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, own), checksum
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""

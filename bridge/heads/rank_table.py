@@ -5,6 +5,7 @@ Legend: C classes, L of them on this rank, D width, N rows of a call. Rows are n
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,6 +55,7 @@ class RankTable:
             )
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
+        self._counting = threading.Lock()
         self.write_initial_values()
 
     @property
@@ -178,7 +180,8 @@ class RankTable:
         slots = None if slots_LD is None else slots_LD.numpy()
         refused = given_rows.update(self.spec, rows_LD.numpy(), slots, numbers, gradient_ND.numpy(), lr=lr, scale=scale)
         if refused:
-            self.refused += refused
+            with self._counting:
+                self.refused += refused
 
     def _store(self, place: Place, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
         total_N = rows_ND.sum(1, dtype=torch.float32)
@@ -212,7 +215,8 @@ def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) ->
     """[num_rows, dim]; on a host in numpy's memory, which asks for huge pages: random rows cost half."""
     if device.type != "cpu":
         return torch.empty(num_rows, dim, dtype=dtype, device=device)
-    return torch.from_numpy(np.empty((num_rows, dim * dtype.itemsize), np.uint8)).view(dtype)
+    num_bytes = num_rows * dim * dtype.itemsize
+    return torch.from_numpy(np.empty(max(num_bytes, 1), np.uint8))[:num_bytes].view(dtype).view(num_rows, dim)
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

@@ -104,7 +104,7 @@ def test_requests_of_several_threads_become_one_device_batch() -> None:
 def test_a_thread_that_fails_takes_the_others_of_its_batch_with_it_and_no_more() -> None:
     module = Fragile()
     engine, _, _ = engine_of(module)
-    with pytest.raises(ModuleFailed, match="every sample: RuntimeError: device lost"):
+    with pytest.raises(ModuleFailed, match="every sample of a batch of 1: RuntimeError: device lost"):
         engine.features(np.array([1]))
     module.broken = False
     assert not engine.features(np.array([1])).failures
@@ -112,7 +112,10 @@ def test_a_thread_that_fails_takes_the_others_of_its_batch_with_it_and_no_more()
 
 def test_samples_that_the_module_does_not_take_are_said_to_be_the_reason() -> None:
     engine, _, _ = engine_of(Counted(), torch.zeros(20, 3))
-    with pytest.raises(ModuleFailed, match=r"fails on every sample: RuntimeError: .*; see that it takes what samples="):
+    with pytest.raises(
+        ModuleFailed,
+        match=r"fails on every sample of a batch of 3: RuntimeError: .*; see that its module takes what samples=",
+    ):
         engine.features(np.array([1, 2, 3]))
 
 

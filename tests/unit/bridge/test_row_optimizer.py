@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from geartrain.ams.cluster import local
 from geartrain.ams.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.specs import SGD
 from geartrain.bridge.heads.class_head import ClassHead
@@ -225,3 +226,26 @@ def test_streamed_micro_batches_of_different_types_are_refused() -> None:
     head(torch.randn(2, head.dim), labels).backward()
     with pytest.raises(InvalidArgument, match="same autocast, dtype and device"):
         head(torch.randn(2, head.dim, dtype=torch.float64), labels).backward()
+
+
+def test_what_only_the_storage_type_makes_infinite_is_found_before_anything_is_pushed() -> None:
+    with local(2) as cluster:  # a shard that finds it alone would leave the other with its half of the step
+        head = ClassHead(cluster, "wide", num_classes=64, dim=4, margin=None, select=FullSoftmax(), optimizer=SGD(0.1))
+        rows = RowOptimizer(head)
+        before = head.table.pull(np.arange(64))
+        (head(torch.ones(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)) * 1e39).backward()
+        with pytest.raises(NonFinite, match="nothing was sent"):
+            rows.step()
+        np.testing.assert_array_equal(head.table.pull(np.arange(64)), before)
+
+
+def test_gradients_made_finite_by_their_carrier_alone_are_not_taken_for_finite() -> None:
+    with local(2) as cluster:
+        head = ClassHead(cluster, "odd", num_classes=64, dim=4, margin=None, select=FullSoftmax(), optimizer=SGD(0.1))
+        rows = RowOptimizer(head)
+        before = head.table.pull(np.arange(64))
+        (head(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)) * torch.inf).backward()
+        torch.nan_to_num_(rows.param_groups[0]["params"][0].grad)
+        with pytest.raises(NonFinite, match="nothing was sent"):
+            rows.step()
+        np.testing.assert_array_equal(head.table.pull(np.arange(64)), before)

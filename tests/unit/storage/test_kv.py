@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,6 +113,21 @@ def test_no_bit_flip_is_silent(tmp_path: Path, name: str) -> None:
         store.close()
         shutil.rmtree(folder)
     assert found >= 2
+
+
+def test_a_size_beyond_the_file_is_found_before_it_is_followed(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path)
+    store.write({"large": bytes(20_000)})
+    store.close()
+    path = tmp_path / "state.lmdb"
+    damaged = bytearray(path.read_bytes())
+    size = damaged.index(b"large") - 8  # LMDB's node: the size in two halves, flags, size of the key, the key
+    assert 20_000 < int.from_bytes(damaged[size : size + 4], "little") < 21_000
+    damaged[size : size + 4] = (200_000).to_bytes(4, "little")
+    path.write_bytes(damaged)
+    opens = f"from geartrain.ams.storage.lmdb_store import LmdbStore; LmdbStore({str(tmp_path)!r})"
+    opened = subprocess.run([sys.executable, "-c", opens], capture_output=True, text=True, check=False)  # may die of it
+    assert opened.returncode == 1 and "StateDamaged" in opened.stderr, (opened.returncode, opened.stderr)
 
 
 def raw(folder: Path) -> lmdb.Environment:
