@@ -58,7 +58,7 @@ def pass_for(batch: Batch) -> ChunkPass:
 class CompiledPass:
     """``ams/core/csrc/class_pass.hpp``: a tile of rows stays in the cache from its normalisation to its gradient."""
 
-    chunk_rows = 1536
+    chunk_rows = 3072
     keeps_logits = True
     spreads_operations = False
 
