@@ -148,10 +148,20 @@ class RedisFeatures:
                 "here (redis-cli -u URL ping), then try again"
             ) from exc
         except redis.RedisError as exc:
-            raise StateFailed(
-                f"the Redis server {self._shown_url} refused: {exc}; if it is full, raise its maxmemory or start it "
-                "with --maxmemory-policy volatile-lru"
-            ) from exc
+            raise StateFailed(f"the Redis server {self._shown_url} refused: {refusal(exc)}") from exc
+
+
+def refusal(error: redis.RedisError) -> str:
+    """Why a server refused, and what to do."""
+    said = str(error)
+    if said.startswith("DENIED"):  # of which it says a whole page
+        return (
+            "it is in protected mode, in which it takes nobody from another machine; on a private network start it "
+            "with --protected-mode no, or give it a password and say that in the URL, redis://:PASSWORD@HOST:PORT/0"
+        )
+    if "maxmemory" in said:
+        return f"{said}; raise its maxmemory, or start it with --maxmemory-policy volatile-lru"
+    return said
 
 
 def _exchange(connection: Any, command: bytes, num_replies: int) -> list[Reply]:

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from geartrain.ams.errors import ConfigError, InvalidArgument, StaleClient, StateFailed, StoreUnavailable
-from geartrain.ams.storage.feature_redis import without_password
+from geartrain.ams.storage.feature_redis import refusal, without_password
 from geartrain.ams.storage.kv import seal, unseal
 
 _HOLDER = b"\0holder"
@@ -141,9 +141,7 @@ class RedisStore:
                     ) from exc
                 time.sleep(_PAUSE_SECONDS)
             except redis.RedisError as exc:
-                raise StateFailed(
-                    f"{self._shown}: the server refused: {exc}; if it is full, raise its maxmemory"
-                ) from exc
+                raise StateFailed(f"{self._shown}: the server refused: {refusal(exc)}") from exc
 
     def _superseded(self) -> StaleClient:
         return StaleClient(

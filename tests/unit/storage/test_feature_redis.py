@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from geartrain.ams.errors import ConfigError, InvalidArgument, StateFailed, StoreUnavailable
+from geartrain.ams.storage.feature_redis import refusal
 from geartrain.ams.storage.feature_store import FeatureStore, open_store
 from geartrain.ams.storage.kv import open_state
 from tests.redis_child import RedisChild, running_redis
@@ -188,3 +191,16 @@ def test_a_missing_package_is_a_configuration_error(monkeypatch: pytest.MonkeyPa
     for call in (open_store, lambda url: open_state(url, "x")):
         with pytest.raises(ConfigError, match=r"pip install 'geartrain\[redis\]'"):
             call("redis://127.0.0.1:1/0")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("DENIED Redis is running in protected mode because … you may adopt", "protected mode, .* --protected-mode no"),
+        ("OOM command not allowed when used memory > 'maxmemory'.", "OOM .*; raise its maxmemory"),
+        ("ERR unknown command 'HSETNX2'", "^ERR unknown command 'HSETNX2'$"),
+    ],
+)
+def test_a_refusal_says_what_to_do(said: str, shown: str) -> None:
+    words = refusal(redis.ResponseError(said))
+    assert re.search(shown, words) and "you may adopt" not in words
