@@ -20,6 +20,7 @@ from geartrain.ams.errors import (
     GraphUnavailable,
     InvalidArgument,
     SchedulerUnavailable,
+    ShardRestarted,
     TableNotFound,
 )
 from geartrain.ams.gear_messages import Freshness
@@ -195,8 +196,14 @@ class Cluster:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
     def table(self, name: str) -> Table:
-        """Return an existing table. Raises TableNotFound."""
-        tables = {spec.name: spec for spec in self._describe().tables}
+        """Return an existing table. Raises TableNotFound, and ShardRestarted if a shard has lost its part of it."""
+        view = self._describe()
+        tables = {spec.name: spec for spec in view.tables}
+        if name in view.incomplete_tables:
+            raise ShardRestarted(
+                f"table {name!r} is incomplete: a shard with rows of it was restarted, or its creation or drop was "
+                "cut off; drop it (cluster.drop_table) and create it anew, or restore a snapshot in its place"
+            )
         if name not in tables:
             raise TableNotFound(f"there is no table {name!r}; tables: {', '.join(map(repr, tables)) or 'none'}")
         return Table(tables[name], self._calls, self._stream)

@@ -57,6 +57,8 @@ class ClusterStatus:
     ready: bool
     shards: tuple[ShardStatus, ...]
     tables: tuple[TableStatus, ...]
+    incomplete_tables: tuple[str, ...] = ()
+    """Names of tables that lost rows with a shard that was restarted, or whose creation or drop was cut off."""
 
 
 def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
@@ -170,4 +172,5 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
         ready=view.ready,
         shards=tuple(shards),
         tables=tuple(tables_status),
+        incomplete_tables=view.incomplete_tables,
     )

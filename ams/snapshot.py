@@ -147,7 +147,10 @@ def _finish(
             spec.name for spec in specs
         }
         if unknown:
-            raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment; take it again")
+            raise SnapshotFailed(
+                f"tables {sorted(unknown)} came or went at that moment, or are incomplete since a shard was restarted "
+                "(geartrain table list says which): take it again, or drop those first"
+            )
         if older is not None:
             _require_parent(older)  # nor to what was pruned meanwhile
         files += [

@@ -12,6 +12,7 @@ import typer
 from geartrain import configuration
 from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddress
+from geartrain.cli_table import INCOMPLETE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,6 +126,8 @@ def _print_tables(found: ClusterStatus, address: str) -> None:
     console.print(_shard_table(found))
     if found.tables:
         console.print(_table_table(found))
+    for name in found.incomplete_tables:
+        console.print(f"table {name}: {INCOMPLETE}", highlight=False, markup=False)
 
 
 def _shard_table(found: ClusterStatus) -> Table:

@@ -13,6 +13,8 @@ from geartrain.ams.errors import ConfigError, TableNotFound
 from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
 
+INCOMPLETE = "incomplete: a shard that held rows of it was restarted; drop it, or restore a snapshot in its place"
+
 app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster.")
 
 
@@ -22,7 +24,8 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
     from geartrain.ams.cluster_status import cluster_status  # after the settings are known to be right: it is slower
 
-    tables = cluster_status(config.server.scheduler, config=config.client).tables
+    found = cluster_status(config.server.scheduler, config=config.client)
+    tables = found.tables
     if as_json:
         print(json.dumps([dataclasses.asdict(table) for table in tables]))
         return
@@ -30,7 +33,9 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
         ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
         rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
         print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.pushes, 'push', 'pushes')}")
-    if not tables:
+    for name in found.incomplete_tables:
+        print(f"{name}: {INCOMPLETE}")
+    if not tables and not found.incomplete_tables:
         print("this cluster has no table")
 
 
@@ -49,7 +54,8 @@ def drop(
     from geartrain.ams.cluster import connect  # after the settings are known to be right: it is slower
 
     with connect(config.server.scheduler, config=config.client) as cluster:
-        rows = {table.name: table.rows for table in cluster.status().tables}
+        status = cluster.status()
+        rows = {table.name: table.rows for table in status.tables} | dict.fromkeys(status.incomplete_tables, 0)
         for name in names:
             if name not in rows:
                 raise TableNotFound(f"there is no table {name!r}; tables: {', '.join(map(repr, rows)) or 'none'}")

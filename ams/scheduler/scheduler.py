@@ -293,17 +293,16 @@ class Scheduler:
                 )
             )
         incarnations = {entry.shard: entry.incarnation for entry in entries}
+        schemas = self._state.schemas
+        whole = [name for name, one in schemas.items() if one.holders == incarnations and not one.is_unsettled]
         return ClusterView(
             cluster_version=self._state.cluster_version,
             num_shards=self._num_shards,
             ready=all(entry.state == "up" for entry in entries),
             shards=tuple(entries),
-            tables=tuple(
-                schema.spec
-                for schema in self._state.schemas.values()
-                if schema.holders == incarnations and not schema.is_unsettled
-            ),
+            tables=tuple(schemas[name].spec for name in whole),
             bucket_shards=self._state.bucket_shards,
+            incomplete_tables=tuple(name for name in schemas if name not in whole),
         )
 
     def _member_state(self, member: Member, age: float) -> ShardCondition:

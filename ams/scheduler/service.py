@@ -104,6 +104,7 @@ class SchedulerService:
                 for entry in view.shards
             ],
             tables=[codec.spec_to_pb(spec) for spec in view.tables],
+            incomplete_tables=view.incomplete_tables,
             bucket_shards=view.bucket_shards.astype("<u2").tobytes(),
         ).SerializeToString()
 

@@ -48,6 +48,8 @@ class ClusterView:
     tables: tuple[TableSpec, ...]
     bucket_shards: BucketShards
     """[4096] uint16: the shard of each bucket."""
+    incomplete_tables: tuple[str, ...] = ()
+    """Names of tables that some shard does not hold, or not any more."""
 
 
 class Cursor(NamedTuple):

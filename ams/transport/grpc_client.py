@@ -402,6 +402,7 @@ class GrpcSchedulerCarrier:
             ),
             tables=tuple(codec.spec_from_pb(table) for table in reply.tables),
             bucket_shards=bucket_shards,
+            incomplete_tables=tuple(reply.incomplete_tables),
         )
 
     def create_table(

@@ -146,6 +146,16 @@ def test_without_restarts_a_child_that_dies_ends_the_cluster_and_is_named(name: 
         running.assert_no_child_is_left()
 
 
+def told(*arguments: Any) -> str:
+    """What a command says of a cluster that runs."""
+    *command, running = arguments
+    scheduler = f"--scheduler={running.facts['scheduler']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "geartrain", *command, scheduler], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
 @pytest.mark.parametrize(("name", "keeps"), [("scheduler", False), ("scheduler", True), ("server 1", True)])
 def test_a_role_that_dies_comes_back_where_it_was(name: str, keeps: bool, tmp_path: Path) -> None:
     with up("--shards=2", *(["--data", str(tmp_path)] if keeps else [])) as running:
@@ -166,6 +176,17 @@ def test_a_role_that_dies_comes_back_where_it_was(name: str, keeps: bool, tmp_pa
                 with pytest.raises(gt.errors.ShardRestarted, match="shard 1 was restarted"):
                     table.pull(ids)
                 assert table.pull(ids[:1]).shape == (1, 2)
+                with gt.connect(running.facts["scheduler"], config=config) as later:
+                    with pytest.raises(gt.errors.ShardRestarted, match=r"incomplete: .* drop it"):
+                        later.table("t")
+                    with pytest.raises(gt.errors.SnapshotFailed, match=r"\['t'\] .* incomplete since"):
+                        later.snapshot(tmp_path / "snapshots").result()
+                    assert "t: incomplete: a shard" in told("table", "list", running)
+                    assert "table t: incomplete" in told("status", running)
+                    assert "dropped t" in told("table", "drop", "t", "--yes", running)
+                    assert "has no table" in told("table", "list", running)
+                    again = later.create_table("t", dim=2, optimizer=gt.SGD(1.0), num_rows=8192)
+                    again.push(ids, np.ones((2, 2), np.float32))
         assert running.process.poll() is None
         running.process.terminate()
         _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)

@@ -264,6 +264,7 @@ class DescribeClusterReply(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     BUCKET_SHARDS_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_TABLES_FIELD_NUMBER: _builtins.int
     cluster_version: _builtins.int
     num_shards: _builtins.int
     ready: _builtins.bool
@@ -276,6 +277,10 @@ class DescribeClusterReply(_message.Message):
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
         """Tables that every shard holds."""
 
+    @_builtins.property
+    def incomplete_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of tables that some shard does not hold, or not any more: to be dropped, or restored in place."""
+
     def __init__(
         self,
         *,
@@ -285,10 +290,11 @@ class DescribeClusterReply(_message.Message):
         shards: _abc.Iterable[Global___ShardEntry] | None = ...,
         tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
         bucket_shards: _builtins.bytes = ...,
+        incomplete_tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "num_shards", b"num_shards", "ready", b"ready", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "num_shards", b"num_shards", "ready", b"ready", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

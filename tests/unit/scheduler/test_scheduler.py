@@ -117,13 +117,15 @@ def test_a_table_whose_rows_a_restarted_shard_lost_is_not_offered() -> None:
     cluster.scheduler.create_table(SPEC)
     cluster.scheduler.leave(1, 101)
     cluster.scheduler.register("host:1", 1, incarnation=201)
-    assert cluster.scheduler.describe().tables == ()
+    view = cluster.scheduler.describe()
+    assert view.tables == () and view.incomplete_tables == ("t",)
     with pytest.raises(errors.ShardRestarted, match=r"shards \[1\]"):
         cluster.scheduler.create_table(SPEC, reuse=True)
     with pytest.raises(errors.TableExists):
         cluster.scheduler.create_table(SPEC)
     cluster.scheduler.drop_table("t")
     assert not cluster.scheduler.create_table(SPEC)
+    assert cluster.scheduler.describe().incomplete_tables == ()
 
 
 def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
