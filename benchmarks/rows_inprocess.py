@@ -1,8 +1,9 @@
 """Pull and push of random rows inside one process, against torch on a plain tensor of the same rows.
 
-One thread, 2M rows of 128 float32 values in a hashed table. Ours and the rivals take turns of 16 calls, each with fresh
-ids, of which the last 12 count; the figures are medians. The rival is the fastest torch form found, its outputs
-allocated beforehand.
+One thread, 2M rows of 128 float32 values in a hashed table, each call with fresh ids; the figures are medians. Two
+timings, with the same targets: in turns (16 calls of a side, of which the last 12 count: its own caches) and call by
+call (A B C D A B C D …: each call finds the caches as another side left them). The rival is the fastest torch form
+found, its outputs allocated beforehand.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ NUM_ROWS = 2_000_000
 DIM = 128
 LR, MOMENTUM = 0.1, 0.9
 FILL_BATCH = 100_000
+TIMINGS = {16: "in turns", 1: "call by call"}
+"""By the calls of a turn."""
 Sample = tuple[Ids, torch.Tensor]
 Side = Callable[[Sample], object]
 
@@ -46,15 +49,15 @@ def tables() -> tuple[RowTable, torch.Tensor, torch.Tensor]:
     return table, rows, torch.empty(NUM_ROWS, DIM).zero_()
 
 
-def one_thread(measure: Callable[[int], Result]) -> Callable[[int], Result]:
+def one_thread(measure: Callable[[int, int], Result]) -> Callable[[int, int], Result]:
     """Run a measurement with torch on one thread, as the tables are."""
 
     @functools.wraps(measure)
-    def run(num_ids: int) -> Result:
+    def run(num_ids: int, calls: int) -> Result:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return measure(num_ids)
+            return measure(num_ids, calls)
         finally:
             torch.set_num_threads(threads)
 
@@ -62,7 +65,7 @@ def one_thread(measure: Callable[[int], Result]) -> Callable[[int], Result]:
 
 
 @one_thread
-def measure_pull(num_ids: int) -> Result:
+def measure_pull(num_ids: int, calls: int) -> Result:
     """``RowTable.pull`` of random distinct rows against ``torch.index_select(..., out=)``."""
     table, rows, _ = tables()
     generator = np.random.default_rng(1)
@@ -76,12 +79,12 @@ def measure_pull(num_ids: int) -> Result:
         lambda sample: table.pull(sample[0], out),
         lambda sample: torch.index_select(rows, 0, sample[1], out=out_torch),
     ]
-    ours, theirs = median_seconds(sides, draw, rounds=_rounds(num_ids))
-    return _result(f"pull {num_ids} rows", ours, "torch.index_select", theirs, 1.5)
+    ours, theirs = _medians(sides, draw, num_ids, calls)
+    return _result(f"pull {num_ids} rows, {TIMINGS[calls]}", ours, "torch.index_select", theirs, 1.5)
 
 
 @one_thread
-def measure_push(num_ids: int) -> Result:
+def measure_push(num_ids: int, calls: int) -> Result:
     """``RowTable.push`` with SparseMomentum against the best of three torch chains."""
     table, rows, velocities = tables()
     generator = np.random.default_rng(2)
@@ -117,14 +120,14 @@ def measure_push(num_ids: int) -> Result:
         "indexing and index_put_": index_put,
     }
     sides: list[Side] = [lambda sample: table.push(sample[0], gradient_rows), *chains.values()]
-    ours, *theirs = median_seconds(sides, draw, rounds=_rounds(num_ids))
+    ours, *theirs = _medians(sides, draw, num_ids, calls)
     best, name = min(zip(theirs, chains, strict=True))
-    return _result(f"SparseMomentum push {num_ids} rows", ours, f"torch {name}", best, 4.0)
+    return _result(f"SparseMomentum push {num_ids} rows, {TIMINGS[calls]}", ours, f"torch {name}", best, 4.0)
 
 
-def _rounds(num_ids: int) -> int:
-    """Some eight seconds of turns."""
-    return max(2, 100_000 // num_ids)
+def _medians(sides: list[Side], draw: Callable[[], Sample], num_ids: int, calls: int) -> list[float]:
+    rounds = max(2, 100_000 // num_ids) * (16 // calls)
+    return median_seconds(sides, draw, rounds=rounds, calls=calls, uncounted=calls // 4)
 
 
 def _result(case: str, ours: float, rival: str, theirs: float, target: float) -> Result:
@@ -143,4 +146,5 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     """The in-process cases of ``geartrain bench rows``."""
     for measure in (measure_pull, measure_push):
         for num_ids in (10_000, 100_000):
-            yield measure(num_ids)
+            for calls in TIMINGS:
+                yield measure(num_ids, calls)
