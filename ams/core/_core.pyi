@@ -108,6 +108,19 @@ class ClassPass:
         weighted: npt.NDArray[np.float32] | None,
         kept: npt.NDArray[np.float32] | None,
     ) -> None: ...
+    def forward_parts(
+        self,
+        rows: npt.NDArray[np.float32],
+        *,
+        target_rows: npt.NDArray[np.int64],
+        target_samples: npt.NDArray[np.int64],
+        target_out: npt.NDArray[np.float32],
+        shift: npt.NDArray[np.float32] | None,
+        sum: npt.NDArray[np.float64],
+        weighted: npt.NDArray[np.float32] | None,
+        kept: npt.NDArray[np.float32] | None,
+        threads: int,
+    ) -> None: ...
     def overwrite(
         self,
         rows: npt.NDArray[np.float32],
@@ -119,6 +132,7 @@ class ClassPass:
         kept: npt.NDArray[np.float32] | None,
         factor: float,
         kept_exponentials: bool = False,
+        threads: int = 1,
     ) -> float: ...
 
 class RunningBest:

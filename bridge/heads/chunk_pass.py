@@ -4,7 +4,7 @@ The second follows from what the first learned. With g_bj = dloss/dcos_bj (formu
     dloss/dŵ_j = Σ_b g_bj x̂_b,   dloss/dw = (dŵ − (dŵ·ŵ) ŵ) / |w|
 :class:`CompiledPass` is one walk of C++ over the chunk, for float32 on a CPU (``docs/decisions/0007``);
 :class:`TensorPass` is PyTorch, for every other type and device. Threads may share a pass.
-Legend: B samples, D width, N rows of one chunk.
+Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from geartrain.ams.core.ops import ClassPass
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, DeviceTargets, Targets, Workspace, chunk_rows_for, inverse_lengths
-from geartrain.bridge.heads.softmax import PartialSums
+from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
 
 
 class ChunkPass(Protocol):
@@ -55,6 +55,11 @@ def pass_for(batch: Batch) -> ChunkPass:
     return TensorPass(batch)
 
 
+def parts_for(num_rows: int, batch: int, dim: int) -> int:
+    """See :meth:`CompiledPass.num_parts`. The result does not depend on the number of threads, so that no sum does."""
+    return max(1, min(32, max(8, (2 << 20) // (4 * max(1, batch * dim))), num_rows // 1024))
+
+
 class CompiledPass:
     """``ams/core/csrc/class_pass.hpp``: a tile of rows stays in the cache from its normalisation to its gradient."""
 
@@ -87,8 +92,40 @@ class CompiledPass:
     ) -> Tensor:
         """See :class:`ChunkPass`."""
         del work
+        return self._overwrite(rows_ND, self._targets(start, start + len(rows_ND)), factor, kept_NB, 1)
+
+    def num_parts(self, num_rows: int) -> int:
+        """Parts for :meth:`forward_all`: as many as let threads share the work evenly, of 2 MiB of sums or 8."""
+        return parts_for(num_rows, self._batch.size, self._batch.features_BD.shape[1])
+
+    def forward_all(self, softmax: OnlineSoftmax, rows_AD: Tensor, kept_KB: Tensor | None, *, threads: int) -> None:
+        """:meth:`forward` for all rows of a step, as many parts as ``softmax`` has side by side; no Python in between.
+
+        Writes what is kept of the first K rows to ``kept_KB``.
+        """
+        samples, rows = self._targets(0, len(rows_AD))
+        shift_PB, weighted_PBD = softmax.shift_PB, softmax.weighted_PBD
+        self._compiled.forward_parts(
+            rows_AD.numpy(),
+            target_rows=rows,
+            target_samples=samples,
+            target_out=softmax.target_rows_BD.numpy(),
+            shift=None if shift_PB is None else shift_PB.numpy(),
+            sum=softmax.sum_PB.numpy(),
+            weighted=None if weighted_PBD is None else weighted_PBD.numpy(),
+            kept=None if kept_KB is None else kept_KB.numpy(),
+            threads=threads,
+        )
+
+    def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
+        """:meth:`overwrite` for all rows of a step, the first K of them from what was kept."""
+        return self._overwrite(rows_AD, self._targets(0, len(rows_AD)), factor, kept_KB, threads)
+
+    def _overwrite(
+        self, rows_ND: Tensor, targets: tuple[Ids, Ids], factor: Tensor, kept_NB: Tensor | None, threads: int
+    ) -> Tensor:
         batch = self._batch
-        samples, rows = self._targets(start, start + len(rows_ND))
+        samples, rows = targets
         check = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
@@ -98,6 +135,7 @@ class CompiledPass:
             kept=None if kept_NB is None else kept_NB.numpy(),
             factor=float(factor),
             kept_exponentials=not batch.shifted,
+            threads=threads,
         )
         return torch.tensor(check)
 

@@ -75,6 +75,21 @@ class ChunkPool:
         with self.session(device, spreads_operations=spreads_operations) as session:
             return session.start(function, items).wait()
 
+    @property
+    def num_threads(self) -> int:
+        """PyTorch's number of threads per operation, also while it is lowered."""
+        with self._lock:
+            return self._num_threads if self._lowered_by > 0 else torch.get_num_threads()
+
+    def apart(self, function: Callable[[], R], device: torch.device) -> R:
+        """``function()`` with no operation spread over threads: for many small ones between two large pieces of work.
+
+        A BLAS library wakes a thread even for the logarithms of 128 numbers, and that one then spins for
+        milliseconds on a core which the next piece of work needs. On a GPU the function runs here.
+        """
+        with self.session(device, spreads_operations=False) as session:
+            return session.start(lambda _scratch, call: call(), [function]).wait()[0]
+
     @contextmanager
     def session(self, device: torch.device, *, spreads_operations: bool = True) -> Iterator[Session]:
         """Let chunks run side by side until the end of the ``with`` block; on a GPU they run one after the other, here.

@@ -27,7 +27,7 @@ from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import ArcFace, Margin
-from geartrain.bridge.heads.place import HeadSettings, RowPlace
+from geartrain.bridge.heads.place import PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES, HeadSettings, RowPlace
 from geartrain.bridge.heads.rank_place import RankPlace
 from geartrain.bridge.heads.rank_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.heads.rank_table import RankTable
@@ -74,7 +74,7 @@ class ClassHead(nn.Module):
         sync: bool = False,
         process_group: dist.ProcessGroup | None = None,
         rows_cache_bytes: int = 64 << 20,
-        logits_cache_bytes: int = 26 << 20,
+        logits_cache_bytes: int | None = None,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
@@ -88,10 +88,12 @@ class ClassHead(nn.Module):
 
         ``rows`` is where the work on them is done. ``"pull"``: here, rows travel from the cluster; active ones of up to
         ``rows_cache_bytes`` are pulled once and held until the step, more are streamed twice, ``logits_cache_bytes`` of
-        their logits are kept instead of computed again. ``"hosted"``: beside the rows; features travel to the shards
-        (costs: ``hosted_rows.py``). ``"ranks"`` needs no cluster (None): the ranks of ``process_group`` hold C / ranks
-        classes each on their devices; labels and features are all-gathered. Such rows are in no snapshot of a cluster:
-        :meth:`snapshot` and :meth:`restore` are theirs. Raises TableExists, SpecMismatch, InvalidArgument.
+        their logits (26 MiB; 64 MiB on ranks) are kept instead of computed again. ``"hosted"``: beside the rows;
+        features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"`` needs no cluster (None): the ranks of
+        ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered. Such rows
+        are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
+
+        Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
         if not isinstance(select, FullSoftmax | PartialFC | KNNSoftmax):
@@ -116,7 +118,8 @@ class ClassHead(nn.Module):
         )
         self._place: RowPlace
         if rows == "ranks":
-            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=logits_cache_bytes)
+            kept = RANK_LOGITS_BYTES if logits_cache_bytes is None else logits_cache_bytes
+            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=kept)
         elif rows not in ("pull", "hosted"):
             raise InvalidArgument(
                 f"rows is {rows!r}; the places are 'pull' (rows travel here), 'hosted' (features travel to the shards) "
@@ -135,7 +138,7 @@ class ClassHead(nn.Module):
                 sync=sync,
                 process_group=process_group,
                 rows_cache_bytes=rows_cache_bytes,
-                logits_cache_bytes=logits_cache_bytes,
+                logits_cache_bytes=PULLED_LOGITS_BYTES if logits_cache_bytes is None else logits_cache_bytes,
             )
 
     @property

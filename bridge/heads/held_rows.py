@@ -1,6 +1,6 @@
 """Active rows that fit in memory: pulled once, and overwritten in place by their gradient.
 
-Legend: A active rows, B samples, D width, N rows of a chunk.
+Legend: A active rows, B samples, D width, K rows whose logits are kept, N rows of a chunk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
 from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
-from geartrain.bridge.heads.chunk_pass import pass_for
+from geartrain.bridge.heads.chunk_pass import CompiledPass, pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.gradients import HeldGradient
 from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
@@ -38,40 +38,51 @@ class HeldRows:
         table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
         self._pass = pass_for(batch)
         self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
-        self._kept: dict[int, Tensor] = {}
-        """Logits [N, B] of some chunks, by the position of their first row."""
+        self._kept_KB: Tensor | None = None
+        """What is kept of the logits of the first K rows."""
         self._kept_buffer: Buffer | None = None
+
+    @property
+    def _walk(self) -> CompiledPass | None:
+        """The pass, if it can work on all rows where they are, in one call."""
+        as_they_are = self._rows_AD.dtype == self._batch.arithmetic.compute
+        return self._pass if isinstance(self._pass, CompiledPass) and as_they_are else None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
-        batch = self._batch
-        softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
+        batch, device = self._batch, self._batch.arithmetic.device
         self._reserve(keep_bytes)
+        if self._walk is not None:
+            softmax = OnlineSoftmax(batch, self._walk.num_parts(self._active.num), want_gradient=want_gradient)
+            self._walk.forward_all(softmax, self._rows_AD, self._kept_KB, threads=CHUNKS.num_threads)
+            return CHUNKS.apart(softmax.finish, device)
+        softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
 
         def add_part(scratch: Scratch, part: int) -> None:
             work = Workspace(batch.arithmetic, scratch)
             for start, stop in self._chunks[part :: len(softmax.parts)]:
                 rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
-                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.get(start))
+                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept(start, stop))
 
-        CHUNKS.map(
-            add_part,
-            range(len(softmax.parts)),
-            batch.arithmetic.device,
-            spreads_operations=self._pass.spreads_operations,
-        )
-        return softmax.finish()
+        CHUNKS.map(add_part, range(len(softmax.parts)), device, spreads_operations=self._pass.spreads_operations)
+        return CHUNKS.apart(softmax.finish, device)
 
     def _reserve(self, keep_bytes: int) -> None:
-        """Make room for the logits of as many chunks as fit."""
+        """Make room for the logits of as many rows as fit."""
         arithmetic, size = self._batch.arithmetic, self._batch.size
-        row_bytes = size * arithmetic.compute.itemsize
-        chunks = [(start, stop) for start, stop in self._chunks if stop * row_bytes <= keep_bytes]
-        if not chunks or not self._pass.keeps_logits:
+        if not self._pass.keeps_logits:
             return
-        self._kept_buffer = self._pool.take(chunks[-1][1] * row_bytes, arithmetic.device)
-        tensor = self._kept_buffer.tensor
-        self._kept = {a: tensor((b - a, size), arithmetic.compute, a * row_bytes) for a, b in chunks}
+        fitting = min(self._active.num, keep_bytes // (size * arithmetic.compute.itemsize))
+        if self._walk is None:  # whole chunks
+            fitting = max((stop for _, stop in self._chunks if stop <= fitting), default=0)
+        if fitting == 0:
+            return
+        self._kept_buffer = self._pool.take(fitting * size * arithmetic.compute.itemsize, arithmetic.device)
+        self._kept_KB = self._kept_buffer.tensor((fitting, size), arithmetic.compute)
+
+    def _kept(self, start: int, stop: int) -> Tensor | None:
+        """Logits [N, B] of a chunk, if all of them are kept."""
+        return None if self._kept_KB is None or stop > len(self._kept_KB) else self._kept_KB[start:stop]
 
     def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
@@ -79,11 +90,16 @@ class HeldRows:
         out_AD = gradient_view(self._rows_AD)
         factor = (upstream * (batch.scale / batch.divisor)).to(arithmetic.compute)
 
+        if self._walk is not None:
+            checksum = self._walk.overwrite_all(self._rows_AD, factor, self._kept_KB, threads=CHUNKS.num_threads)
+            self._give_back_kept()
+            return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
+
         def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> Tensor:
             work = Workspace(arithmetic, scratch)
             start, stop = chunk
             rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
-            checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept.get(start))
+            checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept(start, stop))
             if rows_ND.data_ptr() != out_AD[start:stop].data_ptr():
                 out_AD[start:stop].copy_(rows_ND, non_blocking=True)
             return checksum
@@ -105,7 +121,7 @@ class HeldRows:
         self._pool.give_back(self._buffer)
 
     def _give_back_kept(self) -> None:
-        self._kept = {}
+        self._kept_KB = None
         if self._kept_buffer is not None:
             self._pool.give_back(self._kept_buffer)
             self._kept_buffer = None

@@ -17,8 +17,9 @@ from geartrain.ams.server.hosting import HELD_BYTES
 from geartrain.ams.specs import DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
 from geartrain.bridge.heads import held_rows, streamed_rows
 from geartrain.bridge.heads.batch import chunk_rows_for
-from geartrain.bridge.heads.chunk_pass import CompiledPass
+from geartrain.bridge.heads.chunk_pass import CompiledPass, parts_for
 from geartrain.bridge.heads.knn_selection import KNNSoftmax
+from geartrain.bridge.heads.place import PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES
 from geartrain.bridge.heads.selection import PartialFC
 from geartrain.bridge.heads.stream import NUM_BUFFERS, block_rows_for
 from geartrain.bridge.heads.torch_selection import choice_bytes
@@ -157,7 +158,7 @@ def memory_report(
     device: str = "cpu",
     num_threads: int | None = None,
     rows_cache_bytes: int = 64 << 20,
-    logits_cache_bytes: int = 26 << 20,
+    logits_cache_bytes: int | None = None,
 ) -> MemoryReport:
     """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`.
 
@@ -181,6 +182,7 @@ def memory_report(
     spec = TableSpec(
         name="plan", dim=dim, num_rows=num_classes, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype
     )
+    kept = RANK_LOGITS_BYTES if rows == "ranks" else PULLED_LOGITS_BYTES
     plan = _Plan(
         spec=spec,
         num_classes=num_classes,
@@ -191,7 +193,7 @@ def memory_report(
         device=_checked_device(device),
         threads=(num_threads or torch.get_num_threads()) if device == "cpu" else 1,
         rows_cache_bytes=rows_cache_bytes,
-        logits_cache_bytes=logits_cache_bytes,
+        logits_cache_bytes=kept if logits_cache_bytes is None else logits_cache_bytes,
     )
     parts = {"pull": plan.pull, "hosted": plan.hosted, "ranks": plan.on_ranks}[rows]()
     if isinstance(select, KNNSoftmax) and plan.active < num_classes:
@@ -274,7 +276,8 @@ class _Plan:
         chunk_rows = self._chunk_rows()
         if held:
             buffers, formula = budget_bytes, f"A·D·{self.spec.numpy_dtype.itemsize}"
-            push, kept, sums = budget_bytes, self._kept_logits(self.active, self.batch, chunk_rows), held_rows.PARTS
+            push, kept = budget_bytes, self._kept_logits(self.active, self.batch, 1 if self._walks else chunk_rows)
+            sums = parts_for(self.active, self.batch, self.spec.dim) if self._walks else held_rows.PARTS
         else:
             block = min(block_rows_for(row), self.active) * row
             buffers, formula = NUM_BUFFERS * block, f"{NUM_BUFFERS} blocks of 8 MiB"
@@ -341,14 +344,20 @@ class _Plan:
         in. Measured: with what the allocator keeps of each.
         """
         picked, narrow = self.active < self.num_classes, self.spec.dtype != "float32"
+        narrow_slots = bool(self.slot_bytes) and self.spec.slot_dtype != "float32"
+        if self.device.type == "cpu" and not narrow and not narrow_slots:  # compiled code updates rows where they lie
+            return 1.5 + picked
         copies = 2.5 + bool(self.slot_bytes) + (picked or narrow) + 0.5 * (picked and narrow)
-        for is_narrow in (narrow, bool(self.slot_bytes) and self.spec.slot_dtype != "float32"):
-            copies += is_narrow * (3.5 if picked else 3.0)
-        return copies
+        return copies + (narrow + narrow_slots) * (2.7 if picked else 2.0)
 
     def _sampled_ids(self, active: int) -> tuple[str, int, str]:
         ids = 0 if active == self.num_classes else _ID_ARRAYS * 8 * active
         return "ids", ids, f"{_ID_ARRAYS}·8·A; none if all are active"
+
+    @property
+    def _walks(self) -> bool:
+        """Whether one call of C++ goes through all rows that are held."""
+        return self.device.type == "cpu" and self.spec.dtype == "float32"
 
     def _chunk_rows(self) -> int:
         if self.device.type == "cpu":

@@ -21,6 +21,9 @@ from geartrain.bridge.heads.row_update import PendingUpdate
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.heads.tables import ReadableTable
 
+PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES = 26 << 20, 64 << 20
+"""Logits kept unless ``logits_cache_bytes`` says otherwise: fewer where the active rows are held beside them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:

@@ -86,7 +86,10 @@ class RankRows:
         if chunks:
             spreads = self._pass.spreads_operations
             CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
-        loss, gradient_SD = softmax.finish()
+        # Alone, nobody else is waited for in there, and what follows wants every core.
+        loss, gradient_SD = (
+            CHUNKS.apart(softmax.finish, arithmetic.device) if table.link.world_size == 1 else softmax.finish()
+        )
         return loss, gradient_SD if want_gradient else None
 
     def _reserve(self, chunks: list[tuple[int, int]], keep_bytes: int) -> None:

@@ -38,7 +38,7 @@ class RankSoftmax(OnlineSoftmax):
         batch, link = self._batch, self._link
         shift_B, sum_B, weighted_BD = self._joint()
         highest_B = link.max(shift_B) if batch.shifted else shift_B
-        cos_B = (batch.features_BD * self._target_rows_BD).sum(1)
+        cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
         joint = link.sum(torch.stack([sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]))
         sum_B, cos_B = joint[0], joint[1].to(cos_B.dtype)
         shift_B, highest_B = shift_beside_target(shift_B, sum_B), shift_beside_target(highest_B, sum_B)
@@ -57,7 +57,7 @@ class RankSoftmax(OnlineSoftmax):
         if weighted_BD is None:
             return loss, None
         weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
-        weighted_BD.addcmul_(self._target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        weighted_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
         gradient_SD = link.sum_to_owners(weighted_BD, self._sizes).mul_(batch.scale / divisor)
         mine = copy.copy(batch)
         mine.features_BD = batch.features_BD[own]

@@ -24,6 +24,7 @@ from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.tables import TORCH_DTYPES, as_numpy
 
 BLOCK_BYTES = 8 << 20
+_HUGE_PAGE = 2 << 20
 
 Place = slice | Tensor
 """Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct."""
@@ -160,8 +161,7 @@ class RankTable:
         if optimizer.weight_decay:
             gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
         if self.slots_LD is None or not isinstance(optimizer, Momentum | SparseMomentum):
-            new = rows_ND.add_(gradient_ND, alpha=-lr).to(self.rows_LD.dtype)
-            self._store(place, new, None)
+            self._store(place, _as_stored(work, rows_ND.add_(gradient_ND, alpha=-lr), self.rows_LD), None)
             return
         slots_ND = self._loaded(work, self.slots_LD, place, "slots")
         slots_ND.mul_(optimizer.momentum).add_(gradient_ND)
@@ -169,7 +169,8 @@ class RankTable:
             rows_ND.add_(gradient_ND.add_(slots_ND, alpha=optimizer.momentum), alpha=-lr)
         else:
             rows_ND.add_(slots_ND, alpha=-lr)
-        self._store(place, rows_ND.to(self.rows_LD.dtype), slots_ND.to(self.slots_LD.dtype))
+        rows_ND = _as_stored(work, rows_ND, self.rows_LD)
+        self._store(place, rows_ND, _as_stored(work, slots_ND, self.slots_LD, "slots to store"))
 
     def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
         rows_LD, slots_LD, numbers = self.rows_LD, self.slots_LD, None
@@ -204,6 +205,12 @@ def _is_compiled(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
+def _as_stored(work: Workspace, values_ND: Tensor, stored_LD: Tensor, name: str = "rows to store") -> Tensor:
+    if values_ND.dtype == stored_LD.dtype:
+        return values_ND
+    return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
+
+
 def _put(stored_LD: Tensor, place: Place, values_ND: Tensor) -> None:
     if isinstance(place, slice):
         stored_LD[place] = values_ND
@@ -212,11 +219,13 @@ def _put(stored_LD: Tensor, place: Place, values_ND: Tensor) -> None:
 
 
 def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[num_rows, dim]; on a host in numpy's memory, which asks for huge pages: random rows cost half."""
+    """[num_rows, dim]; on a host in whole huge pages of numpy's, which asks for them: random rows cost half."""
     if device.type != "cpu":
         return torch.empty(num_rows, dim, dtype=dtype, device=device)
     num_bytes = num_rows * dim * dtype.itemsize
-    return torch.from_numpy(np.empty(max(num_bytes, 1), np.uint8))[:num_bytes].view(dtype).view(num_rows, dim)
+    memory = np.empty(num_bytes + _HUGE_PAGE, np.uint8)
+    start = -memory.ctypes.data % _HUGE_PAGE  # numpy's own are 16 bytes past a cache line, and so would every row be
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(num_rows, dim)
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

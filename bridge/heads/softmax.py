@@ -4,11 +4,12 @@ No logits matrix exists. Per sample there is a sum of exp(logit − shift) and t
 online log-sum-exp; Milakov and Gimelshein 2018, as in FlashAttention). The target column is left out of both and added
 at the end with the derivative of its margin. With x̂, ŵ of unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
     dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x|
-Legend: B samples, D width.
+Legend: B samples, D width, P parts.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +22,16 @@ _NO_LOGIT = -1e37
 class PartialSums:
     """Running sums over some chunks, which a :class:`~.chunk_pass.ChunkPass` adds one after the other."""
 
-    def __init__(self, batch: Batch, target_rows_BD: Tensor, *, want_gradient: bool) -> None:
-        rows, width = batch.features_BD.shape
-        compute, device = batch.arithmetic.compute, batch.arithmetic.device
+    def __init__(
+        self, target_rows_BD: Tensor, shift_B: Tensor | None, sum_B: Tensor, weighted_BD: Tensor | None
+    ) -> None:
         self.target_rows_BD = target_rows_BD
         """The (unit) rows of the targets met so far."""
-        self.shift_B = torch.full((rows,), _NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
+        self.shift_B = shift_B
         """Largest logit to base 2 met so far, targets left out; None: exponentials need no shift."""
-        self.sum_B = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.sum_B = sum_B
         """Sum of exp2(logit − shift)."""
-        self.weighted_BD = torch.zeros(rows, width, dtype=compute, device=device) if want_gradient else None
+        self.weighted_BD = weighted_BD
         """The same sum weighted by the (unit) rows."""
 
     def lift(self, shift_B: Tensor) -> None:
@@ -49,12 +50,29 @@ class OnlineSoftmax:
 
     def __init__(self, batch: Batch, num_parts: int, *, want_gradient: bool) -> None:
         self._batch = batch
-        self._target_rows_BD = torch.zeros_like(batch.features_BD)
-        self.parts = [PartialSums(batch, self._target_rows_BD, want_gradient=want_gradient) for _ in range(num_parts)]
+        rows, width = batch.features_BD.shape
+        compute, device = batch.arithmetic.compute, batch.arithmetic.device
+        self.target_rows_BD = torch.zeros_like(batch.features_BD)
+        self.shift_PB = (
+            torch.full((num_parts, rows), _NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
+        )
+        self.sum_PB = torch.zeros(num_parts, rows, dtype=torch.float64, device=device)
+        self.weighted_PBD = _zeros(num_parts, rows, width, compute, device) if want_gradient else None
+        self.parts = [self._part(number) for number in range(num_parts)]
+        """The same memory, part by part."""
+
+    def _part(self, number: int) -> PartialSums:
+        shift_PB, weighted_PBD = self.shift_PB, self.weighted_PBD
+        return PartialSums(
+            self.target_rows_BD,
+            None if shift_PB is None else shift_PB[number],
+            self.sum_PB[number],
+            None if weighted_PBD is None else weighted_PBD[number],
+        )
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Return the mean loss (0-dim) and its gradient with respect to the features [B, D]; fill in the batch."""
-        batch, target_rows_BD = self._batch, self._target_rows_BD
+        batch, target_rows_BD = self._batch, self.target_rows_BD
         cos_B = (batch.features_BD * target_rows_BD).sum(1)
         if batch.margin is None:
             target_B, slope_B = cos_B, torch.ones_like(cos_B)
@@ -87,6 +105,15 @@ class OnlineSoftmax:
             if first.weighted_BD is not None and part.weighted_BD is not None:
                 first.weighted_BD += part.weighted_BD
         return shift_B, first.sum_B, first.weighted_BD
+
+
+def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[P, B, D]. On a CPU PyTorch would wake all its threads, which then spin on the cores that the passes need."""
+    if device.type != "cpu":
+        return torch.zeros(parts, rows, width, dtype=dtype, device=device)
+    return (
+        torch.from_numpy(np.zeros(parts * rows * width * dtype.itemsize, np.uint8)).view(dtype).view(parts, rows, width)
+    )
 
 
 def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ struct PackedBatch {
 
 // Which cells of the chunk belong to a sample's own class.
 struct Targets {
-  const int64_t* rows;
+  const int64_t* rows;  // as counted in what the chunk is a part of
   const int64_t* samples;
   int64_t count;
+  int64_t first_row = 0;  // the chunk's first row, in that count
 };
 
 struct ForwardChunk {

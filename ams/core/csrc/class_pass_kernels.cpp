@@ -179,7 +179,7 @@ void copy(const float* in, int64_t count, float* out) {
 template <class Visit>
 void for_targets(const Targets& targets, int64_t first, int64_t count, int64_t sample, int64_t samples, Visit visit) {
   for (int64_t i = 0; i < targets.count; ++i) {
-    const int64_t row = targets.rows[i] - first, at = targets.samples[i];
+    const int64_t row = targets.rows[i] - targets.first_row - first, at = targets.samples[i];
     if (row >= 0 && row < count && at >= sample && at < sample + samples) visit(row, at);
   }
 }

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <optional>
@@ -6,6 +7,7 @@
 #include <nanobind/stl/optional.h>
 
 #include "class_pass.hpp"
+#include "fan_out.hpp"
 #include "module.hpp"
 
 namespace geartrain {
@@ -13,7 +15,11 @@ namespace {
 
 using FloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatParts = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using DoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int64_t kPieceRows = 2880;  // dealt out at a time; a multiple of what a tile holds at usual widths
 
 // Memory of one thread that is used again, cache-line aligned: fresh pages would cost more than the arithmetic.
 float* scratch_of(int64_t floats) {
@@ -61,21 +67,88 @@ class PackedClassPass {
     class_pass().forward(view(), chunk, scratch_of(class_pass().scratch_size(dim_)));
   }
 
-  float overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
-                 const Floats& target_weight, const std::optional<FloatRows>& kept, float factor,
-                 bool kept_exponentials) const {
-    const GradientChunk chunk{.rows = rows.data(),
-                              .num_rows = checked_rows(rows),
-                              .normalised = normalised_,
-                              .targets = checked_targets(target_rows, target_samples, rows),
-                              .log_sum = checked_samples(log_sum),
-                              .target_weight = checked_samples(target_weight),
-                              .kept = kept ? checked_logits(*kept, rows) : nullptr,
-                              .kept_exponentials = kept_exponentials,
-                              .factor = factor};
+  // The same for all rows of a step, cut into as many parts as there are sums; `kept` may end before the rows do.
+  void forward_parts(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples,
+                     const FloatRows& target_out, const std::optional<FloatRows>& shift, const DoubleRows& sum,
+                     const std::optional<FloatParts>& weighted, const std::optional<FloatRows>& kept, int64_t threads) const {
+    const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
+    const Targets targets = checked_targets(target_rows, target_samples, rows);
+    float* const targets_out = checked_batch(target_out);
+    require(threads >= 1, "threads must be at least 1");
+    require(static_cast<int64_t>(sum.shape(1)) == batch_, "sum must be [P, B]");
+    require(!shift || (static_cast<int64_t>(shift->shape(0)) == parts && static_cast<int64_t>(shift->shape(1)) == batch_),
+            "shift must be [P, B]");
+    require(!weighted || (static_cast<int64_t>(weighted->shape(0)) == parts &&
+                          static_cast<int64_t>(weighted->shape(1)) == batch_ && static_cast<int64_t>(weighted->shape(2)) == dim_),
+            "weighted must be [P, B, D]");
+    float* const kept_data = kept ? checked_first_logits(*kept, rows) : nullptr;
+    const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
+    const int64_t room = scratch_room();
+    threads = std::min(threads, std::max<int64_t>(parts, 1));
     nb::gil_scoped_release release;
-    FlushDenormals float_mode;
-    return class_pass().gradient(view(), chunk, scratch_of(class_pass().scratch_size(dim_)));
+    float* const scratch = scratch_of(threads * room);
+    deal_out(parts, threads, [&](int64_t part, int64_t thread) {
+      FlushDenormals float_mode;
+      const auto add = [&](int64_t first, int64_t last, float* logits) {
+        if (first >= last) return;
+        class_pass().forward(view(),
+                             {.rows = rows.data() + first * dim_,
+                              .num_rows = last - first,
+                              .normalised = normalised_,
+                              .targets = from_row(targets, first),
+                              .target_rows = targets_out,
+                              .shift = shift ? shift->data() + part * batch_ : nullptr,
+                              .sum = sum.data() + part * batch_,
+                              .weighted = weighted ? weighted->data() + part * batch_ * dim_ : nullptr,
+                              .kept = logits},
+                             scratch + thread * room);
+      };
+      const int64_t first = num_rows * part / parts, last = num_rows * (part + 1) / parts;
+      const int64_t middle = std::clamp(num_kept, first, last);
+      add(first, middle, kept_data == nullptr ? nullptr : kept_data + first * batch_);
+      add(middle, last, nullptr);
+    });
+  }
+
+  // `kept` may end before the rows do.
+  float overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
+                  const Floats& target_weight, const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
+                  int64_t threads) const {
+    const int64_t num_rows = checked_rows(rows);
+    const Targets targets = checked_targets(target_rows, target_samples, rows);
+    const float* const log_sums = checked_samples(log_sum);
+    const float* const target_weights = checked_samples(target_weight);
+    const float* const kept_data = kept ? checked_first_logits(*kept, rows) : nullptr;
+    const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
+    require(threads >= 1, "threads must be at least 1");
+    const int64_t kept_pieces = (num_kept + kPieceRows - 1) / kPieceRows;
+    const int64_t pieces = kept_pieces + (num_rows - num_kept + kPieceRows - 1) / kPieceRows;
+    const int64_t room = scratch_room();
+    threads = std::min(threads, std::max<int64_t>(pieces, 1));
+    nb::gil_scoped_release release;
+    float* const scratch = scratch_of(threads * room);
+    std::vector<float> checks(static_cast<size_t>(threads));
+    deal_out(pieces, threads, [&](int64_t piece, int64_t thread) {
+      FlushDenormals float_mode;
+      const bool is_kept = piece < kept_pieces;
+      const int64_t first = is_kept ? piece * kPieceRows : num_kept + (piece - kept_pieces) * kPieceRows;
+      const int64_t last = std::min(first + kPieceRows, is_kept ? num_kept : num_rows);
+      checks[static_cast<size_t>(thread)] +=
+          class_pass().gradient(view(),
+                                {.rows = rows.data() + first * dim_,
+                                 .num_rows = last - first,
+                                 .normalised = normalised_,
+                                 .targets = from_row(targets, first),
+                                 .log_sum = log_sums,
+                                 .target_weight = target_weights,
+                                 .kept = is_kept ? kept_data + first * batch_ : nullptr,
+                                 .kept_exponentials = kept_exponentials,
+                                 .factor = factor},
+                                scratch + thread * room);
+    });
+    float check = 0;
+    for (const float one : checks) check += one;
+    return check;
   }
 
  private:
@@ -93,6 +166,11 @@ class PackedClassPass {
               "a target lies outside the chunk or the batch");
     return {.rows = rows.data(), .samples = samples.data(), .count = static_cast<int64_t>(rows.size())};
   }
+  int64_t scratch_room() const { return (class_pass().scratch_size(dim_) + 15) / 16 * 16; }  // in whole cache lines
+  static Targets from_row(Targets targets, int64_t first) {
+    targets.first_row = first;
+    return targets;
+  }
   float* checked_batch(const FloatRows& values) const {
     require(static_cast<int64_t>(values.shape(0)) == batch_ && static_cast<int64_t>(values.shape(1)) == dim_,
             "array must have the shape of the features");
@@ -104,6 +182,12 @@ class PackedClassPass {
   }
   float* checked_logits(const FloatRows& kept, const FloatRows& rows) const {
     require(kept.shape(0) == rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == batch_, "kept must be [N, B]");
+    return kept.data();
+  }
+
+  float* checked_first_logits(const FloatRows& kept, const FloatRows& rows) const {
+    require(kept.shape(0) <= rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == batch_,
+            "kept must be [K, B] of at most as many rows as there are");
     return kept.data();
   }
 
@@ -123,10 +207,14 @@ void bind_class_pass(nb::module_& m) {
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none())
+      .def("forward_parts", &PackedClassPass::forward_parts, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
+           nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
+           nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),
+           nb::arg("threads"))
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
            nb::arg("kept").noconvert().none(), nb::arg("factor"),
-           nb::arg("kept_exponentials") = false);
+           nb::arg("kept_exponentials") = false, nb::arg("threads") = 1);
 }
 
 }  // namespace geartrain

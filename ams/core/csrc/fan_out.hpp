@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -13,25 +15,43 @@ namespace geartrain {
 // Below this a second thread costs more than it takes over.
 inline constexpr size_t kFanOutBytes = size_t{2} << 20;
 
-// Calls work(begin, end, slice) for up to `threads` slices that cover 0 .. count-1, side by side; slice 0 on this thread.
-// `work` must not throw. Returns the number of slices.
-template <class Work>
-int64_t fan_out(int64_t count, size_t bytes, int64_t threads, Work&& work) {
-  const int64_t slices = std::clamp<int64_t>(static_cast<int64_t>(bytes / kFanOutBytes), 1, threads);
+// As many as let a late thread find work, and so few that each still streams.
+inline constexpr int64_t kSlicesOfAThread = 16;
+
+// Runs run(0) on this thread and run(1), ... run(threads - 1) beside it; fewer where the system has no more threads to give.
+// `run` must not throw.
+template <class Run>
+void beside_each_other(int64_t threads, const Run& run) {
   std::vector<std::jthread> helpers;
-  helpers.reserve(static_cast<size_t>(slices));
-  const auto run = [&work, slices, count](int64_t slice) {
-    work(count * slice / slices, count * (slice + 1) / slices, slice);
-  };
-  int64_t started = 1;
+  helpers.reserve(static_cast<size_t>(threads));
   try {
-    for (; started < slices; ++started) helpers.emplace_back(run, started);
+    for (int64_t thread = 1; thread < threads; ++thread) helpers.emplace_back(std::cref(run), thread);
   } catch (const std::system_error&) {
-    // No thread to be had: a request that has begun is finished here, slice by slice, rather than left half done.
+    // No thread to be had: those that there are do all of the work, for a request that has begun is finished.
   }
   run(0);
-  for (int64_t slice = started; slice < slices; ++slice) run(slice);
-  return slices;
+}
+
+// Calls work(piece, thread) for the pieces 0 .. count-1 on up to `threads` threads; who is free takes the next one. A thread
+// may be milliseconds late where its core slept, and one that is busy elsewhere holds up no more than a piece.
+// `work` must not throw.
+template <class Work>
+void deal_out(int64_t count, int64_t threads, const Work& work) {
+  std::atomic<int64_t> next{0};
+  beside_each_other(std::clamp<int64_t>(threads, 1, std::max<int64_t>(count, 1)), [&](int64_t thread) {
+    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(piece, thread);
+  });
+}
+
+// Calls work(begin, end, thread) for slices that cover 0 .. count-1, dealt out to up to `threads` threads; for few bytes it is
+// one slice. `work` must not throw.
+template <class Work>
+void fan_out(int64_t count, size_t bytes, int64_t threads, const Work& work) {
+  const int64_t hands = std::clamp<int64_t>(static_cast<int64_t>(bytes / kFanOutBytes), 1, threads);
+  const int64_t slices = hands == 1 ? 1 : std::clamp<int64_t>(count, 1, hands * kSlicesOfAThread);
+  deal_out(slices, hands, [&](int64_t slice, int64_t thread) {
+    work(count * slice / slices, count * (slice + 1) / slices, thread);
+  });
 }
 
 }  // namespace geartrain

@@ -207,8 +207,7 @@ void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& 
     band.pack(first, threads);
     const PairsJob pairs(a, best_a, b, best_b, band, dim, same);
     std::atomic<int64_t> next{0};
-    const int64_t slices = std::clamp<int64_t>(threads, 1, pairs.jobs());
-    fan_out(slices, kAlways, slices, [&](int64_t, int64_t, int64_t) {
+    beside_each_other(std::clamp<int64_t>(threads, 1, pairs.jobs()), [&](int64_t) {
       FlushDenormals float_mode;
       Bench bench;
       for (int64_t job = next++; job < pairs.jobs(); job = next++) pairs.run(job, bench);

@@ -164,12 +164,12 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const ch
   const size_t bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(dtype)];
   std::vector<uint32_t> largest(static_cast<size_t>(spec_.threads), 0);
-  fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
+  fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     uint32_t seen = 0;
     find_positions(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
       seen = std::max(seen, max_abs_bits(row_of(values, begin + from, bytes), static_cast<size_t>((to - from) * spec_.dim)));
     });
-    largest[static_cast<size_t>(slice)] = seen;
+    largest[static_cast<size_t>(thread)] = std::max(largest[static_cast<size_t>(thread)], seen);
   });
   found.largest = *std::max_element(largest.begin(), largest.end());
   for (int64_t i = 0; i < count; ++i)
@@ -281,16 +281,18 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   const int64_t* positions = found.positions.data();
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
-  fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t slice) {
+  fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
-    float* buffer = buffers.data() + slice * spec_.dim * 3;
+    float* buffer = buffers.data() + thread * spec_.dim * 3;
+    Bounds seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
     in_bursts(
         end - begin, [&](int64_t i) { prefetch_for_write(positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
           update_one(position, row_of(values, begin + i, gradient_bytes), dtype, factors, catch_up ? &*catch_up : nullptr,
-                     buffer, bounds[static_cast<size_t>(slice)]);
+                     buffer, seen);
         });
+    bounds[static_cast<size_t>(thread)] = seen;
   });
   if (ends) {
     bring_up(overdue, *catch_up, buffers.data());

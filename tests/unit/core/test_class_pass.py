@@ -56,17 +56,45 @@ class Case:
             compiled.forward(self.rows[low:high], **targets, **{**out, "kept": out["kept"][low:high]})
         return out
 
+    def forward_parts(self, *, parts: int, num_kept: int, threads: int) -> dict[str, Floats | None]:
+        """The same in one call; its parts summed up."""
+        batch, dim = self.features.shape
+        shift = np.full((parts, batch), -1e37, np.float32) if self.shifted else None
+        sums = {"sum": np.zeros((parts, batch)), "weighted": np.zeros((parts, batch, dim), np.float32)}
+        target_out, kept = np.zeros((batch, dim), np.float32), np.zeros((num_kept, batch), np.float32)
+        compiled = ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised)
+        compiled.forward_parts(
+            self.rows,
+            target_rows=self.targets,
+            target_samples=self.samples,
+            target_out=target_out,
+            shift=shift,
+            **sums,
+            kept=kept,
+            threads=threads,
+        )
+        highest = np.zeros((1, batch), np.float32) if shift is None else shift.max(0, keepdims=True)
+        shrink = np.exp2((0 if shift is None else shift) - highest) * np.ones((parts, 1))
+        return {
+            "target_out": target_out,
+            "shift": highest[0],
+            "sum": (sums["sum"] * shrink).sum(0),
+            "weighted": (sums["weighted"] * shrink[:, :, None]).sum(0),
+            "kept": kept,
+        }
+
     def check_forward(self, out: dict[str, Any]) -> None:
         shift = out["shift"].astype(np.float64) if self.shifted else np.zeros(len(self.features))
         with np.errstate(over="ignore"):  # where all of a sample's rows are targets
             exponentials = np.exp2(self.logits - shift[:, None])
         exponentials[self.samples, self.targets] = 0
-        close(out["kept"], self.logits.T if self.shifted else exponentials.T)
+        num_kept = len(out["kept"])
+        close(out["kept"], (self.logits.T if self.shifted else exponentials.T)[:num_kept])
         close(out["sum"], exponentials.sum(1))
         close(out["weighted"], exponentials @ self.unit)
         close(out["target_out"][self.samples], self.unit[self.targets])
 
-    def check_gradient(self, kept: Floats | None) -> None:
+    def check_gradient(self, kept: Floats | None, *, threads: int = 1) -> None:
         log_sum = np.log2(np.exp2(self.logits).sum(1)).astype(np.float32)
         probabilities = np.exp2(self.logits - log_sum[:, None].astype(np.float64))
         probabilities[self.samples, self.targets] = self.target_weight[self.samples]
@@ -85,6 +113,7 @@ class Case:
             kept=kept,
             factor=0.5,
             kept_exponentials=not self.shifted,
+            threads=threads,
         )
         assert check == 0
         close(rows, expected, scale=np.abs(unit_gradient * self.inverse[:, None]).max())
@@ -138,6 +167,34 @@ def test_sums_over_chunks_are_those_over_all_rows(
     case.check_gradient(out["kept"])
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 40),
+    dim=st.integers(1, 40),
+    num_rows=st.integers(1, 300),
+    normalised=st.booleans(),
+    shifted=st.booleans(),
+    parts=st.integers(1, 9),
+    threads=st.integers(1, 4),
+    kept=st.floats(0, 1),
+)
+def test_all_rows_in_one_call_are_as_chunk_after_chunk(
+    batch: int, dim: int, num_rows: int, normalised: bool, shifted: bool, parts: int, threads: int, kept: float
+) -> None:
+    case = Case(batch, dim, num_rows, normalised=normalised, shifted=shifted)
+    out = case.forward_parts(parts=parts, num_kept=int(kept * num_rows), threads=threads)
+    case.check_forward(out)
+    case.check_gradient(out["kept"], threads=threads)
+
+
+def test_sums_and_gradients_do_not_depend_on_the_number_of_threads() -> None:
+    case = Case(37, 24, 9000, normalised=True, shifted=False)  # more rows than are dealt out at a time
+    alone, four = (case.forward_parts(parts=16, num_kept=5000, threads=threads) for threads in (1, 4))
+    for name, array in alone.items():
+        np.testing.assert_array_equal(four[name], array, err_msg=name)
+    case.check_gradient(alone["kept"], threads=4)
+
+
 def test_a_shift_keeps_exponentials_in_range() -> None:
     case = Case(5, 8, 60, normalised=False, shifted=True)
     case.rows *= 3000  # logits beyond what exp2 can hold in float32
@@ -179,6 +236,41 @@ def test_what_is_not_finite_shows() -> None:
     zeros = np.zeros(4, np.float32)
     check = compiled.overwrite(case.rows, **NO_TARGETS, log_sum=zeros, target_weight=zeros, kept=None, factor=1.0)
     assert np.isnan(check)
+
+
+def test_one_row_that_is_not_finite_shows_among_pieces_of_several_threads() -> None:
+    case = Case(4, 6, 9000, normalised=True, shifted=False)
+    case.rows[8999, 2] = np.inf
+    compiled = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True)
+    zeros = np.zeros(4, np.float32)
+    check = compiled.overwrite(
+        case.rows, **NO_TARGETS, log_sum=zeros, target_weight=zeros, kept=None, factor=1.0, threads=3
+    )
+    assert np.isnan(check)
+
+
+def test_sums_of_another_shape_are_refused() -> None:
+    case = Case(4, 6, 30, normalised=True, shifted=False)
+    compiled = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True)
+    fine: dict[str, Any] = {
+        "target_out": np.zeros((4, 6), np.float32),
+        "shift": None,
+        "sum": np.zeros((2, 4)),
+        "weighted": np.zeros((2, 4, 6), np.float32),
+        "kept": np.zeros((30, 4), np.float32),
+        "threads": 1,
+    }
+    wrong: dict[str, Any] = {
+        "sum": np.zeros((2, 5)),
+        "weighted": np.zeros((3, 4, 6), np.float32),
+        "shift": np.zeros((1, 4), np.float32),
+        "kept": np.zeros((31, 4), np.float32),
+        "threads": 0,
+    }
+    compiled.forward_parts(case.rows, **NO_TARGETS, **fine)
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            compiled.forward_parts(case.rows, **NO_TARGETS, **{**fine, name: value})
 
 
 def test_a_target_outside_the_chunk_is_refused() -> None:
