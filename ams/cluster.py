@@ -32,6 +32,7 @@ from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.streams import DataStreams
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
 from geartrain.ams.transport.dial import REMEDY, dial
+from geartrain.ams.words import quoted
 from geartrain.ams.writes import ClientStream, checked_name
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Cluster:
                 "cut off; drop it (cluster.drop_table) and create it anew, or restore a snapshot in its place"
             )
         if name not in tables:
-            raise TableNotFound(f"there is no table {name!r}; tables: {', '.join(map(repr, tables)) or 'none'}")
+            raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(map(repr, tables)) or 'none'}")
         return Table(tables[name], self._calls, self._stream)
 
     def drop_table(self, name: str) -> None:

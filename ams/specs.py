@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.words import quoted
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
 Untouched = Literal["freeze", "elapsed"]
@@ -226,7 +227,7 @@ class TableSpec:
     def __post_init__(self) -> None:
         _require(
             isinstance(self.name, str) and 0 < len(self.name) <= MAX_NAME_LENGTH and self.name.isprintable(),
-            f"table name {self.name!r} must be 1 to {MAX_NAME_LENGTH} printable characters",
+            f"table name {quoted(self.name)} must be 1 to {MAX_NAME_LENGTH} printable characters",
         )
         _require(
             isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM,

@@ -18,6 +18,7 @@ from typing import Protocol
 from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, Request
+from geartrain.ams.words import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ def checked_name(what: str, name: str) -> str:
     """Return the name of a stream or job. Raises InvalidArgument."""
     if not 1 <= len(name) <= MAX_STREAM_NAME or not name.isprintable() or "" in name.split("/"):
         raise InvalidArgument(
-            f"{what} is {name!r}; it must have 1 … {MAX_STREAM_NAME} printable characters in parts that '/' divides, "
-            "for example 'job/rank0'"
+            f"{what} is {quoted(name)}; it must have 1 … {MAX_STREAM_NAME} printable characters in parts that '/' "
+            "divides, for example 'job/rank0'"
         )
     return name
 

@@ -29,7 +29,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class centers are rows of the model server.")
 
-Out = Annotated[Path, typer.Option("--out", help="Run folder to write.")]
+
+def _out(default: str) -> Any:
+    help_text = "Run folder to write; with --resume it is the one gone on with."
+    return typer.Option("--out", help=help_text, show_default=default)
+
 
 # What is not given is decided by the recipe, which loads torch: so the help's defaults are written here, and a test
 # compares them.
@@ -144,7 +148,7 @@ Cache = Annotated[
 
 @app.command()
 def glyphs(
-    out: Out = Path("runs/glyphs"),
+    out: Annotated[Path | None, _out("runs/glyphs")] = None,
     resume: Resume = None,
     overwrite: Overwrite = False,
     steps: Annotated[int | None, _steps(600)] = None,
@@ -191,10 +195,12 @@ def glyphs(
         "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
     }
-    _refuse_with_resume(resume, **own, snapshots=snapshots, classes=classes)
+    _refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode)
+    options = _options(
+        out or Path("runs/glyphs"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode
+    )
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.jobs import train_glyphs
 
@@ -211,7 +217,7 @@ def classify(
             show_default="that of the resumed run",
         ),
     ] = None,
-    out: Out = Path("runs/classify"),
+    out: Annotated[Path | None, _out("runs/classify")] = None,
     resume: Resume = None,
     overwrite: Overwrite = False,
     steps: Annotated[int | None, _steps(300)] = None,
@@ -258,12 +264,14 @@ def classify(
         "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
     }
-    _refuse_with_resume(resume, **own, snapshots=snapshots)
+    _refuse_with_resume(resume, **own, out=out, snapshots=snapshots)
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(out, resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode)
+    options = _options(
+        out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode
+    )
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.jobs import train_folder
 

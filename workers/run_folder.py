@@ -98,8 +98,16 @@ def require_new_snapshots(root: str) -> None:
 
 @contextmanager
 def sole_trainer(folder: Path) -> Iterator[None]:
-    """Hold the run folder against other processes of this machine. Raises ConfigError if one holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Hold the run folder against other processes of this machine, making it if it is not there.
+
+    Raises ConfigError if one holds it, or if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"the run folder {folder} cannot be made ({exc.strerror or exc}); give an --out where you may write"
+        ) from exc
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

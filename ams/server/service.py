@@ -468,6 +468,9 @@ class ShardServer:
                             f"{exc} (for {REGISTER_TIMEOUT_SECONDS:g} s); "
                             "start 'geartrain scheduler' first, or correct --scheduler"
                         ) from exc
+                    if not is_told:
+                        logger.warning("%s; tries again for %g s", exc, REGISTER_TIMEOUT_SECONDS)
+                    is_told = True
                     if self._stopping.wait(_RETRY_SECONDS):
                         raise SchedulerUnavailable("stopped before the scheduler answered") from exc
 

@@ -95,12 +95,14 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
         (["worker", "glyphs", "--cache", __file__], __file__),
         (["predict", "/nope", "x.png"], "/nope"),
         (["worker", "classify", "--resume", "/nope"], "--overwrite"),
+        (["worker", "glyphs", "--resume", "/nope", "--out", "/other"], "--out"),
+        (["worker", "glyphs", "--out", "/proc/nope"], "/proc/nope"),
         (["bench", "nope"], "'nope'"),
         (["config", "validate", "/nope"], "/nope"),
     ],
 )
 def test_bad_input_exits_with_2(arguments: list[str], named: str, tmp_path: Path) -> None:
-    if arguments[0] == "worker" and "--resume" not in arguments:
+    if arguments[0] == "worker" and not {"--resume", "--out"} & set(arguments):
         arguments = [*arguments, "--out", str(tmp_path / "run")]
     assert_one_line_error(geartrain(*arguments), 2, named)
 
@@ -160,6 +162,22 @@ def test_single_roles_make_a_cluster() -> None:
             for served in (address, *server["addresses"]):
                 health = geartrain("health", served, "--json")
                 assert (health.returncode, json.loads(health.stdout)["serving"]) == (0, True)
+
+
+def test_a_server_says_that_it_waits_for_the_scheduler() -> None:
+    address = "127.0.0.1:1"  # nobody listens there
+    command = [sys.executable, "-m", "geartrain", "server", "--scheduler", address, "--listen=127.0.0.1:0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "WARNING" in line)
+        process.terminate()
+        _, rest = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+    assert f"scheduler at {address} does not answer: connection refused; tries again for 60 s" in said
+    assert "tries again" not in rest
 
 
 def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:

@@ -81,6 +81,14 @@ def test_a_cluster_that_does_not_answer_is_a_fault() -> None:
     assert "geartrain up" in found["remedy"]
 
 
+def test_a_table_that_lost_rows_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local(1) as cluster:
+        status = replace(cluster.status(), incomplete_tables=("faces",))
+        monkeypatch.setattr(ams_cluster_status, "cluster_status", lambda *_, **__: status)
+        found = next(iter(doctor.check_cluster("anywhere:1")))
+    assert (found.state, "'faces'" in found.found, "table drop" in (found.remedy or "")) == ("warn", True, True)
+
+
 def test_a_clock_that_is_off_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with local(2) as cluster:
         status = cluster.status()
