@@ -7,6 +7,7 @@ barrier, keeps each core's chunk in its own cache, and measures faster even on a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -85,8 +86,11 @@ class ChunkPool:
         """``function()`` with no operation spread over threads: for many small ones between two large pieces of work.
 
         A BLAS library wakes a thread even for the logarithms of 128 numbers, and that one then spins for
-        milliseconds on a core which the next piece of work needs. On a GPU the function runs here.
+        milliseconds on a core which the next piece of work needs. On a GPU the function runs here, and so it does on a
+        thread of the pool, which computes alone anyway.
         """
+        if getattr(_own, "is_of_pool", False):
+            return function()
         with self.session(device, spreads_operations=False) as session:
             return session.start(lambda _scratch, call: call(), [function]).wait()[0]
 
@@ -118,6 +122,10 @@ class ChunkPool:
                     if self._lowered_by == 0:
                         torch.set_num_threads(self._num_threads)
 
+    def forget_threads(self) -> None:
+        """In a forked child: the threads stayed with the parent, and with them whatever they held."""
+        self.__init__()  # type: ignore[misc]
+
     def _executor_of(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or self._executor_threads != threads:
             if self._executor is not None:
@@ -127,6 +135,7 @@ class ChunkPool:
             told = threading.Barrier(threads + 1)
 
             def tell() -> None:
+                _own.is_of_pool = True
                 torch.set_num_threads(1)
                 told.wait()
 
@@ -160,4 +169,5 @@ def _done(function: Callable[..., R], *arguments: object) -> Future[R]:
 
 
 CHUNKS = ChunkPool()
-"""The process's pool: heads take turns."""
+"""The process's pool: heads take turns, but for the rows that compiled code goes through on threads of its own."""
+os.register_at_fork(after_in_child=CHUNKS.forget_threads)

@@ -75,7 +75,7 @@ class HeldRows:
         fitting = min(self._active.num, keep_bytes // (size * arithmetic.compute.itemsize))
         if self._walk is None:  # whole chunks
             fitting = max((stop for _, stop in self._chunks if stop <= fitting), default=0)
-        if fitting == 0:
+        if fitting <= 0:
             return
         self._kept_buffer = self._pool.take(fitting * size * arithmetic.compute.itemsize, arithmetic.device)
         self._kept_KB = self._kept_buffer.tensor((fitting, size), arithmetic.compute)

@@ -111,9 +111,7 @@ def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.
     """[P, B, D]. On a CPU PyTorch would wake all its threads, which then spin on the cores that the passes need."""
     if device.type != "cpu":
         return torch.zeros(parts, rows, width, dtype=dtype, device=device)
-    return (
-        torch.from_numpy(np.zeros(parts * rows * width * dtype.itemsize, np.uint8)).view(dtype).view(parts, rows, width)
-    )
+    return torch.from_numpy(np.zeros((parts, rows, width), np.float64 if dtype == torch.float64 else np.float32))
 
 
 def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:

@@ -92,6 +92,13 @@ def test_gradients_equal_those_of_the_plain_formula(
     check(margin, select, 9, 131, 6, holds=holds, keep_bytes=0, dtype=torch.float32, tolerance=2e-5)
 
 
+@pytest.mark.parametrize("kept", [0, 2500, 7000])
+@pytest.mark.parametrize("margin", MARGINS, ids=str)
+def test_gradients_of_many_held_rows_in_float32(margin: Margin | None, kept: int) -> None:
+    select = PartialFC(sample_rate=0.9)  # several parts and pieces, some of whose logits are kept
+    check(margin, select, 9, 7000, 6, holds=True, keep_bytes=9 * kept * 4, dtype=torch.float32, tolerance=5e-5)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     margin=st.sampled_from(MARGINS),

@@ -46,7 +46,7 @@ def train_one_rank(rank: int, ranks: int, folder: Path) -> None:
     for step in range(STEPS):
         features, labels = batch(step)
         share = SHARES[rank] if step == 0 else [slice(0, 14), slice(0, 0)][rank]
-        scaler.scale(head(features[share], labels[share])).backward()
+        scaler.scale(head(features[share].requires_grad_(), labels[share])).backward()
         scaler.step(rows)
         scaler.update()
         rows.zero_grad()
