@@ -13,7 +13,10 @@ from geartrain.ams.errors import ConfigError, TableNotFound
 from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
 
-INCOMPLETE = "incomplete: a shard that held rows of it was restarted; drop it, or restore a snapshot in its place"
+INCOMPLETE = (
+    "incomplete: a shard with rows of it was restarted, or its creation or drop was cut off; drop it, or restore a "
+    "snapshot in its place"
+)
 
 app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster.")
 

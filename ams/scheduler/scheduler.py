@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from geartrain.ams import failpoints
@@ -86,6 +87,8 @@ class Scheduler:
         self._stops = OwnStops(lease_seconds / 2, clock)
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
+        self._changing: str | None = None
+        """The table that is being made or dropped."""
 
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""
@@ -181,7 +184,7 @@ class Scheduler:
         begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
         ShardRestarted (reuse of one that lost rows), ClusterNotReady or ShardUnavailable; then no shard keeps it.
         """
-        with self._schema_change:
+        with self._change_of(spec.name):
             require_current()
             view = self._ready_view()
             with self._lock:
@@ -206,7 +209,7 @@ class Scheduler:
 
     def drop_table(self, name: str, *, require_current: Callable[[], None] = lambda: None) -> None:
         """Remove a table from every shard. Idempotent. ``require_current`` is that of :meth:`create_table`."""
-        with self._schema_change:
+        with self._change_of(name):
             require_current()
             view = self._ready_view()
             with self._lock:
@@ -216,6 +219,15 @@ class Scheduler:
             self._on_all_shards(view, DropTable(table=name))
             if existing is not None:
                 self._keep_schema(name, None)
+
+    @contextmanager
+    def _change_of(self, table: str) -> Iterator[None]:
+        with self._schema_change:
+            self._changing = table
+            try:
+                yield
+            finally:
+                self._changing = None
 
     def _keep_schema(self, name: str, schema: Schema | None) -> None:
         with self._lock:
@@ -302,8 +314,17 @@ class Scheduler:
             shards=tuple(entries),
             tables=tuple(schemas[name].spec for name in whole),
             bucket_shards=self._state.bucket_shards,
-            incomplete_tables=tuple(name for name in schemas if name not in whole),
+            incomplete_tables=tuple(
+                name for name in schemas if name not in whole and self._is_incomplete(name, entries)
+            ),
         )
+
+    def _is_incomplete(self, name: str, entries: Sequence[ShardEntry]) -> bool:
+        """Whether a table is so for good: neither on its way, nor on shards that may still say that they hold it."""
+        schema = self._state.schemas[name]
+        if schema.is_unsettled:
+            return name != self._changing
+        return any(schema.holders.get(one.shard) != one.incarnation for one in entries if one.state != "missing")
 
     def _member_state(self, member: Member, age: float) -> ShardCondition:
         if member.left or age > self.lease_seconds:

@@ -49,7 +49,7 @@ class ClusterView:
     bucket_shards: BucketShards
     """[4096] uint16: the shard of each bucket."""
     incomplete_tables: tuple[str, ...] = ()
-    """Names of tables that some shard does not hold, or not any more."""
+    """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
 
 
 class Cursor(NamedTuple):

@@ -279,7 +279,9 @@ class DescribeClusterReply(_message.Message):
 
     @_builtins.property
     def incomplete_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of tables that some shard does not hold, or not any more: to be dropped, or restored in place."""
+        """Names of tables that some shard does not hold any more, or that a change which was cut off left behind: to be dropped,
+        or restored in place. One that is just being made or dropped is in neither list.
+        """
 
     def __init__(
         self,

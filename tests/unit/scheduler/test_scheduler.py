@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import pytest
@@ -12,6 +12,7 @@ from geartrain.ams.messages import CallContext, CreateTable, Done, DropTable, Re
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.specs import SGD, TableSpec
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
+from geartrain.ams.transport.carrier import ClusterView
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
 
@@ -24,6 +25,7 @@ class FakeCluster:
         self.store = MemoryStore() if store is None else store
         self.asked: list[tuple[str, Request]] = []
         self.broken: set[str] = set()
+        self.on_ask: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(
             num_shards, self.open_carrier, lease_seconds=10, store=self.store, clock=lambda: self.now
         )
@@ -42,6 +44,7 @@ class FakeCarrier:
 
     def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:  # noqa: ARG002
         future: Future[Reply] = Future()
+        self.cluster.on_ask()
         if self.address in self.cluster.broken:
             future.set_exception(errors.InternalError("broken"))
         else:
@@ -128,11 +131,31 @@ def test_a_table_whose_rows_a_restarted_shard_lost_is_not_offered() -> None:
     assert cluster.scheduler.describe().incomplete_tables == ()
 
 
+def test_a_table_that_is_just_made_or_dropped_is_not_called_incomplete() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    seen: list[ClusterView] = []
+    cluster.on_ask = lambda: seen.append(cluster.scheduler.describe())
+    cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.drop_table("t")
+    assert [(view.tables, view.incomplete_tables) for view in seen] == 4 * [((), ())]
+
+
+def test_a_table_whose_making_was_cut_off_is_incomplete() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.broken |= {"host:0", "host:1"}  # it is not known whether they hold it
+    with pytest.raises(errors.InternalError):
+        cluster.scheduler.create_table(SPEC)
+    assert cluster.scheduler.describe().incomplete_tables == ("t",)
+
+
 def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
     cluster = FakeCluster()
     assert cluster.scheduler.heartbeat(0, 100).unknown
     cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
-    assert cluster.scheduler.describe().tables == ()  # shard 1 may not hold it
+    view = cluster.scheduler.describe()
+    assert view.tables == () == view.incomplete_tables  # shard 1 has not said whether it holds it
     cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[SPEC])
     view = cluster.scheduler.describe()
     assert (view.tables, view.cluster_version, view.ready) == ((SPEC,), 7, True)
