@@ -107,19 +107,7 @@ class ClassPass:
         sum: npt.NDArray[np.float64],
         weighted: npt.NDArray[np.float32] | None,
         kept: npt.NDArray[np.float32] | None,
-    ) -> None: ...
-    def forward_parts(
-        self,
-        rows: npt.NDArray[np.float32],
-        *,
-        target_rows: npt.NDArray[np.int64],
-        target_samples: npt.NDArray[np.int64],
-        target_out: npt.NDArray[np.float32],
-        shift: npt.NDArray[np.float32] | None,
-        sum: npt.NDArray[np.float64],
-        weighted: npt.NDArray[np.float32] | None,
-        kept: npt.NDArray[np.float32] | None,
-        threads: int,
+        threads: int = 1,
     ) -> None: ...
     def overwrite(
         self,

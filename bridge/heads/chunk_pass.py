@@ -75,16 +75,10 @@ class CompiledPass:
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :class:`ChunkPass`."""
         del work
-        samples, rows = self._targets(start, start + len(rows_ND))
-        self._compiled.forward(
-            rows_ND.numpy(),
-            target_rows=rows,
-            target_samples=samples,
-            target_out=sums.target_rows_BD.numpy(),
-            shift=None if sums.shift_B is None else sums.shift_B.numpy(),
-            sum=sums.sum_B.numpy(),
-            weighted=None if sums.weighted_BD is None else sums.weighted_BD.numpy(),
-            kept=None if kept_NB is None else kept_NB.numpy(),
+        shift_PB = None if sums.shift_B is None else sums.shift_B.unsqueeze(0)
+        weighted_PBD = None if sums.weighted_BD is None else sums.weighted_BD.unsqueeze(0)
+        self._forward(
+            rows_ND, start, sums.target_rows_BD, shift_PB, sums.sum_B.unsqueeze(0), weighted_PBD, kept_NB, threads=1
         )
 
     def overwrite(
@@ -92,7 +86,7 @@ class CompiledPass:
     ) -> Tensor:
         """See :class:`ChunkPass`."""
         del work
-        return self._overwrite(rows_ND, self._targets(start, start + len(rows_ND)), factor, kept_NB, 1)
+        return self._overwrite(rows_ND, start, factor, kept_NB, threads=1)
 
     def num_parts(self, num_rows: int) -> int:
         """Parts for :meth:`forward_all`: as many as let threads share the work evenly, of 2 MiB of sums or 8."""
@@ -103,36 +97,58 @@ class CompiledPass:
 
         Writes what is kept of the first K rows to ``kept_KB``.
         """
-        samples, rows = self._targets(0, len(rows_AD))
-        shift_PB, weighted_PBD = softmax.shift_PB, softmax.weighted_PBD
-        self._compiled.forward_parts(
-            rows_AD.numpy(),
-            target_rows=rows,
-            target_samples=samples,
-            target_out=softmax.target_rows_BD.numpy(),
-            shift=None if shift_PB is None else shift_PB.numpy(),
-            sum=softmax.sum_PB.numpy(),
-            weighted=None if weighted_PBD is None else weighted_PBD.numpy(),
-            kept=None if kept_KB is None else kept_KB.numpy(),
+        self._forward(
+            rows_AD,
+            0,
+            softmax.target_rows_BD,
+            softmax.shift_PB,
+            softmax.sum_PB,
+            softmax.weighted_PBD,
+            kept_KB,
             threads=threads,
         )
 
     def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
         """:meth:`overwrite` for all rows of a step, the first K of them from what was kept."""
-        return self._overwrite(rows_AD, self._targets(0, len(rows_AD)), factor, kept_KB, threads)
+        return self._overwrite(rows_AD, 0, factor, kept_KB, threads=threads)
+
+    def _forward(
+        self,
+        rows_ND: Tensor,
+        start: int,
+        target_rows_BD: Tensor,
+        shift_PB: Tensor | None,
+        sum_PB: Tensor,
+        weighted_PBD: Tensor | None,
+        kept_KB: Tensor | None,
+        *,
+        threads: int,
+    ) -> None:
+        samples, rows = self._targets(start, start + len(rows_ND))
+        self._compiled.forward(
+            rows_ND.numpy(),
+            target_rows=rows,
+            target_samples=samples,
+            target_out=target_rows_BD.numpy(),
+            shift=None if shift_PB is None else shift_PB.numpy(),
+            sum=sum_PB.numpy(),
+            weighted=None if weighted_PBD is None else weighted_PBD.numpy(),
+            kept=None if kept_KB is None else kept_KB.numpy(),
+            threads=threads,
+        )
 
     def _overwrite(
-        self, rows_ND: Tensor, targets: tuple[Ids, Ids], factor: Tensor, kept_NB: Tensor | None, threads: int
+        self, rows_ND: Tensor, start: int, factor: Tensor, kept_KB: Tensor | None, *, threads: int
     ) -> Tensor:
         batch = self._batch
-        samples, rows = targets
+        samples, rows = self._targets(start, start + len(rows_ND))
         check = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
             target_samples=samples,
             log_sum=batch.lse2_B.numpy(),
             target_weight=batch.target_weight_B.numpy(),
-            kept=None if kept_NB is None else kept_NB.numpy(),
+            kept=None if kept_KB is None else kept_KB.numpy(),
             factor=float(factor),
             kept_exponentials=not batch.shifted,
             threads=threads,

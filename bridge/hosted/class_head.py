@@ -225,9 +225,9 @@ def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
                 target_rows=places,
                 target_samples=samples,
                 target_out=target_rows_BD,
-                shift=sums.shift_B,
-                sum=sums.sum_B,
-                weighted=sums.weighted_BD,
+                shift=None if sums.shift_B is None else sums.shift_B[None],
+                sum=sums.sum_B[None],
+                weighted=None if sums.weighted_BD is None else sums.weighted_BD[None],
                 kept=None,
             )
         return sums

@@ -17,7 +17,6 @@ using FloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatParts = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using DoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr int64_t kPieceRows = 2880;  // dealt out at a time; a multiple of what a tile holds at usual widths
 
@@ -49,26 +48,8 @@ class PackedClassPass {
     class_pass().pack(features.data(), batch_, dim_, dim_, 1, 1.0f, key_.data());
   }
 
-  void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
-               const std::optional<Floats>& shift, const Doubles& sum, const std::optional<FloatRows>& weighted,
-               const std::optional<FloatRows>& kept) const {
-    require(static_cast<int64_t>(sum.size()) == batch_, "sum must be [B]");
-    const ForwardChunk chunk{.rows = rows.data(),
-                             .num_rows = checked_rows(rows),
-                             .normalised = normalised_,
-                             .targets = checked_targets(target_rows, target_samples, rows),
-                             .target_rows = checked_batch(target_out),
-                             .shift = shift ? checked_samples(*shift) : nullptr,
-                             .sum = sum.data(),
-                             .weighted = weighted ? checked_batch(*weighted) : nullptr,
-                             .kept = kept ? checked_logits(*kept, rows) : nullptr};
-    nb::gil_scoped_release release;
-    FlushDenormals float_mode;
-    class_pass().forward(view(), chunk, scratch_of(class_pass().scratch_size(dim_)));
-  }
-
-  // The same for all rows of a step, cut into as many parts as there are sums; `kept` may end before the rows do.
-  void forward_parts(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples,
+  // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
+  void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples,
                      const FloatRows& target_out, const std::optional<FloatRows>& shift, const DoubleRows& sum,
                      const std::optional<FloatParts>& weighted, const std::optional<FloatRows>& kept, int64_t threads) const {
     const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
@@ -81,7 +62,7 @@ class PackedClassPass {
     require(!weighted || (static_cast<int64_t>(weighted->shape(0)) == parts &&
                           static_cast<int64_t>(weighted->shape(1)) == batch_ && static_cast<int64_t>(weighted->shape(2)) == dim_),
             "weighted must be [P, B, D]");
-    float* const kept_data = kept ? checked_first_logits(*kept, rows) : nullptr;
+    float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
     const int64_t room = scratch_room();
     threads = std::min(threads, std::max<int64_t>(parts, 1));
@@ -118,7 +99,7 @@ class PackedClassPass {
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     const float* const log_sums = checked_samples(log_sum);
     const float* const target_weights = checked_samples(target_weight);
-    const float* const kept_data = kept ? checked_first_logits(*kept, rows) : nullptr;
+    const float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
     require(threads >= 1, "threads must be at least 1");
     const int64_t kept_pieces = (num_kept + kPieceRows - 1) / kPieceRows;
@@ -181,11 +162,6 @@ class PackedClassPass {
     return values.data();
   }
   float* checked_logits(const FloatRows& kept, const FloatRows& rows) const {
-    require(kept.shape(0) == rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == batch_, "kept must be [N, B]");
-    return kept.data();
-  }
-
-  float* checked_first_logits(const FloatRows& kept, const FloatRows& rows) const {
     require(kept.shape(0) <= rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == batch_,
             "kept must be [K, B] of at most as many rows as there are");
     return kept.data();
@@ -206,11 +182,8 @@ void bind_class_pass(nb::module_& m) {
            nb::arg("normalised"))
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
-           nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none())
-      .def("forward_parts", &PackedClassPass::forward_parts, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
-           nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),
-           nb::arg("threads"))
+           nb::arg("threads") = 1)
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
            nb::arg("kept").noconvert().none(), nb::arg("factor"),
