@@ -1,6 +1,6 @@
 """Active rows that fit in memory: pulled once, and overwritten in place by their gradient.
 
-Legend: A active rows, B samples, D width, K rows whose logits are kept, N rows of a chunk.
+Legend: A active rows, B samples, D width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.heads.chunk_pass import CompiledPass, pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.gradients import HeldGradient
-from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
+from geartrain.bridge.heads.kept_logits import KeptLogits
+from geartrain.bridge.heads.scratch import BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.softmax import OnlineSoftmax
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadTable, as_numpy, gradient_view
@@ -38,23 +39,20 @@ class HeldRows:
         table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
         self._pass = pass_for(batch)
         self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
-        self._kept_KB: Tensor | None = None
-        """What is kept of the logits of the first K rows."""
-        self._kept_buffer: Buffer | None = None
-
-    @property
-    def _walk(self) -> CompiledPass | None:
+        self._kept = KeptLogits(pool)
+        as_they_are = self._rows_AD.dtype == batch.arithmetic.compute
+        self._walk = self._pass if isinstance(self._pass, CompiledPass) and as_they_are else None
         """The pass, if it can work on all rows where they are, in one call."""
-        as_they_are = self._rows_AD.dtype == self._batch.arithmetic.compute
-        return self._pass if isinstance(self._pass, CompiledPass) and as_they_are else None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
         batch, device = self._batch, self._batch.arithmetic.device
-        self._reserve(keep_bytes)
+        if self._pass.keeps_logits:
+            chunk_rows = self._pass.chunk_rows if self._walk is None else 1
+            self._kept.reserve(batch, self._active.num, chunk_rows, keep_bytes)
         if self._walk is not None:
             softmax = OnlineSoftmax(batch, self._walk.num_parts(self._active.num), want_gradient=want_gradient)
-            self._walk.forward_all(softmax, self._rows_AD, self._kept_KB, threads=CHUNKS.num_threads)
+            self._walk.forward_all(softmax, self._rows_AD, self._kept.all_KB, threads=CHUNKS.num_threads)
             return CHUNKS.apart(softmax.finish, device)
         softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
 
@@ -62,27 +60,10 @@ class HeldRows:
             work = Workspace(batch.arithmetic, scratch)
             for start, stop in self._chunks[part :: len(softmax.parts)]:
                 rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
-                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept(start, stop))
+                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
 
         CHUNKS.map(add_part, range(len(softmax.parts)), device, spreads_operations=self._pass.spreads_operations)
         return CHUNKS.apart(softmax.finish, device)
-
-    def _reserve(self, keep_bytes: int) -> None:
-        """Make room for the logits of as many rows as fit."""
-        arithmetic, size = self._batch.arithmetic, self._batch.size
-        if not self._pass.keeps_logits:
-            return
-        fitting = min(self._active.num, keep_bytes // (size * arithmetic.compute.itemsize))
-        if self._walk is None:  # whole chunks
-            fitting = max((stop for _, stop in self._chunks if stop <= fitting), default=0)
-        if fitting <= 0:
-            return
-        self._kept_buffer = self._pool.take(fitting * size * arithmetic.compute.itemsize, arithmetic.device)
-        self._kept_KB = self._kept_buffer.tensor((fitting, size), arithmetic.compute)
-
-    def _kept(self, start: int, stop: int) -> Tensor | None:
-        """Logits [N, B] of a chunk, if all of them are kept."""
-        return None if self._kept_KB is None or stop > len(self._kept_KB) else self._kept_KB[start:stop]
 
     def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
@@ -91,15 +72,15 @@ class HeldRows:
         factor = (upstream * (batch.scale / batch.divisor)).to(arithmetic.compute)
 
         if self._walk is not None:
-            checksum = self._walk.overwrite_all(self._rows_AD, factor, self._kept_KB, threads=CHUNKS.num_threads)
-            self._give_back_kept()
+            checksum = self._walk.overwrite_all(self._rows_AD, factor, self._kept.all_KB, threads=CHUNKS.num_threads)
+            self._kept.give_back()
             return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
 
         def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> Tensor:
             work = Workspace(arithmetic, scratch)
             start, stop = chunk
             rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
-            checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept(start, stop))
+            checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept.chunk(start, stop))
             if rows_ND.data_ptr() != out_AD[start:stop].data_ptr():
                 out_AD[start:stop].copy_(rows_ND, non_blocking=True)
             return checksum
@@ -107,7 +88,7 @@ class HeldRows:
         checksums = CHUNKS.map(
             overwrite, self._chunks, arithmetic.device, spreads_operations=self._pass.spreads_operations
         )
-        self._give_back_kept()
+        self._kept.give_back()
         checksum = torch.stack(checksums).sum()
         # Of what 16 bits, or 32 of 64, make of the values it says nothing.
         says_all = out_AD.dtype == arithmetic.compute == torch.float32
@@ -117,11 +98,5 @@ class HeldRows:
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""
         wait_for_copies(self._batch.arithmetic.device)
-        self._give_back_kept()
+        self._kept.give_back()
         self._pool.give_back(self._buffer)
-
-    def _give_back_kept(self) -> None:
-        self._kept_KB = None
-        if self._kept_buffer is not None:
-            self._pool.give_back(self._kept_buffer)
-            self._kept_buffer = None

@@ -18,6 +18,7 @@ from geartrain.ams.specs import DTypeName, RowOptimizerSpec, SparseMomentum, Tab
 from geartrain.bridge.heads import held_rows, streamed_rows
 from geartrain.bridge.heads.batch import chunk_rows_for
 from geartrain.bridge.heads.chunk_pass import CompiledPass, parts_for
+from geartrain.bridge.heads.kept_logits import kept_rows
 from geartrain.bridge.heads.knn_selection import KNNSoftmax
 from geartrain.bridge.heads.place import PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES
 from geartrain.bridge.heads.selection import PartialFC
@@ -339,16 +340,18 @@ class _Plan:
         )
 
     def _rank_copies(self) -> float:
-        """Chunks of float32 that a thread holds: rows, gradient and slots of the step; where rows cannot be read in
-        place, those of the forward pass; of 16-bit rows and slots what they are widened from, narrowed to and summed
-        in. Measured: with what the allocator keeps of each.
+        """Chunks of float32 that a thread holds, and half a one for what the allocator keeps.
+
+        Those of the step: gradient, rows and slots, where 16 bits they are widened from and narrowed to. Rows of the
+        forward pass that cannot be read in place; the same scratch is what 16 bits are summed in.
         """
         picked, narrow = self.active < self.num_classes, self.spec.dtype != "float32"
         narrow_slots = bool(self.slot_bytes) and self.spec.slot_dtype != "float32"
         if self.device.type == "cpu" and not narrow and not narrow_slots:  # compiled code updates rows where they lie
             return 1.5 + picked
-        copies = 2.5 + bool(self.slot_bytes) + (picked or narrow) + 0.5 * (picked and narrow)
-        return copies + (narrow + narrow_slots) * (2.7 if picked else 2.0)
+        in_step = 2 + bool(self.slot_bytes) + 0.5 * (narrow + narrow_slots)
+        picked_from = picked * (1.5 * narrow + 0.5 * narrow_slots)
+        return 0.5 + in_step + picked_from + (picked or narrow or narrow_slots)
 
     def _sampled_ids(self, active: int) -> tuple[str, int, str]:
         ids = 0 if active == self.num_classes else _ID_ARRAYS * 8 * active
@@ -365,8 +368,8 @@ class _Plan:
         return chunk_rows_for(self.batch, self.spec.dim, self.device)
 
     def _kept_logits(self, active: int, batch: int, chunk_rows: int) -> int:
-        fitting = min(active, self.logits_cache_bytes // (batch * _COMPUTE_BYTES))
-        return (active if fitting == active else fitting // chunk_rows * chunk_rows) * batch * _COMPUTE_BYTES
+        row_bytes = batch * _COMPUTE_BYTES
+        return kept_rows(active, chunk_rows, row_bytes, self.logits_cache_bytes) * row_bytes
 
     def _batch_parts(
         self, batch: int, sums: int, chunk_rows: int, *, row_copies: float, others: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -25,10 +25,11 @@ from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.heads.chunk_pass import ChunkPass, TensorPass, pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS
+from geartrain.bridge.heads.kept_logits import KeptLogits
 from geartrain.bridge.heads.rank_active import LocalActive
 from geartrain.bridge.heads.rank_softmax import RankSoftmax
 from geartrain.bridge.heads.rank_table import Place, RankTable
-from geartrain.bridge.heads.scratch import Scratch
+from geartrain.bridge.heads.scratch import BufferPool, Scratch
 from geartrain.bridge.heads.transfers import upload
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class RankRows:
         numbers_B: Ids,
         sizes: Sequence[int],
         wants_gradient: bool,
+        pool: BufferPool,
     ) -> None:
         """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks."""
         self._table = table
@@ -57,7 +59,7 @@ class RankRows:
         self._active = active
         self._numbers_B = numbers_B
         self._pass = pass_for(batch)
-        self._kept: dict[int, Tensor] = {}
+        self._kept = KeptLogits(pool)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Mean loss of the own samples (0-dim) and feature gradient [S, D]; keeps logits of up to ``keep_bytes``.
@@ -69,7 +71,8 @@ class RankRows:
         num_parts = max(1, min(PARTS, len(chunks)))
         joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
         softmax = RankSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
-        self._reserve(chunks, keep_bytes)
+        if self._pass.keeps_logits:
+            self._kept.reserve(batch, self._active.num, self._pass.chunk_rows, keep_bytes)
         places = self._active.places(table.device)
         reads_in_place = places.numbers_A is None and table.rows_LD.dtype == arithmetic.compute
 
@@ -81,7 +84,7 @@ class RankRows:
                     if reads_in_place
                     else table.load(work, places.chunk(start, stop), name="rows")
                 )
-                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.get(start))
+                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
 
         if chunks:
             spreads = self._pass.spreads_operations
@@ -91,16 +94,6 @@ class RankRows:
             CHUNKS.apart(softmax.finish, arithmetic.device) if table.link.world_size == 1 else softmax.finish()
         )
         return loss, gradient_SD if want_gradient else None
-
-    def _reserve(self, chunks: list[tuple[int, int]], keep_bytes: int) -> None:
-        """Make room for the logits of as many chunks as fit."""
-        arithmetic, size = self._batch.arithmetic, self._batch.size
-        if not self._pass.keeps_logits:
-            return
-        for start, stop in chunks:
-            if stop * size * arithmetic.compute.itemsize > keep_bytes:
-                return
-            self._kept[start] = torch.empty(stop - start, size, dtype=arithmetic.compute, device=arithmetic.device)
 
     def gradient(self, upstream: Tensor) -> tuple[RankGradient, Tensor]:
         """The row gradients, to be made at the step; also a number that is finite only if they are, on every rank.
@@ -118,7 +111,7 @@ class RankRows:
             weights_B = upstream_R.repeat_interleave(counts_R, output_size=batch.size)
             chunk_pass = TensorPass(batch, weights_B.to(batch.arithmetic.compute))
             factor = torch.ones_like(factor) * (batch.scale / batch.divisor)
-            self._kept = {}  # in chunks of the other pass
+            self._kept.give_back()  # in chunks of the other pass
         checksum = upstream_R.sum() + batch.lse2_B.sum() + batch.target_weight_B.sum()
         factors = RankFactors(
             batch=batch,
@@ -128,12 +121,11 @@ class RankRows:
             factor=factor,
             kept=self._kept,
         )
-        self._kept = {}
         return RankGradient(table, [factors]), checksum
 
     def discard(self) -> None:
         """Let go of what is kept."""
-        self._kept = {}
+        self._kept.give_back()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,8 +138,8 @@ class RankFactors:
     numbers_B: Ids
     factor: Tensor
     """upstream gradient · scale / B, 0-dim."""
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    """Logits [N, B] of some chunks by their start; used up by the step."""
+    kept: KeptLogits
+    """Used up by the step."""
 
 
 class RankGradient:
@@ -165,7 +157,9 @@ class RankGradient:
                 f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
                 "use the same autocast, dtype and device until step()"
             )
-        self._factors = [replace(factors, kept={}) for factors in (*self._factors, *other._factors)]
+        self._factors += other._factors
+        for factors in self._factors:
+            factors.kept.give_back()
 
     def apply(self, lr: float, scale: Tensor) -> None:
         """Update the rows and slots with ``scale`` (0-dim) times the gradient. Nothing travels, nobody waits."""
@@ -189,6 +183,8 @@ class RankGradient:
 
     def discard(self) -> None:
         """Let go of the factors."""
+        for factors in self._factors:
+            factors.kept.give_back()
         self._factors = []
 
     def _over_chunks(self, action: Callable[[Workspace, Place, Tensor], T], *, use_kept: bool) -> list[T]:
@@ -207,7 +203,7 @@ class RankGradient:
             start, stop = chunk
             place = places.chunk(start, stop)
             gradient_ND = table.load(work, place, name="gradient")
-            kept = factors[0].kept.get(start) if use_kept and len(factors) == 1 else None
+            kept = factors[0].kept.chunk(start, stop) if use_kept else None
             parts[0].overwrite(work, gradient_ND, start, stop, kept)
             for part in parts[1:]:
                 more_ND = table.load(work, place, name="further gradient")

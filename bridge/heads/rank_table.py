@@ -161,7 +161,7 @@ class RankTable:
         if optimizer.weight_decay:
             gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
         if self.slots_LD is None or not isinstance(optimizer, Momentum | SparseMomentum):
-            self._store(place, _as_stored(work, rows_ND.add_(gradient_ND, alpha=-lr), self.rows_LD), None)
+            self._store(work, place, _as_stored(work, rows_ND.add_(gradient_ND, alpha=-lr), self.rows_LD), None)
             return
         slots_ND = self._loaded(work, self.slots_LD, place, "slots")
         slots_ND.mul_(optimizer.momentum).add_(gradient_ND)
@@ -170,7 +170,7 @@ class RankTable:
         else:
             rows_ND.add_(slots_ND, alpha=-lr)
         rows_ND = _as_stored(work, rows_ND, self.rows_LD)
-        self._store(place, rows_ND, _as_stored(work, slots_ND, self.slots_LD, "slots to store"))
+        self._store(work, place, rows_ND, _as_stored(work, slots_ND, self.slots_LD, "slots to store"))
 
     def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
         rows_LD, slots_LD, numbers = self.rows_LD, self.slots_LD, None
@@ -184,10 +184,10 @@ class RankTable:
             with self._counting:
                 self.refused += refused
 
-    def _store(self, place: Place, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
-        total_N = rows_ND.sum(1, dtype=torch.float32)
+    def _store(self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
+        total_N = _sums(work, rows_ND)
         if slots_ND is not None:
-            total_N += slots_ND.sum(1, dtype=torch.float32)
+            total_N += _sums(work, slots_ND)
         bad_N = ~torch.isfinite(total_N)
         # To look would make the host wait for a device.
         if self.device.type != "cpu" or bool(bad_N.any()):
@@ -209,6 +209,13 @@ def _as_stored(work: Workspace, values_ND: Tensor, stored_LD: Tensor, name: str 
     if values_ND.dtype == stored_LD.dtype:
         return values_ND
     return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
+
+
+def _sums(work: Workspace, values_ND: Tensor) -> Tensor:
+    """[N] float32. A CPU sums 16 bits in a copy, which is made in scratch here."""
+    if values_ND.device.type == "cpu":
+        values_ND = work.load_rows(values_ND, blocking=True)
+    return values_ND.sum(1, dtype=torch.float32)
 
 
 def _put(stored_LD: Tensor, place: Place, values_ND: Tensor) -> None:

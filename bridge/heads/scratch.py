@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _FREE_BUFFERS_KEPT = 4
+_SMALL_USES = 64
 
 
 def _allocate(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
@@ -27,14 +28,20 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.device], Tensor] = {}
+        self._small_uses: dict[tuple[str, torch.device], int] = {}
+        """How often in a row less than a quarter of it would have done."""
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised contiguous tensor of this shape, in memory that is kept under ``name``."""
         num_bytes = math.prod(shape) * dtype.itemsize
         flat = self._flat.get((name, device))
-        if flat is None or not num_bytes <= len(flat) <= 4 * num_bytes:
-            flat = _allocate(num_bytes, device)
+        small_uses = 0
+        if flat is not None and len(flat) > 4 * num_bytes:  # the last chunk, or another head
+            small_uses = self._small_uses[name, device] + 1
+        if flat is None or len(flat) < num_bytes or small_uses > _SMALL_USES:
+            flat, small_uses = _allocate(num_bytes, device), 0
             self._flat[name, device] = flat
+        self._small_uses[name, device] = small_uses
         return flat[:num_bytes].view(dtype).view(shape)
 
 
@@ -44,10 +51,10 @@ class Buffer:
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
-        """Contiguous tensor of this shape at ``offset_bytes`` of the buffer."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Contiguous tensor of this shape, at the start of the buffer."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        return self.flat[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
+        return self.flat[:num_bytes].view(dtype).view(shape)
 
 
 class BufferPool:

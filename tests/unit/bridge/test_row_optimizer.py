@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from geartrain.ams.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.specs import SGD
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
+from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
 from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
@@ -64,6 +66,29 @@ def test_micro_batches_with_other_active_classes_are_summed_by_class(cache_bytes
     RowOptimizer(together).step()
     assert len(together_table.pushes) == 1
     np.testing.assert_allclose(merged_gradient(together_table), total, rtol=0, atol=1e-6 * np.abs(total).max())
+
+
+def test_micro_batches_with_other_active_classes_on_a_rank_are_summed_by_class() -> None:
+    def changes(seeds: Sequence[int]) -> torch.Tensor:
+        head = ClassHead(
+            None,
+            "classes",
+            num_classes=9000,
+            dim=5,
+            margin=CosFace(8, 0.1),
+            optimizer=SGD(1.0),
+            rows="ranks",
+            select=PartialFC(0.5),  # two chunks
+        )
+        assert isinstance(head.table, RankTable)
+        before = head.table.rows_LD.clone()
+        for seed in seeds:
+            head(*batch(9, seed)).backward()
+        RowOptimizer(head).step()
+        return head.table.rows_LD - before
+
+    total = sum(changes([seed]) for seed in range(3))
+    torch.testing.assert_close(changes(range(3)), total, rtol=0, atol=1e-5)
 
 
 def test_two_heads_in_one_model_are_pushed_each_to_its_table() -> None:
