@@ -54,13 +54,16 @@ class ChunkPool:
     """``torch.get_num_threads()`` threads, each of which computes alone and has scratch of its own. Thread-safe."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the threads. In a forked child they stayed with the parent, and with them whatever they held."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._executor_threads = 0
         self._num_open = 0
-        self._lowered_by = 0
-        """Open sessions for whose time PyTorch's number of threads is lowered."""
         self._num_threads = 0
+        """PyTorch's, as it was when the first of the open sessions began."""
 
     def map(
         self,
@@ -80,7 +83,7 @@ class ChunkPool:
     def num_threads(self) -> int:
         """PyTorch's number of threads per operation, also while it is lowered."""
         with self._lock:
-            return self._num_threads if self._lowered_by > 0 else torch.get_num_threads()
+            return self._num_threads if self._num_open > 0 else torch.get_num_threads()
 
     def apart(self, function: Callable[[], R], device: torch.device) -> R:
         """``function()`` with no operation spread over threads: for many small ones between two large pieces of work.
@@ -98,8 +101,8 @@ class ChunkPool:
     def session(self, device: torch.device, *, spreads_operations: bool = True) -> Iterator[Session]:
         """Let chunks run side by side until the end of the ``with`` block; on a GPU they run one after the other, here.
 
-        PyTorch's number of threads per operation is one for the whole process, so it is lowered only for that time,
-        and only if the work consists of operations that PyTorch would spread over its threads.
+        The calling thread's number of threads per operation is lowered for that time, if the work consists of
+        operations that PyTorch would spread over its threads. Sessions of several threads may overlap.
         """
         if device.type != "cpu":
             yield Session(None)
@@ -110,7 +113,7 @@ class ChunkPool:
             executor = self._executor_of(self._num_threads)
             self._num_open += 1
             if spreads_operations:
-                self._lowered_by += 1
+                _own.times_lowered = getattr(_own, "times_lowered", 0) + 1
                 torch.set_num_threads(1)
         try:
             yield Session(executor)
@@ -118,13 +121,9 @@ class ChunkPool:
             with self._lock:
                 self._num_open -= 1
                 if spreads_operations:
-                    self._lowered_by -= 1
-                    if self._lowered_by == 0:
+                    _own.times_lowered -= 1
+                    if _own.times_lowered == 0:  # OpenMP counts for each thread: every one is told when it leaves
                         torch.set_num_threads(self._num_threads)
-
-    def forget_threads(self) -> None:
-        """In a forked child: the threads stayed with the parent, and with them whatever they held."""
-        self.__init__()  # type: ignore[misc]
 
     def _executor_of(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or self._executor_threads != threads:
@@ -170,4 +169,4 @@ def _done(function: Callable[..., R], *arguments: object) -> Future[R]:
 
 CHUNKS = ChunkPool()
 """The process's pool: heads take turns, but for the rows that compiled code goes through on threads of its own."""
-os.register_at_fork(after_in_child=CHUNKS.forget_threads)
+os.register_at_fork(after_in_child=CHUNKS.begin_anew)

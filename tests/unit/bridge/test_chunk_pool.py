@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from geartrain.bridge.heads.chunk_pool import CHUNKS
@@ -11,14 +15,21 @@ from geartrain.bridge.heads.chunk_pool import CHUNKS
 CPU = torch.device("cpu")
 
 
-def _answer_in_child() -> None:
+def _apart_in_child() -> None:
     if CHUNKS.apart(lambda: 7, CPU) != 7:
         raise SystemExit(3)
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def _apart_within_apart() -> None:
+    torch.set_num_threads(1)
+    if CHUNKS.apart(lambda: CHUNKS.apart(lambda: 7, CPU), CPU) != 7:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("work", [_apart_in_child, _apart_within_apart])
+def test_work_ends_in_a_forked_child_and_on_a_thread_of_the_pool(work: Callable[[], None]) -> None:
     assert CHUNKS.apart(lambda: 7, CPU) == 7
-    child = multiprocessing.get_context("fork").Process(target=_answer_in_child)
+    child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
     try:
         child.join(60)
@@ -28,10 +39,26 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         child.join()
 
 
-def test_work_apart_on_a_thread_of_the_pool_is_done_there() -> None:
+def test_of_overlapping_sessions_each_leaves_its_thread_as_it_was() -> None:
+    begins, ends = threading.Barrier(2), threading.Event()
+
+    def other() -> tuple[int, int]:
+        with CHUNKS.session(CPU):
+            begins.wait(60)
+            assert ends.wait(60)
+            inside = CHUNKS.num_threads
+        return inside, torch.get_num_threads()
+
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     try:
-        assert CHUNKS.apart(lambda: CHUNKS.apart(lambda: 7, CPU), CPU) == 7
+        with ThreadPoolExecutor(1) as executor:
+            with CHUNKS.session(CPU):
+                later = executor.submit(other)
+                begins.wait(60)
+            first = torch.get_num_threads()
+            ends.set()
+            assert (first, later.result()) == (2, (2, 2))
     finally:
+        ends.set()
         torch.set_num_threads(threads)
