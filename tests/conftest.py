@@ -6,6 +6,7 @@ What ``GEARTRAIN_TEST_REMOVE`` names is taken out of the product while they run.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,12 @@ def removed_mechanisms() -> Iterator[None]:
 
     with removed_by_environment():
         yield
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach tests and their children where the shell started us in the background, which ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
