@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -23,11 +23,11 @@ inline constexpr int64_t kSlicesOfAThread = 16;
 template <class Run>
 void beside_each_other(int64_t threads, const Run& run) {
   std::vector<std::jthread> helpers;
-  helpers.reserve(static_cast<size_t>(threads));
   try {
+    helpers.reserve(static_cast<size_t>(threads));
     for (int64_t thread = 1; thread < threads; ++thread) helpers.emplace_back(std::cref(run), thread);
-  } catch (const std::system_error&) {
-    // No thread to be had: those that there are do all of the work, for a request that has begun is finished.
+  } catch (const std::exception&) {
+    // No thread to be had, or no memory for one: those that there are do all of the work. A request that has begun is finished.
   }
   run(0);
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -43,3 +47,35 @@ def test_a_large_push_with_one_bad_number_changes_nothing() -> None:
     with pytest.raises(NonFinite, match=str(NUM_IDS - 1)):
         table.push(np.arange(NUM_IDS), gradients)
     assert table.num_present == 0
+
+
+STARVED = """
+import resource, threading
+import numpy as np
+from geartrain.ams.specs import SGD, TableSpec
+from geartrain.ams.tables.row_table import RowTable
+
+table = RowTable(TableSpec(name="t", dim=64, optimizer=SGD(1.0), num_rows=30_000), np.arange(4096), threads=3)
+ids, rows = np.arange(30_000), np.zeros((30_000, 64), np.float32)
+for some in np.split(ids, 10):  # too small for threads, whose stacks would be used again
+    table.assign(some, rows[some])
+gradients = np.ones_like(rows)
+pages = int(open("/proc/self/statm").read().split()[0])
+spare = 4 << 20  # less than the stack of a thread
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare,) * 2)
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    pass  # no thread can be started
+else:
+    raise SystemExit("threads can still be started")
+table.push(ids, gradients)
+table.pull(ids, rows)
+assert (rows == -1).all()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of the process is read from /proc")
+def test_where_no_thread_can_be_started_the_request_is_done_all_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
