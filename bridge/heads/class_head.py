@@ -27,7 +27,7 @@ from geartrain.bridge.heads.imprint import imprint_rows
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import ArcFace, Margin
-from geartrain.bridge.heads.place import PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES, HeadSettings, RowPlace
+from geartrain.bridge.heads.place import HeadSettings, RowPlace, logits_bytes
 from geartrain.bridge.heads.rank_place import RankPlace
 from geartrain.bridge.heads.rank_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.heads.rank_table import RankTable
@@ -116,10 +116,10 @@ class ClassHead(nn.Module):
             initializer=initializer if initializer is not None else Normal(std=0.01),
             seed=seed,
         )
+        kept_bytes = logits_bytes(rows, logits_cache_bytes)
         self._place: RowPlace
         if rows == "ranks":
-            kept = RANK_LOGITS_BYTES if logits_cache_bytes is None else logits_cache_bytes
-            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=kept)
+            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=kept_bytes)
         elif rows not in ("pull", "hosted"):
             raise InvalidArgument(
                 f"rows is {rows!r}; the places are 'pull' (rows travel here), 'hosted' (features travel to the shards) "
@@ -138,7 +138,7 @@ class ClassHead(nn.Module):
                 sync=sync,
                 process_group=process_group,
                 rows_cache_bytes=rows_cache_bytes,
-                logits_cache_bytes=PULLED_LOGITS_BYTES if logits_cache_bytes is None else logits_cache_bytes,
+                logits_cache_bytes=kept_bytes,
             )
 
     @property

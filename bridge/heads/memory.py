@@ -20,7 +20,7 @@ from geartrain.bridge.heads.batch import chunk_rows_for
 from geartrain.bridge.heads.chunk_pass import CompiledPass, parts_for
 from geartrain.bridge.heads.kept_logits import kept_rows
 from geartrain.bridge.heads.knn_selection import KNNSoftmax
-from geartrain.bridge.heads.place import PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES
+from geartrain.bridge.heads.place import logits_bytes
 from geartrain.bridge.heads.selection import PartialFC
 from geartrain.bridge.heads.stream import NUM_BUFFERS, block_rows_for
 from geartrain.bridge.heads.torch_selection import choice_bytes
@@ -183,7 +183,6 @@ def memory_report(
     spec = TableSpec(
         name="plan", dim=dim, num_rows=num_classes, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype
     )
-    kept = RANK_LOGITS_BYTES if rows == "ranks" else PULLED_LOGITS_BYTES
     plan = _Plan(
         spec=spec,
         num_classes=num_classes,
@@ -194,7 +193,7 @@ def memory_report(
         device=_checked_device(device),
         threads=(num_threads or torch.get_num_threads()) if device == "cpu" else 1,
         rows_cache_bytes=rows_cache_bytes,
-        logits_cache_bytes=kept if logits_cache_bytes is None else logits_cache_bytes,
+        logits_cache_bytes=logits_bytes(rows, logits_cache_bytes),
     )
     parts = {"pull": plan.pull, "hosted": plan.hosted, "ranks": plan.on_ranks}[rows]()
     if isinstance(select, KNNSoftmax) and plan.active < num_classes:

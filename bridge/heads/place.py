@@ -21,8 +21,12 @@ from geartrain.bridge.heads.row_update import PendingUpdate
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.heads.tables import ReadableTable
 
-PULLED_LOGITS_BYTES, RANK_LOGITS_BYTES = 26 << 20, 64 << 20
-"""Logits kept unless ``logits_cache_bytes`` says otherwise: fewer where the active rows are held beside them."""
+
+def logits_bytes(rows: str, given: int | None) -> int:
+    """``logits_cache_bytes``, or what is kept unless it is given: less where the active rows are held beside it."""
+    if given is not None:
+        return given
+    return (64 if rows == "ranks" else 26) << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ Legend: B samples, D width, P parts.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,9 +108,11 @@ class OnlineSoftmax:
 
 def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[P, B, D]. On a CPU PyTorch would wake all its threads, which then spin on the cores that the passes need."""
+    values_PBD = torch.empty(parts, rows, width, dtype=dtype, device=device)
     if device.type != "cpu":
-        return torch.zeros(parts, rows, width, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros((parts, rows, width), np.float64 if dtype == torch.float64 else np.float32))
+        return values_PBD.zero_()
+    values_PBD.numpy().fill(0)
+    return values_PBD
 
 
 def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
