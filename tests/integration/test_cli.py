@@ -96,6 +96,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
         (["predict", "/nope", "x.png"], "/nope"),
         (["worker", "classify", "--resume", "/nope"], "--overwrite"),
         (["worker", "glyphs", "--resume", "/nope", "--out", "/other"], "--out"),
+        (["worker", "classify", "--resume", "/nope", "--out", "/other"], "--out"),
         (["worker", "glyphs", "--out", "/proc/nope"], "/proc/nope"),
         (["bench", "nope"], "'nope'"),
         (["config", "validate", "/nope"], "/nope"),
@@ -171,13 +172,10 @@ def test_a_server_says_that_it_waits_for_the_scheduler() -> None:
     try:
         assert process.stderr is not None
         said = next(line for line in process.stderr if "WARNING" in line)
-        process.terminate()
-        _, rest = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
         process.kill()
         process.communicate()
     assert f"scheduler at {address} does not answer: connection refused; tries again for 60 s" in said
-    assert "tries again" not in rest
 
 
 def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:

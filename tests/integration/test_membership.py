@@ -15,9 +15,25 @@ from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD
+from geartrain.ams.transport.carrier import AttemptFailed
 
 IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0, connect_timeout_seconds=0.3)
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
+
+
+def test_a_server_that_waits_for_its_scheduler_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = iter([AttemptFailed("no answer")] * 3 + [errors.ConfigError("enough")])
+
+    def join(*_: object) -> None:
+        raise next(ends)
+
+    monkeypatch.setattr("geartrain.ams.server.service._HeldShard.join", join)
+    monkeypatch.setattr("geartrain.ams.server.service._RETRY_SECONDS", 0)
+    with pytest.raises(errors.ConfigError, match="enough"):
+        ShardServer(ServerConfig(scheduler="127.0.0.1:1")).start()
+    assert caplog.text.count("no answer; tries again") == 1
 
 
 def test_a_dead_shard_is_named(served: Callable[..., object]) -> None:
