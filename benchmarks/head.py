@@ -6,8 +6,8 @@ size of a fresh process, row copies included; its rival is the budget of 96 MiB.
 
 The rival's rows are in its own process, as those of ``rows="ranks"`` are; pulled ones are in an embedded shard.
 
-"bf16 compute" is our step under bfloat16 autocast against the same fp32 rival, on a CPU that has bfloat16 products:
-others emulate them.
+"bf16 compute" is our step under bfloat16 autocast against the same fp32 rival, on a CPU that has AMX: on others the head
+computes in float32 all the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from geartrain.ams.cluster import Cluster, local
 from geartrain.ams.specs import SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.native_types import has_native_bfloat16
+from geartrain.bridge.native_types import has_fast_bfloat16
 from geartrain.bridge.optimizer import RowOptimizer
 
 NUM_CLASSES = 1_000_000
@@ -53,7 +53,7 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
             for place in ("pull", "ranks"):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), place=place)
                 yield _time_result(f"{_case(select)}, rows={place!r}", ours, theirs, target)
-        if has_native_bfloat16(torch.device("cpu")):
+        if has_fast_bfloat16(torch.device("cpu")):
             for select, rate, rounds in ((PartialFC(0.1), 0.1, 4), (FullSoftmax(), 1.0, 1)):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), bfloat16=True)
                 yield _time_result(f"{_case(select)}, bf16 compute", ours, theirs, 8.0)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.ams.errors import ConfigError
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.knn_selection import KNNSelection
-from geartrain.bridge.native_types import has_native_bfloat16
+from geartrain.bridge.native_types import has_fast_bfloat16
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.bridge.state import set_random_state
 from geartrain.workers.backbones import Projected, StrokeNet
@@ -85,7 +85,7 @@ class Trainer:
         self._device = device
         self._row_times = row_times
         self._order = JointOrder(len(images), recipe.batch_size, recipe.seed)
-        self._bfloat16 = has_native_bfloat16(device)
+        self._bfloat16 = has_fast_bfloat16(device)
         self._replica: nn.Module = self.backbone
         self._optimizer = torch.optim.SGD(
             self.backbone.parameters(),

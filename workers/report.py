@@ -15,7 +15,7 @@ import torch
 
 from geartrain.ams.words import counted
 from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.native_types import has_native_bfloat16
+from geartrain.bridge.native_types import has_fast_bfloat16
 from geartrain.workers.atomic import write_json
 from geartrain.workers.backbones import StrokeNet
 from geartrain.workers.data.images import ImageSet
@@ -100,5 +100,5 @@ def versions(device: torch.device) -> dict[str, str]:
         "pillow": PIL.__version__,
         "device": str(device),
         "threads": str(torch.get_num_threads()),
-        "precision": "bfloat16 autocast" if has_native_bfloat16(device) else "float32",
+        "precision": "bfloat16 autocast" if has_fast_bfloat16(device) else "float32",
     }

@@ -38,7 +38,7 @@ class Arithmetic:
 
     @staticmethod
     def of(features: Tensor) -> Arithmetic:
-        """The types that ``features`` and the current autocast state ask for, but none that a CPU would emulate."""
+        """The types that ``features`` and the current autocast state ask for, but none that make a CPU slower."""
         kind = features.device.type
         compute = torch.float64 if features.dtype == torch.float64 else torch.float32
         autocast = torch.is_autocast_enabled(kind)

@@ -120,7 +120,7 @@ def test_a_second_backward_is_refused() -> None:
 
 @pytest.mark.parametrize("select", [FullSoftmax(), PartialFC(0.3)])
 def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_types, "has_native_bfloat16", lambda _: True)
+    monkeypatch.setattr(native_types, "has_fast_bfloat16", lambda _: True)
     exact, exact_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     rough, rough_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     features, labels = batch(64)
@@ -140,15 +140,23 @@ def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, m
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_a_cpu_that_would_emulate_the_products_of_autocast_makes_them_in_float32(
+def test_a_cpu_that_is_slower_in_the_products_of_autocast_makes_them_in_float32(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_types, "has_native_bfloat16", lambda _: False)
+    monkeypatch.setattr(native_types, "has_fast_bfloat16", lambda _: False)
     heads = [make_head(select=FullSoftmax())[0] for _ in range(2)]
     features, labels = batch(16)
     expected = heads[0](features, labels)
     with torch.autocast("cpu", dtype=kind):
         assert torch.equal(heads[1](features, labels), expected)
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_a_cpu_multiplies_in_bfloat16_only_with_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    wanted = torch.bfloat16 if has_amx else torch.float32
+    assert native_types.product_type(torch.device("cpu"), torch.bfloat16, torch.float32) == wanted
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
