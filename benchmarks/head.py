@@ -6,8 +6,8 @@ size of a fresh process, row copies included; its rival is the budget of 96 MiB.
 
 The rival's rows are in its own process, as those of ``rows="ranks"`` are; pulled ones are in an embedded shard.
 
-"bf16 compute" is our step under bfloat16 autocast against the same fp32 rival, on a CPU that has AMX: on others the head
-computes in float32 all the same.
+"bf16 compute" is our step under bfloat16 autocast against the same fp32 rival, on a CPU that has AMX: on others the
+head computes in float32 all the same.
 """
 
 from __future__ import annotations

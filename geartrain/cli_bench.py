@@ -39,8 +39,9 @@ def bench(
 
 
 def _print_table(results: Sequence[Result]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from geartrain.consoles import table_console
 
     table = Table("case", "ours", "theirs", "unit", "rival", "ratio", "target")
     for result in results:
@@ -53,7 +54,7 @@ def _print_table(results: Sequence[Result]) -> None:
             _coloured(result["ratio"], result["target"]),
             "" if result["target"] is None else f"{result['target']:g}",
         )
-    Console().print(table)
+    table_console().print(table)
 
 
 def _coloured(ratio: float, target: float | None) -> str:

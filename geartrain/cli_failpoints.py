@@ -22,10 +22,11 @@ def failpoints(as_json: Json = False) -> None:
         ]
         print(json.dumps({"variable": VARIABLE, "actions": ACTIONS, "failpoints": listed}))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from geartrain.consoles import table_console
 
     table = Table("name", "where", "error")
     for name, failpoint in FAILPOINTS.items():
         table.add_row(name, failpoint.where, failpoint.fails_with.__name__ if failpoint.fails_with else "none")
-    Console().print(table)
+    table_console().print(table)

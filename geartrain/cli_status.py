@@ -117,9 +117,9 @@ def health(
 
 
 def _print_tables(found: ClusterStatus, address: str) -> None:
-    from rich.console import Console
+    from geartrain.consoles import table_console
 
-    console = Console()
+    console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
     console.print(f"{state}: scheduler {address} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def geartrain(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
         text=True,
         timeout=TIMEOUT_SECONDS,
         cwd=cwd,
+        env=dict(os.environ),  # as it was when we began: readline, which pytest loads, adds a COLUMNS of its own
     )
 
 
