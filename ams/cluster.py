@@ -197,7 +197,11 @@ class Cluster:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
     def table(self, name: str) -> Table:
-        """Return an existing table. Raises TableNotFound, and ShardRestarted if a shard has lost its part of it."""
+        """Return an existing table.
+
+        Raises TableNotFound, ShardRestarted if a shard has lost its part of it, and ClusterNotReady if that is not
+        known because shards have not registered yet.
+        """
         view = self._describe()
         tables = {spec.name: spec for spec in view.tables}
         if name in view.incomplete_tables:
@@ -206,6 +210,7 @@ class Cluster:
                 "cut off; drop it (cluster.drop_table) and create it anew, or restore a snapshot in its place"
             )
         if name not in tables:
+            view.require_registered(f"whether there is a table {quoted(name)}")
             raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(map(repr, tables)) or 'none'}")
         return Table(tables[name], self._calls, self._stream)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from geartrain import configuration
-from geartrain.ams.errors import ConfigError, TableNotFound
+from geartrain.ams.errors import ConfigError
 from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
 
@@ -61,8 +61,8 @@ def drop(
         rows = {table.name: table.rows for table in status.tables} | dict.fromkeys(status.incomplete_tables, 0)
         for name in names:
             if name not in rows:
-                raise TableNotFound(f"there is no table {name!r}; tables: {', '.join(map(repr, rows)) or 'none'}")
-        rows = {name: rows[name] for name in names}
+                cluster.table(name)  # which says why it is not there
+        rows = {name: rows.get(name, 0) for name in names}
         if not yes:
             listed = ", ".join(f"{name!r} ({counted(number, 'row')})" for name, number in rows.items())
             typer.confirm(f"Drop {listed}? There is no way back but a snapshot", abort=True, err=True)

@@ -164,8 +164,14 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
     if absent:
         yield Finding("cluster", "fail", f"{found}; {', '.join(absent)}", "start their servers; see 'geartrain status'")
     elif lost := status.incomplete_tables:
-        found = f"{found}, all up; tables that lost rows with a shard: {', '.join(map(repr, lost))}"
-        yield Finding("cluster", "warn", found, "'geartrain table drop' them, or restore a snapshot in their place")
+        found = f"{found}, all up; incomplete tables: {', '.join(map(repr, lost))}"
+        yield Finding(
+            "cluster",
+            "warn",
+            found,
+            "a shard with rows of them was restarted, or their making or drop was cut off: 'geartrain table drop' "
+            "them, or restore a snapshot in their place",
+        )
     else:
         yield Finding("cluster", "ok", f"{found}, all up")
     ahead = {shard.shard: shard.clock_ahead_seconds for shard in status.shards if shard.clock_ahead_seconds is not None}

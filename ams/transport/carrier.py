@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from geartrain.ams.errors import ClusterNotReady
 from geartrain.ams.messages import CallContext, Reply, Request
 from geartrain.ams.placement import BucketShards
 from geartrain.ams.specs import TableSpec
+from geartrain.ams.words import counted
 
 
 class AttemptFailed(Exception):
@@ -50,6 +52,16 @@ class ClusterView:
     """[4096] uint16: the shard of each bucket."""
     incomplete_tables: tuple[str, ...] = ()
     """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
+
+    def require_registered(self, what: str) -> None:
+        """Raise ClusterNotReady if ``what`` is not known because shards have not registered."""
+        missing = [str(entry.shard) for entry in self.shards if entry.state == "missing"]
+        if missing:
+            which = f"{counted(len(missing), 'shard')} of {self.num_shards} ({', '.join(missing)})"
+            raise ClusterNotReady(
+                f"{what} is not known yet: {which} did not register since the scheduler began; try again, or start "
+                "their servers (see 'geartrain status')"
+            )
 
 
 class Cursor(NamedTuple):

@@ -57,7 +57,7 @@ class ChunkPool:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget the threads. In a forked child they stayed with the parent, and with them whatever they held."""
+        """Forget threads and sessions. In a forked child they stayed with the parent, and so did whatever they held."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._executor_threads = 0
@@ -102,7 +102,8 @@ class ChunkPool:
         """Let chunks run side by side until the end of the ``with`` block; on a GPU they run one after the other, here.
 
         The calling thread's number of threads per operation is lowered for that time, if the work consists of
-        operations that PyTorch would spread over its threads. Sessions of several threads may overlap.
+        operations that PyTorch would spread over its threads. Sessions of several threads may overlap; each thread
+        is then left with the number that the first of them had.
         """
         if device.type != "cpu":
             yield Session(None)
@@ -112,18 +113,20 @@ class ChunkPool:
                 self._num_threads = torch.get_num_threads()
             executor = self._executor_of(self._num_threads)
             self._num_open += 1
-            if spreads_operations:
-                _own.times_lowered = getattr(_own, "times_lowered", 0) + 1
-                torch.set_num_threads(1)
+            num_threads, lock = self._num_threads, self._lock
+        lowers = spreads_operations and not getattr(_own, "is_lowered", False)
+        if lowers:  # OpenMP counts for each thread: every one is told for itself, here and when it leaves
+            _own.is_lowered = True
+            torch.set_num_threads(1)
         try:
             yield Session(executor)
         finally:
+            if lowers:
+                _own.is_lowered = False
+                torch.set_num_threads(num_threads)
             with self._lock:
-                self._num_open -= 1
-                if spreads_operations:
-                    _own.times_lowered -= 1
-                    if _own.times_lowered == 0:  # OpenMP counts for each thread: every one is told when it leaves
-                        torch.set_num_threads(self._num_threads)
+                if self._lock is lock:  # else we are a child that was forked meanwhile
+                    self._num_open -= 1
 
     def _executor_of(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or self._executor_threads != threads:

@@ -21,7 +21,6 @@ from geartrain.bridge.heads.rank_predict import top_classes_on_ranks
 from geartrain.bridge.heads.rank_selector import RankSelector
 from geartrain.bridge.heads.rank_table import RankTable, require_supported
 from geartrain.bridge.heads.rank_update import RankStep, RankUpdate
-from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 
 
@@ -51,7 +50,6 @@ class RankPlace:
         self.selector = RankSelector(self.table, self.select)
         self._settings = settings
         self._logits_cache_bytes = logits_cache_bytes
-        self._pool = BufferPool()
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
         """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises what :meth:`RankStep.begin` does."""
@@ -61,7 +59,6 @@ class RankPlace:
             selector=self.selector,
             living=self.living,
             margin=self._settings.margin,
-            pool=self._pool,
             training=want_rows,
         )
         rows, samples = step.begin(features, labels)

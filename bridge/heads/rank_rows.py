@@ -29,7 +29,7 @@ from geartrain.bridge.heads.kept_logits import KeptLogits
 from geartrain.bridge.heads.rank_active import LocalActive
 from geartrain.bridge.heads.rank_softmax import RankSoftmax
 from geartrain.bridge.heads.rank_table import Place, RankTable
-from geartrain.bridge.heads.scratch import BufferPool, Scratch
+from geartrain.bridge.heads.scratch import Scratch
 from geartrain.bridge.heads.transfers import upload
 
 T = TypeVar("T")
@@ -49,7 +49,6 @@ class RankRows:
         numbers_B: Ids,
         sizes: Sequence[int],
         wants_gradient: bool,
-        pool: BufferPool,
     ) -> None:
         """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks."""
         self._table = table
@@ -59,7 +58,7 @@ class RankRows:
         self._active = active
         self._numbers_B = numbers_B
         self._pass = pass_for(batch)
-        self._kept = KeptLogits(pool)
+        self._kept = KeptLogits(table.pool)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Mean loss of the own samples (0-dim) and feature gradient [S, D]; keeps logits of up to ``keep_bytes``.

@@ -21,6 +21,7 @@ from geartrain.ams.tables import given_rows
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.bridge.heads.batch import Workspace
 from geartrain.bridge.heads.rank_link import RankLink
+from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.tables import TORCH_DTYPES, as_numpy
 
 BLOCK_BYTES = 8 << 20
@@ -56,6 +57,8 @@ class RankTable:
             )
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
+        self.pool = BufferPool()
+        """Of memory beside the rows, on their device."""
         self._counting = threading.Lock()
         self.write_initial_values()
 
@@ -72,6 +75,7 @@ class RankTable:
     def move_to(self, device: torch.device) -> None:
         """Take the rows to another device."""
         self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
+        self.pool = BufferPool()
         self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
 
     def write_initial_values(self) -> None:

@@ -30,7 +30,6 @@ from geartrain.bridge.heads.rank_rows import RankGradient, RankRows
 from geartrain.bridge.heads.rank_selector import RankSelector
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.row_update import PendingUpdate
-from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.selection import Selection
 from geartrain.bridge.heads.transfers import Readback
 
@@ -87,7 +86,6 @@ class RankStep:
     selector: RankSelector
     living: LivingClasses
     margin: CombinedMargin | None
-    pool: BufferPool
     training: bool
 
     def begin(self, features: Tensor, labels: Tensor) -> tuple[RankRows, int]:
@@ -106,7 +104,7 @@ class RankStep:
         num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
         numbers_B = labels_B - table.first
         batch = Batch.of(joint_features_BD, here.targets(numbers_B), self.margin, num_active, arithmetic)
-        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient, self.pool), sizes[link.rank]
+        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient), sizes[link.rank]
 
     def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
         """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""

@@ -90,6 +90,18 @@ def test_a_restarted_scheduler_learns_shards_and_tables_from_the_shards(served: 
         np.testing.assert_array_equal(anew.table("t").pull(np.array([7])), row)
 
 
+def test_a_new_scheduler_does_not_deny_a_table_before_all_shards_have_spoken(served: Callable[..., object]) -> None:
+    cluster = served(2)
+    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
+        ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
+        cluster.scheduler.stop(0)  # type: ignore[attr-defined]
+        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
+        cluster.scheduler = SchedulerServer(SchedulerConfig(listen=cluster.address, num_shards=2))  # type: ignore[attr-defined]
+        cluster.scheduler.start()  # type: ignore[attr-defined]
+        with pytest.raises(errors.ClusterNotReady, match=r"table 't' is not known yet: .* of 2 \(.*1\)"):
+            ours.table("t")
+
+
 def test_connecting_waits_for_the_last_shard() -> None:
     scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=1))
     address = scheduler.start()

@@ -49,14 +49,14 @@ class PackedClassPass {
   }
 
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
-  void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples,
-                     const FloatRows& target_out, const std::optional<FloatRows>& shift, const DoubleRows& sum,
-                     const std::optional<FloatParts>& weighted, const std::optional<FloatRows>& kept, int64_t threads) const {
+  void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
+               const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
+               const std::optional<FloatRows>& kept, int64_t threads) const {
     const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     float* const targets_out = checked_batch(target_out);
     require(threads >= 1, "threads must be at least 1");
-    require(static_cast<int64_t>(sum.shape(1)) == batch_, "sum must be [P, B]");
+    require(parts >= 1 && static_cast<int64_t>(sum.shape(1)) == batch_, "sum must be [P, B], P not 0");
     require(!shift || (static_cast<int64_t>(shift->shape(0)) == parts && static_cast<int64_t>(shift->shape(1)) == batch_),
             "shift must be [P, B]");
     require(!weighted || (static_cast<int64_t>(weighted->shape(0)) == parts &&
@@ -65,7 +65,7 @@ class PackedClassPass {
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
     const int64_t room = scratch_room();
-    threads = std::min(threads, std::max<int64_t>(parts, 1));
+    threads = std::min(threads, parts);
     nb::gil_scoped_release release;
     float* const scratch = scratch_of(threads * room);
     deal_out(parts, threads, [&](int64_t part, int64_t thread) {

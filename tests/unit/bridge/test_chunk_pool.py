@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -26,6 +27,17 @@ def _apart_within_apart() -> None:
         raise SystemExit(3)
 
 
+def _end_the_session_of_the_parent() -> None:
+    PARENTS.close()
+    with CHUNKS.session(CPU) as session:
+        session.start(lambda _, item: item, [1, 2]).wait()
+    if (CHUNKS.num_threads, torch.get_num_threads()) != (2, 2):
+        raise SystemExit(3)
+
+
+PARENTS = ExitStack()
+
+
 @pytest.mark.parametrize("work", [_apart_in_child, _apart_within_apart])
 def test_work_ends_in_a_forked_child_and_on_a_thread_of_the_pool(work: Callable[[], None]) -> None:
     assert CHUNKS.apart(lambda: 7, CPU) == 7
@@ -39,7 +51,23 @@ def test_work_ends_in_a_forked_child_and_on_a_thread_of_the_pool(work: Callable[
         child.join()
 
 
-def test_of_overlapping_sessions_each_leaves_its_thread_as_it_was() -> None:
+def test_a_child_that_is_forked_in_a_session_can_end_it() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    PARENTS.enter_context(CHUNKS.session(CPU))
+    child = multiprocessing.get_context("fork").Process(target=_end_the_session_of_the_parent)
+    try:
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        PARENTS.close()
+        torch.set_num_threads(threads)
+        child.kill()
+        child.join()
+
+
+def test_of_overlapping_sessions_none_leaves_a_thread_lowered() -> None:
     begins, ends = threading.Barrier(2), threading.Event()
 
     def other() -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import CosFace
+from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.selection import PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
 from tests.unit.bridge.rank_processes import run_ranks
@@ -95,3 +96,25 @@ def test_two_ranks_push_what_one_worker_would(tmp_path: Path) -> None:
         for part in pushed:
             joint[part["ids"][step]] += part["samples"][step] / 14 * part["gradients"][step]
         np.testing.assert_allclose(joint, merged_gradient(table), rtol=0, atol=1e-6 * np.abs(joint).max())
+
+
+def change_with_unequal_losses(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    for name, kept_bytes in (("kept", None), ("made again", 0)):
+        head = ClassHead(
+            None, "classes", num_classes=8000, dim=6, optimizer=UNIT_SGD, rows="ranks", logits_cache_bytes=kept_bytes
+        )
+        assert isinstance(head.table, RankTable)
+        before = head.table.rows_LD.clone()
+        features, labels = batch(rank)
+        (head(features.requires_grad_(), labels) * (1 + rank)).backward()
+        RowOptimizer(head).step()
+        np.save(f"{folder}/{name}{rank}.npy", (head.table.rows_LD - before).numpy())
+
+
+def test_logits_kept_by_one_pass_are_not_taken_for_those_of_another(tmp_path: Path) -> None:
+    run_ranks(change_with_unequal_losses, 2, tmp_path)  # losses that weigh unequally are another pass's affair
+    for rank in range(2):
+        kept, made = (np.load(tmp_path / f"{name}{rank}.npy") for name in ("kept", "made again"))
+        assert np.abs(made).max() > 1e-4
+        np.testing.assert_allclose(kept, made, rtol=0, atol=1e-6)

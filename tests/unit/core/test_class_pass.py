@@ -238,6 +238,9 @@ def test_sums_of_another_shape_are_refused() -> None:
         "kept": np.zeros((30, 4), np.float32),
         "threads": 1,
     }
+    nothing = {"sum": np.zeros((0, 4)), "weighted": None}
+    with pytest.raises(ValueError, match="P not 0"):
+        compiled.forward(case.rows, **NO_TARGETS, **{**fine, **nothing})
     wrong: dict[str, Any] = {
         "sum": np.zeros((2, 5)),
         "weighted": np.zeros((3, 4, 6), np.float32),

@@ -156,8 +156,11 @@ def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
     cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
     view = cluster.scheduler.describe()
     assert view.tables == () == view.incomplete_tables  # shard 1 has not said whether it holds it
+    with pytest.raises(errors.ClusterNotReady, match=r"table 't' is not known yet: 1 shard of 2 \(1\)"):
+        view.require_registered("whether there is a table 't'")
     cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[SPEC])
     view = cluster.scheduler.describe()
+    view.require_registered("all")
     assert (view.tables, view.cluster_version, view.ready) == ((SPEC,), 7, True)
 
 
