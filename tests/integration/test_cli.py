@@ -31,7 +31,7 @@ def geartrain(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
         text=True,
         timeout=TIMEOUT_SECONDS,
         cwd=cwd,
-        env=dict(os.environ),  # as it was when we began: readline, which pytest loads, adds a COLUMNS of its own
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},  # readline adds it to pytest's
     )
 
 
