@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,3 +50,15 @@ def test_sixteen_bits_are_summed_in_scratch_and_not_in_a_copy_of_pytorchs(dtype:
         sums = rank_table._sums(work, values)
     assert (sums.dtype, sums.tolist()) == (torch.float32, [6, 22, 38])
     assert noted.dtypes == [torch.float32]  # of another type it would make a copy of all
+
+
+def test_rows_that_move_leave_no_memory_behind_on_the_old_device() -> None:
+    spec = TableSpec(name="t", dim=4, num_rows=3, optimizer=SparseMomentum(0.1))
+    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+    buffer = table.pool.take(1000, table.device)
+    left = weakref.ref(buffer)
+    table.pool.give_back(buffer)
+    del buffer
+    assert left() is not None
+    table.move_to(torch.device("meta"))
+    assert left() is None
