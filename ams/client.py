@@ -1,7 +1,8 @@
 """The client: tables as a program sees them, and the calls to their shards.
 
 Cost: one request per shard and operation, all shards at once. N ids of a table of dim D travel as 8·N bytes, their
-rows as itemsize·N·D bytes; ids that occur twice travel once.
+rows as itemsize·N·D bytes; ids that occur twice travel once. To and from a shard on this machine nothing of that
+travels: it lies in memory that both share.
 """
 
 from __future__ import annotations

@@ -289,6 +289,8 @@ class ClientConfig(Section):
     """Bounds the writing, and the reading back, of one shard's part of a snapshot."""
     part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
     """Larger payloads travel in parts of this many bytes."""
+    shared_memory: bool = True
+    """Rows go to and come from shards on this machine through memory that both share, not over the connection."""
     max_in_flight_writes: int = Field(default=64, ge=1, le=1024)
     """Writes per stream that may be unacknowledged at once."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES

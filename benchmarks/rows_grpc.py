@@ -1,9 +1,10 @@
-"""Rows over gRPC: pull and push of 10,000 rows of 128 floats, from another process, against a bare grpcio handler.
+"""Rows from another process: pull and push of 10,000 rows of 128 floats, against a bare grpcio handler.
 
 The rival takes and returns the same number of bytes and does nothing with them, so a ratio of 1 would mean that
-finding, copying and updating rows is free. "In flight" is the throughput of four requests at once, as a step has that
-works while its last push travels; "one at a time" is how long one takes. Redis (MGET / MSET of the same rows, one at a
-time) is shown too where it is installed.
+finding, copying and updating rows is free. "gRPC" is how rows come from another machine: in messages. "Shared memory"
+is how they come from a shard on this one, of which messages only speak. "In flight" is the throughput of four requests
+at once, as a step has that works while its last push travels; "one at a time" is how long one takes. Redis (MGET / MSET
+of the same rows, one at a time) is shown too where it is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -26,7 +27,7 @@ import numpy as np
 from _turns import median_seconds
 
 from geartrain.ams.cluster import connect
-from geartrain.ams.config import MAX_MESSAGE_BYTES
+from geartrain.ams.config import MAX_MESSAGE_BYTES, ClientConfig
 from geartrain.ams.specs import Ids, SparseMomentum
 from geartrain.ams.transport.grpc_client import channel_options
 
@@ -37,6 +38,8 @@ ROUNDS = 8
 IN_FLIGHT, BURST = 4, 32
 IDS_BYTES = NUM_IDS * 8
 ROWS_BYTES = NUM_IDS * DIM * 4
+WAYS = ("gRPC", "shared memory")
+"""The sides of ours, in order."""
 Side = Callable[[Ids], object]
 Begin = Callable[[Ids], Any]
 """Begins a request; returns its future."""
@@ -60,43 +63,44 @@ sys.stdin.read()
 
 def measure_grpc_pull() -> Iterator[dict[str, Any]]:
     """Pull of 10,000 random rows of a 1M-row dense table, in turns with the bare handler."""
-    with _bare_channel() as channel, _our_table() as table:
+    with _bare_channel() as channel, _our_tables() as tables:
         bare = channel.unary_unary("/bare/Pull")
         request = bytes(IDS_BYTES)
         outs = itertools.cycle([np.empty((NUM_IDS, DIM), np.float32) for _ in range(2 * IN_FLIGHT)])
-        ours, theirs = _one_at_a_time(lambda ids: table.pull_into(ids, next(outs)), lambda _: bare(request))
-        yield _result(
-            "gRPC pull in flight",
-            *_in_flight(lambda ids: table.pull_into_async(ids, next(outs)), lambda _: bare.future(request)),
-            target=0.7,
+        times = _one_at_a_time(
+            *(lambda ids, table=table: table.pull_into(ids, next(outs)) for table in tables), lambda _: bare(request)
         )
-    yield _result("gRPC pull one at a time", ours, theirs, target=0.7)
-    yield from _redis("MGET", ours)
+        in_flight = _in_flight(
+            *(lambda ids, table=table: table.pull_into_async(ids, next(outs)) for table in tables),
+            lambda _: bare.future(request),
+        )
+    yield from _results("pull", in_flight, times)
+    yield from _redis("MGET", times)
 
 
 def measure_grpc_push() -> Iterator[dict[str, Any]]:
     """SparseMomentum push of 10,000 random rows of a 1M-row dense table, in turns with the bare handler."""
-    with _bare_channel() as channel, _our_table() as table:
+    with _bare_channel() as channel, _our_tables() as tables:
         bare = channel.unary_unary("/bare/Push")
         request = bytes(IDS_BYTES + ROWS_BYTES)
         gradients = np.random.default_rng(1).normal(size=(NUM_IDS, DIM)).astype(np.float32)
-        ours, theirs = _one_at_a_time(lambda ids: table.push(ids, gradients), lambda _: bare(request))
-        yield _result(
-            "gRPC push in flight",
-            *_in_flight(lambda ids: table.push_async(ids, gradients), lambda _: bare.future(request)),
-            target=0.7,
+        times = _one_at_a_time(
+            *(lambda ids, table=table: table.push(ids, gradients) for table in tables), lambda _: bare(request)
         )
-    yield _result("gRPC push one at a time", ours, theirs, target=0.7)
-    yield from _redis("MSET", ours)
+        in_flight = _in_flight(
+            *(lambda ids, table=table: table.push_async(ids, gradients) for table in tables),
+            lambda _: bare.future(request),
+        )
+    yield from _results("push", in_flight, times)
+    yield from _redis("MSET", times)
 
 
-def _one_at_a_time(ours: Side, theirs: Side) -> tuple[float, float]:
+def _one_at_a_time(*sides: Side) -> list[float]:
     """Median seconds of a request of each side."""
-    mine, other = median_seconds([ours, theirs], _draws(), rounds=ROUNDS)
-    return mine, other
+    return median_seconds(sides, _draws(), rounds=ROUNDS)
 
 
-def _in_flight(ours: Begin, theirs: Begin) -> tuple[float, float]:
+def _in_flight(*sides: Begin) -> list[float]:
     """Seconds of each side from one answer to the next: the median of bursts of ``BURST`` requests."""
     draw = _draws()
 
@@ -112,14 +116,21 @@ def _in_flight(ours: Begin, theirs: Begin) -> tuple[float, float]:
 
         return run
 
-    mine, other = median_seconds(
-        [burst(ours), burst(theirs)],
+    medians = median_seconds(
+        [burst(side) for side in sides],
         lambda: [draw() for _ in range(BURST)],
         rounds=ROUNDS,
         calls=3,
         uncounted=1,
     )
-    return mine / BURST, other / BURST
+    return [seconds / BURST for seconds in medians]
+
+
+def _results(operation: str, in_flight: list[float], times: list[float]) -> Iterator[dict[str, Any]]:
+    """A line for each way that rows take, in flight and one at a time; the rival is the last side."""
+    for number, way in enumerate(WAYS):
+        yield _result(f"{way} {operation} in flight", in_flight[number], in_flight[-1], target=0.7)
+        yield _result(f"{way} {operation} one at a time", times[number], times[-1], target=0.7)
 
 
 def _result(
@@ -155,22 +166,30 @@ def _bare_channel() -> Iterator[grpc.Channel]:
 
 
 @contextmanager
-def _our_table() -> Iterator[Any]:
+def _our_tables() -> Iterator[list[Any]]:
+    """One table as two clients see it, one for each of :data:`WAYS`."""
     command = [sys.executable, "-m", "geartrain", "up", "--shards=1", "--scheduler-listen=127.0.0.1:0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up,
+        ExitStack() as ends,
+    ):
         assert up.stdout is not None
-        try:
-            ready = json.loads(up.stdout.readline())
-            with connect(ready["scheduler"]) as cluster:
-                table = cluster.create_table("bench", dim=DIM, optimizer=SparseMomentum(lr=0.1), num_rows=NUM_ROWS)
-                for start in range(0, NUM_ROWS, 50_000):
-                    table.assign(np.arange(start, start + 50_000), np.ones((50_000, DIM), np.float32))
-                yield table
-        finally:
-            up.terminate()
+        ends.callback(up.terminate)
+        address = json.loads(up.stdout.readline())["scheduler"]
+        clusters = [
+            ends.enter_context(connect(address, config=ClientConfig(shared_memory=way == "shared memory")))
+            for way in WAYS
+        ]
+        tables = [
+            cluster.create_table("bench", dim=DIM, optimizer=SparseMomentum(lr=0.1), num_rows=NUM_ROWS, reuse=True)
+            for cluster in clusters
+        ]
+        for start in range(0, NUM_ROWS, 50_000):
+            tables[0].assign(np.arange(start, start + 50_000), np.ones((50_000, DIM), np.float32))
+        yield tables
 
 
-def _redis(command: str, ours: float) -> list[dict[str, Any]]:
+def _redis(command: str, times: list[float]) -> list[dict[str, Any]]:
     """Time MGET or MSET of the same rows; empty where Redis or its client is not installed."""
     try:
         import redis
@@ -193,8 +212,12 @@ def _redis(command: str, ours: float) -> list[dict[str, Any]]:
                 (theirs,) = median_seconds([call], _draws(), rounds=ROUNDS)
             finally:
                 server.terminate()
-    case = "gRPC pull one at a time" if command == "MGET" else "gRPC push one at a time"
-    return [_result(case, ours, theirs, rival=f"Redis {command} (unix socket)")]
+    operation = "pull" if command == "MGET" else "push"
+    rival = f"Redis {command} (unix socket)"
+    return [
+        _result(f"{way} {operation} one at a time", ours, theirs, rival=rival)
+        for way, ours in zip(WAYS, times, strict=False)
+    ]
 
 
 def _await_socket(path: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
@@ -54,6 +55,7 @@ from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
 from geartrain.ams.transport.grpc_server import BytesMethod, GrpcServer, await_reply
+from geartrain.ams.transport.shared_memory import OpenedSegments, SharedArrays, arrays_in
 from geartrain.ams.words import counted
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ _HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
 _SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
 """Of requests that may come in parts."""
 _TableHeader = _SplitHeader | shard_pb2.PullRequest
+Raw = Mapping[int, memoryview]
+"""Raw fields of a message by number."""
 
 
 class ShardService:
@@ -74,6 +78,8 @@ class ShardService:
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._parts = PartBuffer()
+        self.segments = OpenedSegments()
+        """Memory that clients on this machine share with the shard."""
         self._shard: Shard | None = None
 
     def serve(self, shard: Shard) -> None:
@@ -97,6 +103,7 @@ class ShardService:
             "Thaw": self.thaw,
             "Restore": self.restore,
             "Fence": self.fence,
+            "ShareMemory": self.share_memory,
         }
         return {name: self._held_to_the_end(method) for name, method in methods.items()}
 
@@ -124,14 +131,20 @@ class ShardService:
         """Read rows."""
         header, raw = framing.decode_framed(data, shard_pb2.PullRequest)
         spec = self._spec(header)
-        ids = framing.ids_from(raw.get(14))
-        self._check_reply(len(ids), spec.row_bytes + 1)
-        reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
-        present = np.zeros(len(ids), np.bool_) if header.with_present else None
         required_sync = codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None
+        if header.HasField("shared"):
+            shared = self._shared(header.shared, spec.dim, spec.numpy_dtype)
+            shared.present[:] = False
+            ids, out, present = shared.ids.copy(), shared.rows, shared.present if header.with_present else None
+            reply = b""
+        else:
+            ids = framing.ids_from(raw.get(14))
+            self._check_reply(len(ids), spec.row_bytes + 1)
+            reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
+            present = np.zeros(len(ids), np.bool_) if header.with_present else None
         pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
         await_reply(self.shard.run(codec.context_from_pb(header.context), pull), servicer_context)
-        if present is None:
+        if present is None or header.HasField("shared"):
             return reply
         return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
 
@@ -139,11 +152,8 @@ class ShardService:
         """Apply gradients."""
         header, raw = framing.decode_framed(data, shard_pb2.PushRequest)
         spec = self._spec(header)
-        ids = framing.ids_from(raw.get(14))
-        gradients = framing.rows_from(
-            raw.get(15), len(ids), spec.dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
-        )
-        whole = self._whole(header, (ids, gradients))
+        dtype = DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
+        whole = self._whole(header, self._payload(header, raw, spec.dim, dtype))
         if whole is None:
             return shard_pb2.WriteReply(incomplete=True).SerializeToString()
         # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
@@ -164,9 +174,7 @@ class ShardService:
         """Overwrite rows."""
         header, raw = framing.decode_framed(data, shard_pb2.AssignRequest)
         spec = self._spec(header)
-        ids = framing.ids_from(raw.get(14))
-        rows = framing.rows_from(raw.get(15), len(ids), spec.dim, spec.numpy_dtype)
-        whole = self._whole(header, (ids, rows))
+        whole = self._whole(header, self._payload(header, raw, spec.dim, spec.numpy_dtype))
         if whole is None:
             return shard_pb2.WriteReply(incomplete=True).SerializeToString()
         distinct, _, _ = ops.merge_duplicates(whole[0])
@@ -242,6 +250,12 @@ class ShardService:
         fence = Fence(job=request.job, incarnation=request.incarnation, forget=request.forget)
         return _encoded(await_reply(self._submit(request.context, fence), servicer_context))
 
+    def share_memory(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:  # noqa: ARG002
+        """Open a client's memory."""
+        request = framing.parse(data, shard_pb2.ShareMemoryRequest)
+        reason = self.segments.open(request.name, request.process, request.descriptor)
+        return shard_pb2.ShareMemoryReply(shared=reason is None, reason=reason or "").SerializeToString()
+
     def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
         """``method``, but what it did is acknowledged only while the shard is surely this process's."""
 
@@ -259,6 +273,21 @@ class ShardService:
         # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.
         self.shard.check_fence(codec.context_from_pb(header.context))
         return self.shard.spec(header.table)
+
+    def _shared(self, named: shard_pb2.SharedBytes, dim: int, dtype: np.dtype[Any]) -> SharedArrays:
+        return arrays_in(self.segments.claim(named.name, named.use), named.num_ids, dim, dtype)
+
+    def _payload(
+        self, header: shard_pb2.PushRequest | shard_pb2.AssignRequest, raw: Raw, dim: int, dtype: np.dtype[Any]
+    ) -> Payload:
+        """The ids [N] and rows [N, dim] of a write."""
+        if not header.HasField("shared"):
+            ids = framing.ids_from(raw.get(14))
+            return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
+        shared = self._shared(header.shared, dim, dtype)
+        # Ids are copied, for what was checked of them must still be so when they are used. Rows are the caller's until
+        # the reply, which for a part comes before the write.
+        return shared.ids.copy(), shared.rows.copy() if header.HasField("part") else shared.rows
 
     def _whole(self, header: _SplitHeader, payload: Payload) -> Payload | None:
         if not header.HasField("part"):
@@ -345,6 +374,7 @@ class _HeldShard:
     def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
         """Send a heartbeat; return False if another process holds the shard now."""
         assert self.shard is not None
+        self.service.segments.forget_closed()
         failpoints.reach("lease.heartbeat.before")
         began = boot_seconds()
         reply = scheduler.heartbeat(self.shard.shard, self.incarnation, _CALL_TIMEOUT_SECONDS)

@@ -23,6 +23,11 @@ def dial(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable
     from geartrain.ams.transport.grpc_client import GrpcCarrier, GrpcSchedulerCarrier
 
     def open_carrier(shard_address: str) -> ShardCarrier:
-        return GrpcCarrier(shard_address, part_bytes=config.part_bytes, max_message_bytes=config.max_message_bytes)
+        return GrpcCarrier(
+            shard_address,
+            part_bytes=config.part_bytes,
+            max_message_bytes=config.max_message_bytes,
+            shared_memory=config.shared_memory,
+        )
 
     return GrpcSchedulerCarrier(address, max_message_bytes=config.max_message_bytes), open_carrier

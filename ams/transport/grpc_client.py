@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 
 from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB
@@ -51,6 +53,7 @@ from geartrain.ams.transport.carrier import (
     gather,
 )
 from geartrain.ams.transport.grpc_status import error_from
+from geartrain.ams.transport.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in, bytes_needed
 
 SHARD_SERVICE = "geartrain.ams.v1.Shard"
 SCHEDULER_SERVICE = "geartrain.ams.v1.Scheduler"
@@ -68,7 +71,10 @@ SHARD_METHODS = (
     "Thaw",
     "Restore",
     "Fence",
+    "ShareMemory",
 )
+
+_OFFER_SECONDS = 5.0
 
 _STATES = {
     scheduler_pb2.ShardEntry.STATE_UP: "up",
@@ -108,15 +114,31 @@ class _Connection:
 
 
 class GrpcCarrier:
-    """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts."""
+    """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
-    def __init__(self, address: str, *, part_bytes: int = 16 * MIB, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    With ``shared_memory``, rows do not travel to and from a shard on this machine; messages say where they lie.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        part_bytes: int = 16 * MIB,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        shared_memory: bool = False,
+    ) -> None:
         self._address = address
         self._part_bytes = part_bytes
         self._options = channel_options(max_message_bytes)
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
+        self._segments = SegmentPool(self._offer) if shared_memory else None
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of shared memory in use, free, or on offer."""
+        return 0 if self._segments is None else self._segments.num_segments
 
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
@@ -175,6 +197,8 @@ class GrpcCarrier:
         """Close the connection; calls under way fail with AttemptFailed."""
         with self._lock:
             self._is_closed = True
+        if self._segments is not None:
+            self._segments.close()
         self._connection.channel.close()
 
     def _begin(self) -> _Connection:
@@ -201,16 +225,19 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool = False,
+        room: _Room | None = None,
     ) -> Future[Reply]:
+        """Begin a call; ``room`` is the shared memory that it uses, up to its end."""
         future: Future[Reply] = Future()
         connection = self._begin()
         send = connection.methods[method]
 
         def settle(reply: Callable[[], bytes]) -> None:
-            timed_out = False
+            timed_out = is_answered = False
             outcome: Reply | Exception
             try:
                 outcome = decode(reply())
+                is_answered = True
             except grpc.RpcError as exc:
                 timed_out = isinstance(exc, grpc.Call) and exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 outcome = error_from(exc, f"shard at {self._address}")
@@ -220,6 +247,9 @@ class GrpcCarrier:
                 outcome = exc
             except Exception as exc:  # a defect here must not leave the caller waiting for ever
                 outcome = InternalError(f"reply of the shard at {self._address}: {exc!r}")
+            finally:
+                if room is not None:
+                    room.end(is_answered=is_answered)
             self._end(connection, timed_out=timed_out)  # first, so that a retry finds the next connection
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
@@ -234,6 +264,8 @@ class GrpcCarrier:
         except _ChannelClosed:
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             self._end(connection, timed_out=False)
+            if room is not None:
+                room.end(is_answered=False)
             return future
         # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
         call.add_done_callback(lambda call: settle(call.result))
@@ -253,9 +285,9 @@ class GrpcCarrier:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
-        row_bytes = pull.out.shape[1] * pull.out.itemsize
+        dim, dtype = pull.out.shape[1], pull.out.dtype
         parts = []
-        spans = self._spans(len(pull.ids), row_bytes + 8)
+        spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
         for start, end in spans:
             header = shard_pb2.PullRequest(
                 context=codec.context_to_pb(context),
@@ -263,9 +295,16 @@ class GrpcCarrier:
                 required_sync=codec.group_to_pb(pull.required_sync),
                 with_present=pull.present is not None,
             )
-            data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            unpack = _Unpack(pull, start, end)
-            parts.append(self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1))
+            room = self._room(end - start, dim, dtype)
+            if room is None:
+                data = framing.encode_framed(header, [(14, pull.ids[start:end])])
+            else:
+                room.arrays.ids[:] = pull.ids[start:end]
+                header.shared.CopyFrom(room.named)
+                data = header.SerializeToString()
+            unpack = _Unpack(pull, start, end, room)
+            whole = alone and len(spans) == 1
+            parts.append(self._call("Pull", data, timeout_seconds, unpack, alone=whole, room=room))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _write(
@@ -279,9 +318,48 @@ class GrpcCarrier:
             header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
-            parts.append(self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1))
+            room = self._room(end - start, rows.shape[1], rows.dtype)
+            if room is None:
+                data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
+            else:
+                room.arrays.ids[:], room.arrays.rows[:] = write.ids[start:end], rows[start:end]
+                header.shared.CopyFrom(room.named)
+                data = header.SerializeToString()
+            whole = alone and len(spans) == 1
+            parts.append(self._call(method, data, timeout_seconds, _done, alone=whole, room=room))
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> _Room | None:
+        """Shared memory for a call; None: its bytes travel in the messages."""
+        if self._segments is None:
+            return None
+        segment = self._segments.take(bytes_needed(num_ids, dim, dtype))
+        return None if segment is None else _Room(self._segments, segment, num_ids, dim, dtype)
+
+    def _offer(self, segment: Segment) -> None:
+        """Tell the shard of a new segment."""
+        segments = self._segments
+        assert segments is not None
+
+        def answered(data: bytes) -> Reply:
+            reply = framing.parse(data, shard_pb2.ShareMemoryReply)
+            if reply.shared:
+                segments.accept(segment)
+            else:
+                segments.refuse(reply.reason)
+            return Done()
+
+        def ended(offer: Future[Reply]) -> None:
+            error = offer.exception()
+            if error is not None:
+                segment.close()
+            if isinstance(error, ProtocolError):  # a shard of an earlier version
+                segments.refuse(str(error))
+            segments.end_offer()
+
+        ask = shard_pb2.ShareMemoryRequest(name=segment.name, process=os.getpid(), descriptor=segment.descriptor)
+        offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered)
+        offer.add_done_callback(ended)
 
     def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
         """Cut 0 … num_ids into the fewest runs of at most part_bytes."""
@@ -301,24 +379,63 @@ def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float
         raise _ChannelClosed from exc
 
 
+class _Room:
+    """Shared memory in use by one call."""
+
+    def __init__(self, segments: SegmentPool, segment: Segment, num_ids: int, dim: int, dtype: np.dtype[Any]) -> None:
+        self._segments = segments
+        self._segment: Segment | None = segment
+        self._arrays: SharedArrays | None = arrays_in(segment.memory, num_ids, dim, dtype)
+        self.named = shard_pb2.SharedBytes(name=segment.name, num_ids=num_ids, use=segment.num_uses)
+
+    @property
+    def arrays(self) -> SharedArrays:
+        """What the call carries. Only before its end."""
+        assert self._arrays is not None
+        return self._arrays
+
+    def end(self, *, is_answered: bool) -> None:
+        """Leave the memory: to the next call, or without an answer to nobody, as the shard may be at work in it."""
+        segment, self._segment, self._arrays = self._segment, None, None
+        assert segment is not None
+        if is_answered:
+            self._segments.give_back(segment)
+        else:
+            segment.close()
+
+
 class _Unpack:
     """Writes the rows of one reply where the pull wants them."""
 
-    def __init__(self, pull: Pull, start: int, end: int) -> None:
-        self._pull, self._start, self._end = pull, start, end
+    def __init__(self, pull: Pull, start: int, end: int, room: _Room | None) -> None:
+        self._pull, self._start, self._end, self._room = pull, start, end, room
 
     def __call__(self, data: bytes) -> Reply:
-        pull, start, end = self._pull, self._start, self._end
         _, raw = framing.decode_framed(data, shard_pb2.PullReply)
-        rows = framing.rows_from(raw.get(15), end - start, pull.out.shape[1], pull.out.dtype)
+        if self._room is None:
+            self._place(self._rows(raw.get(15)), self._present(raw.get(14)))
+        else:
+            self._place(self._room.arrays.rows, self._room.arrays.present)
+        return Done()
+
+    def _rows(self, raw: memoryview | None) -> npt.NDArray[Any]:
+        out = self._pull.out
+        return framing.rows_from(raw, self._end - self._start, out.shape[1], out.dtype)
+
+    def _present(self, raw: memoryview | None) -> npt.NDArray[np.bool_] | None:
+        num_ids = self._end - self._start
+        if self._pull.present is None:
+            return None
+        if raw is None or len(raw) != num_ids:
+            raise ProtocolError(f"the shard did not say which of {num_ids} rows exist")
+        return np.frombuffer(raw, np.bool_)
+
+    def _place(self, rows: npt.NDArray[Any], present: npt.NDArray[np.bool_] | None) -> None:
+        pull, start, end = self._pull, self._start, self._end
         where: Any = slice(start, end) if pull.positions is None else pull.positions[start:end]
         pull.out[where] = rows
         if pull.present is not None:
-            present = raw.get(14)
-            if present is None or len(present) != end - start:
-                raise ProtocolError(f"the shard did not say which of {end - start} rows exist")
-            pull.present[where] = np.frombuffer(present, np.bool_)
-        return Done()
+            pull.present[where] = present
 
 
 def _push_header(context: CallContext, push: Push) -> shard_pb2.PushRequest:

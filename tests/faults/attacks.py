@@ -38,6 +38,15 @@ def proxies(seed: int, folder: Path, *, pushes: int = 120, most_bytes: int = 800
     np.testing.assert_array_equal(rows, expected)
 
 
+def shared_memory(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa: ARG001
+    """Integer pushes by way of shared memory: past calls that arrive late, and through such proxies."""
+    from tests.faults.test_exactly_once import SHARED_BYTES, attack, attack_late
+
+    np.testing.assert_array_equal(*attack_late(seed, pushes))
+    rows, expected, _ = attack(seed, pushes, SHARED_BYTES, shared=True)
+    np.testing.assert_array_equal(rows, expected)
+
+
 def damage(seed: int, folder: Path, *, times: int = 40) -> None:
     """Damage a snapshot so many times, each time in one way; it must be found and named."""
     whole = take_snapshot(folder, "whole", step=1)

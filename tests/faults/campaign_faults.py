@@ -12,6 +12,7 @@ from tests.faults import attacks, mutations
 
 SEQUENCES_PER_RUN = 200
 PUSHES_PER_RUN = 1000
+SHARED_PUSHES_PER_RUN = 100
 DAMAGES_PER_RUN = 250
 PROXY_BYTES = 2_400_000
 """Connections last longer than in ``make test``: fewer faults for a push, more pushes in the time."""
@@ -66,6 +67,12 @@ def proxies(seed: int, folder: Path) -> int:
     return PUSHES_PER_RUN
 
 
+def shared(seed: int, folder: Path) -> int:
+    """Pushes by way of shared memory, about which messages are late, lost and repeated."""
+    attacks.shared_memory(seed, folder, pushes=SHARED_PUSHES_PER_RUN)
+    return 2 * SHARED_PUSHES_PER_RUN
+
+
 def damage(seed: int, folder: Path) -> int:
     """Damaged files of a snapshot."""
     attacks.damage(seed, folder, times=DAMAGES_PER_RUN)
@@ -117,6 +124,7 @@ def all_faults() -> list[Fault]:
         ),
         Fault(name="stops", unit="stops", target=20, share=0.05, run=stops),
         Fault(name="proxies", unit="pushes", target=50_000, share=0.25, run=proxies, timeout_seconds=600),
+        Fault(name="shared", unit="pushes", target=5_000, share=0.1, run=shared),
         Fault(name="damage", unit="damages", target=10_000, share=0.05, run=damage),
         Fault(name="sequences", unit="sequences", target=20_000, share=0.3, run=sequences, timeout_seconds=600),
         Fault(name="suite", unit="mutations", target=len(mutations.REMOVALS), share=0.05, run=suite),

@@ -21,6 +21,7 @@ from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage import snapshot_folder
 from geartrain.ams.storage.durable import disk
+from geartrain.ams.transport.shared_memory import OpenedSegments
 
 
 def _dedup(patch: pytest.MonkeyPatch) -> None:
@@ -99,11 +100,17 @@ def _no_sync(patch: pytest.MonkeyPatch, spared: Callable[[Path], bool]) -> None:
     patch.setattr(disk, "sync", forgotten)
 
 
+def _one_use(patch: pytest.MonkeyPatch) -> None:
+    """A shard works in shared memory whenever a call says so, however often that call arrives."""
+    patch.setattr(OpenedSegments, "claim", lambda self, name, _: self._opened[name].memory)
+
+
 VARIABLE = "GEARTRAIN_TEST_REMOVE"
 REMOVALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "dedup": _dedup,
     "shard fence": _shard_fence,
     "client fence": _client_fence,
+    "one use": _one_use,
     "checksum": _checksum,
     "rename last": _rename_last,
     "fsync": lambda patch: _no_sync(patch, lambda _: False),

@@ -30,8 +30,8 @@ _ONLY_UPWARD = ("overtake", "mirror", "replay")
 _LONGEST_HOLD_SECONDS = 5.0
 _ANSWERED_BYTES = 200
 """A connection that has received more than this has had a call answered: the rest is HTTP/2's own settings."""
-_REPLY_SHARE = 400
-"""Writes are so many times larger than their replies, about."""
+REPLY_SHARE = 400
+"""Writes are so many times larger than their replies, about, where their rows travel."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,14 @@ class _Connection:
 class FaultyProxy:
     """Listens on a free port. Between :meth:`begin_faults` and :meth:`end_faults` every connection meets a fault."""
 
-    def __init__(self, seed: int, *, most_bytes: int = 800_000, delay_seconds: float = 0.5) -> None:
+    def __init__(
+        self, seed: int, *, most_bytes: int = 800_000, delay_seconds: float = 0.5, reply_share: int = REPLY_SHARE
+    ) -> None:
         self.counts: Counter[str] = Counter()
         """Faults that took effect, by kind and direction."""
         self._faulty = False
         self._random = random.Random(seed)
-        self._most_bytes, self._delay = most_bytes, delay_seconds
+        self._most_bytes, self._delay, self._reply_share = most_bytes, delay_seconds, reply_share
         self._target: tuple[str, int] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")
@@ -152,7 +154,7 @@ class FaultyProxy:
         return Fault(
             kind=kind,
             upward=upward,
-            after_bytes=self._random.randrange(self._most_bytes if upward else self._most_bytes // _REPLY_SHARE),
+            after_bytes=self._random.randrange(self._most_bytes if upward else self._most_bytes // self._reply_share),
             seconds=self._delay * self._random.uniform(0.5, 2),
         )
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import grpc
 import numpy as np
+import pytest
 
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.transport import shared_memory
+from geartrain.ams.transport.grpc_client import GrpcCarrier
 from tests.faults.mutations import removed
-from tests.faults.proxy import KINDS, FaultyProxy
+from tests.faults.proxy import KINDS, REPLY_SHARE, FaultyProxy
+from tests.integration.conftest import carriers_of, fill
 
 NUM_ROWS = 4096
 DIM = 16
 PUSHES = int(os.environ.get("GEARTRAIN_PROXY_PUSHES", "500"))
 ATTEMPT_SECONDS = 0.3
+SHARED_BYTES = 50_000
+"""Most bytes of messages before a fault, where rows lie in shared memory."""
 CONFIG = ClientConfig(
     attempt_timeout_seconds=ATTEMPT_SECONDS,
     recovery_timeout_seconds=120,
@@ -31,14 +40,27 @@ CONFIG = ClientConfig(
 
 
 @contextmanager
-def behind_proxies(num_shards: int, seed: int, most_bytes: int) -> Iterator[tuple[Cluster, list[FaultyProxy]]]:
-    """A cluster whose shards are reached only through proxies; the way to the scheduler is straight."""
+def behind_proxies(
+    num_shards: int, seed: int, most_bytes: int, *, shared: bool
+) -> Iterator[tuple[Cluster, list[FaultyProxy]]]:
+    """A cluster whose shards are reached only through proxies; the way to the scheduler is straight.
+
+    With ``shared`` the rows lie in shared memory, and only messages about them pass.
+    """
+    reply_share = 2 if shared else REPLY_SHARE
     with ExitStack() as stack:
         scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=num_shards, lease_seconds=60))
         address = scheduler.start()
         stack.callback(scheduler.stop, 0)
         proxies = [
-            stack.enter_context(FaultyProxy(seed * 1000 + shard, most_bytes=most_bytes, delay_seconds=ATTEMPT_SECONDS))
+            stack.enter_context(
+                FaultyProxy(
+                    seed * 1000 + shard,
+                    most_bytes=most_bytes,
+                    delay_seconds=ATTEMPT_SECONDS,
+                    reply_share=reply_share,
+                )
+            )
             for shard in range(num_shards)
         ]
         for shard, proxy in enumerate(proxies):
@@ -46,16 +68,22 @@ def behind_proxies(num_shards: int, seed: int, most_bytes: int) -> Iterator[tupl
             server.start()
             stack.callback(server.stop, 0)
             proxy.forward_to(server.bound_addresses[0])
-        cluster = stack.enter_context(connect(address, config=CONFIG))
+        if shared:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(shared_memory, "MIN_SHARED_BYTES", 1)
+        config = CONFIG.model_copy(update={"shared_memory": shared})
+        cluster = stack.enter_context(connect(address, config=config))
         yield cluster, proxies
 
 
-def attack(seed: int, num_pushes: int, most_bytes: int = 1_000_000) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+def attack(
+    seed: int, num_pushes: int, most_bytes: int = 1_000_000, *, shared: bool = False
+) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
     """Push integers from two threads through faulty proxies; return the rows, what they must be, and the faults met.
 
-    A connection meets its fault after ``most_bytes`` at most.
+    A connection meets its fault after ``most_bytes`` at most. With ``shared``, rows lie in shared memory, and every
+    push is followed by a pull, which uses the same memory.
     """
-    with behind_proxies(2, seed, most_bytes) as (cluster, proxies):
+    with behind_proxies(2, seed, most_bytes, shared=shared) as (cluster, proxies):
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
         expected = np.zeros((NUM_ROWS, DIM))
         lock = threading.Lock()
@@ -71,6 +99,8 @@ def attack(seed: int, num_pushes: int, most_bytes: int = 1_000_000) -> tuple[np.
                     ids = np.sort(own.choice(NUM_ROWS, int(own.choice([5, 200, 2500])), replace=False))
                     gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
                     table.push(ids, gradients)
+                    if shared:
+                        table.pull(np.arange(NUM_ROWS))
                     with lock:
                         expected[ids] -= gradients
             except BaseException as exc:
@@ -87,12 +117,57 @@ def attack(seed: int, num_pushes: int, most_bytes: int = 1_000_000) -> tuple[np.
         return table.pull(np.arange(NUM_ROWS)), expected, proxies[0].counts + proxies[1].counts
 
 
+def attack_late(seed: int, num_pushes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Push integers by way of one piece of shared memory; return the rows and what they must be.
+
+    Each pull arrives once more when the push after it has its rows in the same memory.
+    """
+    own = np.random.default_rng(seed)
+    last: list[bytes] = []
+    whole = GrpcCarrier._call
+
+    def call(self: GrpcCarrier, method: str, data: bytes, *arguments: Any, **keywords: Any) -> Any:
+        if method == "Push" and last:
+            with contextlib.suppress(grpc.RpcError):
+                self._connection.methods["Pull"](last.pop(), timeout=10)
+        if method == "Pull":
+            last.append(data)
+        return whole(self, method, data, *arguments, **keywords)
+
+    with (
+        behind_proxies(1, seed, most_bytes=1, shared=True) as (cluster, _),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
+        fill(carriers_of(cluster)[0], 1)
+        patch.setattr(GrpcCarrier, "_call", call)
+        expected = np.zeros((NUM_ROWS, DIM))
+        for _ in range(num_pushes):
+            ids = np.sort(own.choice(NUM_ROWS, 500, replace=False))
+            gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
+            table.push(ids, gradients)
+            expected[ids] -= gradients
+            np.testing.assert_array_equal(table.pull(ids), expected[ids])
+        return table.pull(np.arange(NUM_ROWS)), expected
+
+
+def test_a_late_call_changes_nothing_in_memory_that_another_uses() -> None:
+    rows, expected = attack_late(seed=1, num_pushes=10)
+    np.testing.assert_array_equal(rows, expected)
+
+
 def test_every_push_is_applied_once_through_a_faulty_network() -> None:
     rows, expected, met = attack(seed=1, num_pushes=PUSHES)
     np.testing.assert_array_equal(rows, expected)
     assert {kind.split()[0] for kind in met} == set(KINDS), met
     assert {"blackhole up", "blackhole down"} <= set(met), met  # requests vanish, and only their replies do
     assert sum(met.values()) >= PUSHES / 25, met
+
+
+def test_every_push_is_applied_once_where_only_messages_about_rows_meet_the_faults() -> None:
+    rows, expected, met = attack(seed=1, num_pushes=PUSHES // 10, most_bytes=SHARED_BYTES, shared=True)
+    np.testing.assert_array_equal(rows, expected)
+    assert {"mirror", "replay", "overtake"} <= set(met), met  # calls arrive twice, late, and behind newer ones
 
 
 def test_the_attack_finds_a_shard_that_forgets_what_it_applied() -> None:

@@ -13,6 +13,7 @@ CAUGHT_BY: dict[str, attacks.Attack] = {
     "dedup": attacks.sequences,
     "shard fence": attacks.sequences,
     "client fence": attacks.sequences,
+    "one use": attacks.shared_memory,
     "checksum": attacks.damage,
     "rename last": attacks.death_of_a_writer,
     "fsync": attacks.power_loss,

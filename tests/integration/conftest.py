@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -11,6 +12,9 @@ from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
+from geartrain.ams.transport import shared_memory
+from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.transport.shared_memory import SegmentPool
 from geartrain.bridge.hosted.models import hosted_models
 from geartrain.hosting import local
 
@@ -58,18 +62,40 @@ def served() -> Iterator[Callable[..., ServedCluster]]:
         yield make
 
 
-@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A cluster over each carrier; "parts" cuts every payload above 64 KiB."""
+@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "shared-2"])
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster over each carrier; "parts" cuts every payload above 64 KiB, and "shared" has all in shared memory."""
     kind, shards, *parts = request.param.split("-")
     if kind == "local":
         with local(int(shards)) as embedded:
             yield embedded
         return
     served = ServedCluster(int(shards))
-    config = ClientConfig(part_bytes=64 << 10, attempt_timeout_seconds=10.0) if parts else QUICK
+    monkeypatch.setattr(shared_memory, "MIN_SHARED_BYTES", 1)
+    config = QUICK.model_copy(update={"shared_memory": kind == "shared", **({"part_bytes": 64 << 10} if parts else {})})
     try:
         with connect(served.address, config=config) as connected:
+            if kind == "shared":
+                for carrier in carriers_of(connected):
+                    fill(carrier)
             yield connected
     finally:
         served.stop()
+
+
+def carriers_of(cluster: Cluster) -> list[GrpcCarrier]:
+    """The carriers to the shards of a cluster, in order."""
+    return cluster._calls._carriers  # type: ignore[attr-defined]
+
+
+def fill(carrier: GrpcCarrier, num_segments: int = 2) -> None:
+    """Offer segments of shared memory to a shard, and wait until it has them."""
+    answered = threading.Semaphore(0)
+    pool = carrier._segments
+    assert pool is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "end_offer", lambda: (SegmentPool.end_offer(pool), answered.release()))
+        for _ in range(num_segments):
+            assert pool.take((pool.num_segments + 1) << 20) is None  # larger than those there are
+            assert answered.acquire(timeout=10)
+    assert pool.num_segments == num_segments

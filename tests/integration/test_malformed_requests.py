@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 from collections.abc import Callable
@@ -55,6 +56,9 @@ def valid_requests() -> dict[str, bytes]:
             1 << 20,
         )[0],
         "CreateTable": shard_pb2.CreateTableRequest(spec=spec).SerializeToString(),
+        "ShareMemory": shard_pb2.ShareMemoryRequest(
+            name="geartrain-" + "0" * 32, process=os.getpid(), descriptor=1
+        ).SerializeToString(),
         "Describe": shard_pb2.DescribeRequest().SerializeToString(),
     }
 
@@ -116,7 +120,7 @@ def test_garbage_on_the_port_does_not_disturb_the_shard(served: Callable[..., ob
 
 def test_an_oversize_message_names_the_limit(served: Callable[..., object]) -> None:
     cluster = served(1, max_message_bytes=2 << 20)
-    too_large = ClientConfig(part_bytes=8 << 20)
+    too_large = ClientConfig(part_bytes=8 << 20, shared_memory=False)
     with connect(cluster.address, config=too_large) as ours:  # type: ignore[attr-defined]
         table = ours.create_table("t", dim=256, optimizer=SGD(1.0))
         with pytest.raises(errors.MessageTooLarge, match="part_bytes"):

@@ -100,6 +100,96 @@ class DropTableRequest(_message.Message):
 Global___DropTableRequest: _TypeAlias = DropTableRequest  # noqa: Y015
 
 @_typing.final
+class ShareMemoryRequest(_message.Message):
+    """A file in memory (memfd) that the caller has open, sealed against any change of its size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What it was made with: begins with "geartrain-", and nobody else's is called so (32 random hexadecimal digits)."""
+    process: _builtins.int
+    """Number of the process, and of the descriptor there. The shard holds the memory until that descriptor is closed."""
+    descriptor: _builtins.int
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        name: _builtins.str = ...,
+        process: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "descriptor", b"descriptor", "name", b"name", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareMemoryRequest: _TypeAlias = ShareMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ShareMemoryReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    shared: _builtins.bool
+    """Calls may name the memory from now on."""
+    reason: _builtins.str
+    """Why not."""
+    def __init__(
+        self,
+        *,
+        shared: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "shared", b"shared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareMemoryReply: _TypeAlias = ShareMemoryReply  # noqa: Y015
+
+@_typing.final
+class SharedBytes(_message.Message):
+    """The raw bytes of one call, in memory that was offered with ShareMemory. From its first byte on: the ids; from the
+    next multiple of 64 on, rows or gradients; from the next multiple of 64 on, what says which rows are present. The
+    memory must be left alone until the reply is there. Without a reply it must not be used for another call.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_IDS_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    num_ids: _builtins.int
+    use: _builtins.int
+    """From 1, higher with each call that uses this memory: a call that arrives twice must not write over the next one's
+    bytes, so that the second is refused.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_ids: _builtins.int = ...,
+        use: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_ids", b"num_ids", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedBytes: _TypeAlias = SharedBytes  # noqa: Y015
+
+@_typing.final
 class PullRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -107,6 +197,7 @@ class PullRequest(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
     WITH_PRESENT_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     table: _builtins.str
@@ -122,6 +213,10 @@ class PullRequest(_message.Message):
     def required_sync(self) -> _types_pb2.SyncGroup:
         """Answer only if exactly the writes before required_sync.sequence are applied."""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedBytes:
+        """Where the ids lie, and where the rows go to. Absent: `ids` and the reply have them."""
+
     def __init__(
         self,
         *,
@@ -129,12 +224,13 @@ class PullRequest(_message.Message):
         table: _builtins.str = ...,
         required_sync: _types_pb2.SyncGroup | None = ...,
         with_present: _builtins.bool = ...,
+        shared: Global___SharedBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "shared", b"shared", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,6 +302,7 @@ class PushRequest(_message.Message):
     GRADIENT_DTYPE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     STEP_GOES_ON_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -234,6 +331,10 @@ class PushRequest(_message.Message):
     def part(self) -> Global___Part:
         """Absent: this message is the whole write."""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedBytes:
+        """Where ids and gradients lie. Absent: in the fields below."""
+
     def __init__(
         self,
         *,
@@ -245,13 +346,14 @@ class PushRequest(_message.Message):
         gradient_dtype: _types_pb2.DType.ValueType = ...,
         part: Global___Part | None = ...,
         step_goes_on: _builtins.bool = ...,
+        shared: Global___SharedBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "shared", b"shared", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -271,6 +373,7 @@ class AssignRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
@@ -287,19 +390,24 @@ class AssignRequest(_message.Message):
     def part(self) -> Global___Part:
         """Absent: this message is the whole write."""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedBytes:
+        """Where ids and rows lie. Absent: in the fields below."""
+
     def __init__(
         self,
         *,
         context: _types_pb2.CallContext | None = ...,
         table: _builtins.str = ...,
         part: Global___Part | None = ...,
+        shared: Global___SharedBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         rows: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "shared", b"shared", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

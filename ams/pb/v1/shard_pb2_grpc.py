@@ -59,6 +59,11 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.ShareMemory = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/ShareMemory',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.FromString,
+                _registered_method=True)
         self.ComputeHosted = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/ComputeHosted',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedRequest.SerializeToString,
@@ -134,6 +139,14 @@ class ShardServicer:
 
     def Assign(self, request, context):
         """Overwrite rows. Applied once however often it is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShareMemory(self, request, context):
+        """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
+        Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,6 +235,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Assign,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'ShareMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareMemory,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.SerializeToString,
             ),
             'ComputeHosted': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeHosted,
@@ -399,6 +417,33 @@ class Shard:
             '/geartrain.ams.v1.Shard/Assign',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/ShareMemory',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.FromString,
             options,
             channel_credentials,
             insecure,

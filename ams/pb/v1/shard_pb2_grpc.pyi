@@ -45,6 +45,10 @@ class ShardStub:
     """Apply gradients. Applied once however often it is sent."""
     Assign: _grpc.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]
     """Overwrite rows. Applied once however often it is sent."""
+    ShareMemory: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ShareMemoryRequest, _shard_pb2.ShareMemoryReply]
+    """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
+    Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    """
     ComputeHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]
     """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
     UpdateHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.UpdateHostedRequest, _shard_pb2.WriteReply]
@@ -75,6 +79,10 @@ class ShardAsyncStub(ShardStub):
     """Apply gradients. Applied once however often it is sent."""
     Assign: _aio.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Overwrite rows. Applied once however often it is sent."""
+    ShareMemory: _aio.UnaryUnaryMultiCallable[_shard_pb2.ShareMemoryRequest, _shard_pb2.ShareMemoryReply]  # type: ignore[assignment]
+    """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
+    Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    """
     ComputeHosted: _aio.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]  # type: ignore[assignment]
     """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
     UpdateHosted: _aio.UnaryUnaryMultiCallable[_shard_pb2.UpdateHostedRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
@@ -132,6 +140,16 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
         """Overwrite rows. Applied once however often it is sent."""
+
+    @_abc_1.abstractmethod
+    def ShareMemory(
+        self,
+        request: _shard_pb2.ShareMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.ShareMemoryReply, _abc.Awaitable[_shard_pb2.ShareMemoryReply]]:
+        """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
+        Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+        """
 
     @_abc_1.abstractmethod
     def ComputeHosted(
