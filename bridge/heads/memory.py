@@ -303,7 +303,7 @@ class _Plan:
         chunks = -(-active // HOSTED_CHUNK_ROWS)
         sums = max(1, min(HOSTED_PARTS, chunks, HOSTED_PART_BYTES // wide))
         chunk = min(HOSTED_CHUNK_ROWS, active) * self.spec.dim * _COMPUTE_BYTES
-        stored = 1 if self.spec.dtype == "float32" else 1.5
+        copies = 2 if self.spec.dtype == "float32" else 2.5  # one of them is what the allocator keeps
         return (
             self.table("shard")
             + _in_step(
@@ -315,7 +315,7 @@ class _Plan:
                     f"({sums} + 1)·R·B·D·4 or 2·A·D·4/S, if that is at most 2 · 32 MiB",
                 ),
                 ("features, packed, and target rows", 2 * wide, "2·R·B·D·4"),
-                ("scratch of the threads", int(self.threads * stored * chunk), "a chunk of rows a thread"),
+                ("scratch of the threads", int(self.threads * copies * chunk), "2 chunks of rows a thread"),
             )
             + _in_step(
                 "rank",
