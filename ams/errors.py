@@ -15,6 +15,7 @@ GeartrainError
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
+│   ├── MemoryNotShared              a shard lacks memory that a call names: clients send the bytes instead
 │   ├── StoreUnavailable             a key-value server did not answer
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
@@ -111,6 +112,13 @@ class GearUnavailable(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """A key-value server (Redis) did not answer. The message names its URL."""
+
+
+class MemoryNotShared(Unavailable):
+    """A call names shared memory that the shard does not have, or that another call has used since.
+
+    Nothing was done. Geartrain's own client sends the bytes in messages then, so that no caller of it sees this.
+    """
 
 
 class ClusterNotReady(Unavailable):

@@ -55,7 +55,7 @@ from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
 from geartrain.ams.transport.grpc_server import BytesMethod, GrpcServer, await_reply
-from geartrain.ams.transport.shared_memory import OpenedSegments, SharedArrays, arrays_in
+from geartrain.ams.transport.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.words import counted
 
 logger = logging.getLogger(__name__)
@@ -75,11 +75,11 @@ Raw = Mapping[int, memoryview]
 class ShardService:
     """The Shard service of one port: decodes, hands to the shard, encodes."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, segments: HeldSegments | None = None) -> None:
         self._max_message_bytes = max_message_bytes
         self._parts = PartBuffer()
-        self.segments = OpenedSegments()
-        """Memory that clients on this machine share with the shard."""
+        self.segments = HeldSegments() if segments is None else segments
+        """Memory that clients on this machine share with the shards of this process."""
         self._shard: Shard | None = None
 
     def serve(self, shard: Shard) -> None:
@@ -134,7 +134,6 @@ class ShardService:
         required_sync = codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None
         if header.HasField("shared"):
             shared = self._shared(header.shared, spec.dim, spec.numpy_dtype)
-            shared.present[:] = False
             ids, out, present = shared.ids.copy(), shared.rows, shared.present if header.with_present else None
             reply = b""
         else:
@@ -275,6 +274,12 @@ class ShardService:
         return self.shard.spec(header.table)
 
     def _shared(self, named: shard_pb2.SharedBytes, dim: int, dtype: np.dtype[Any]) -> SharedArrays:
+        theirs = DTYPES[codec.dtype_from_pb(named.dtype)]
+        if (named.dim, theirs) != (dim, dtype):
+            raise InvalidRows(
+                f"{named.num_ids} rows in shared memory are {theirs.name} of width {named.dim}; they must be "
+                f"{dtype.name} of width {dim}"
+            )
         return arrays_in(self.segments.claim(named.name, named.use), named.num_ids, dim, dtype)
 
     def _payload(
@@ -321,11 +326,13 @@ def _encoded(done: Done) -> bytes:
 class _HeldShard:
     """One shard of this process: its port, its service and its place in the cluster."""
 
-    def __init__(self, config: ServerConfig, listen: str, wanted: int | None, models: HostedModels) -> None:
+    def __init__(
+        self, config: ServerConfig, listen: str, wanted: int | None, models: HostedModels, segments: HeldSegments
+    ) -> None:
         self.config = config
         self.models = models
         self.wanted = wanted
-        self.service = ShardService(config.max_message_bytes)
+        self.service = ShardService(config.max_message_bytes, segments)
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(SHARD_SERVICE, self.service.methods)
         self.address = config.advertise or _reachable(self.server.address)
@@ -407,6 +414,7 @@ class ShardServer:
         """Hold the shards that ``config`` names; they host ``models``."""
         self._config = config
         self._models = models
+        self._segments = HeldSegments()
         self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
         self._held: list[_HeldShard] = []
         self._stopping = threading.Event()
@@ -431,7 +439,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted, self._models)
+                held = _HeldShard(self._config, listen, wanted, self._models, self._segments)
                 self._held.append(held)
                 held.server.start()
             self._join_all()

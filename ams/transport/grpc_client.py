@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB
-from geartrain.ams.errors import GeartrainError, InternalError, ProtocolError
+from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, MemoryNotShared, ProtocolError
 from geartrain.ams.messages import (
     Assign,
     CallContext,
@@ -226,21 +227,27 @@ class GrpcCarrier:
         *,
         alone: bool = False,
         room: _Room | None = None,
+        may_retire: bool = True,
     ) -> Future[Reply]:
-        """Begin a call; ``room`` is the shared memory that it uses, up to its end."""
+        """Begin a call.
+
+        ``room`` is the shared memory that it uses up to its end. Without ``may_retire`` the connection is kept, though
+        no answer comes in time.
+        """
         future: Future[Reply] = Future()
         connection = self._begin()
         send = connection.methods[method]
 
         def settle(reply: Callable[[], bytes]) -> None:
-            timed_out = is_answered = False
+            timed_out = is_over = False
             outcome: Reply | Exception
             try:
                 outcome = decode(reply())
-                is_answered = True
+                is_over = True
             except grpc.RpcError as exc:
                 timed_out = isinstance(exc, grpc.Call) and exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 outcome = error_from(exc, f"shard at {self._address}")
+                is_over = isinstance(outcome, InvalidArgument)
             except (grpc.FutureCancelledError, _ChannelClosed):
                 outcome = AttemptFailed(f"shard at {self._address}: the connection is closed")
             except GeartrainError as exc:
@@ -249,8 +256,10 @@ class GrpcCarrier:
                 outcome = InternalError(f"reply of the shard at {self._address}: {exc!r}")
             finally:
                 if room is not None:
-                    room.end(is_answered=is_answered)
-            self._end(connection, timed_out=timed_out)  # first, so that a retry finds the next connection
+                    room.end(is_over=is_over)
+            self._end(
+                connection, timed_out=timed_out and may_retire
+            )  # first, so that a retry finds the next connection
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
@@ -261,11 +270,13 @@ class GrpcCarrier:
             return future
         try:
             call = _unless_closed(send.future, data, timeout_seconds)
-        except _ChannelClosed:
-            future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
-            self._end(connection, timed_out=False)
+        except BaseException as exc:
             if room is not None:
-                room.end(is_answered=False)
+                room.end(is_over=False)
+            self._end(connection, timed_out=False)
+            if not isinstance(exc, _ChannelClosed):
+                raise
+            future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
         # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
         call.add_done_callback(lambda call: settle(call.result))
@@ -286,16 +297,14 @@ class GrpcCarrier:
 
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
-        parts = []
-        spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
-        for start, end in spans:
+
+        def send(start: int, end: int, room: _Room | None) -> Future[Reply]:
             header = shard_pb2.PullRequest(
                 context=codec.context_to_pb(context),
                 table=pull.table,
                 required_sync=codec.group_to_pb(pull.required_sync),
                 with_present=pull.present is not None,
             )
-            room = self._room(end - start, dim, dtype)
             if room is None:
                 data = framing.encode_framed(header, [(14, pull.ids[start:end])])
             else:
@@ -303,8 +312,10 @@ class GrpcCarrier:
                 header.shared.CopyFrom(room.named)
                 data = header.SerializeToString()
             unpack = _Unpack(pull, start, end, room)
-            whole = alone and len(spans) == 1
-            parts.append(self._call("Pull", data, timeout_seconds, unpack, alone=whole, room=room))
+            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, room=room)
+
+        spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
+        parts = [self._shared(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _write(
@@ -312,22 +323,44 @@ class GrpcCarrier:
     ) -> Future[Reply]:
         rows = write.gradients if isinstance(write, Push) else write.rows
         method = "Push" if isinstance(write, Push) else "Assign"
-        spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
-        parts = []
-        for index, (start, end) in enumerate(spans):
+
+        def send(index: int, start: int, end: int, room: _Room | None) -> Future[Reply]:
             header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            room = self._room(end - start, rows.shape[1], rows.dtype)
             if room is None:
                 data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
             else:
                 room.arrays.ids[:], room.arrays.rows[:] = write.ids[start:end], rows[start:end]
                 header.shared.CopyFrom(room.named)
                 data = header.SerializeToString()
-            whole = alone and len(spans) == 1
-            parts.append(self._call(method, data, timeout_seconds, _done, alone=whole, room=room))
+            return self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1, room=room)
+
+        spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
+        parts = [
+            self._shared(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
+            for index, (start, end) in enumerate(spans)
+        ]
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _shared(
+        self, send: Callable[[_Room | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
+    ) -> Future[Reply]:
+        """Send with shared memory if there is some, and in a message if not, or if the shard does not have it."""
+        segments, room = self._segments, self._room(num_ids, dim, dtype)
+        if segments is None or room is None:
+            return send(None)
+        future: Future[Reply] = Future()
+
+        def settled(attempt: Future[Reply]) -> None:
+            if isinstance(attempt.exception(), MemoryNotShared):
+                segments.forget()
+                send(None).add_done_callback(partial(_hand_on, future))
+            else:
+                _hand_on(future, attempt)
+
+        send(room).add_done_callback(settled)
+        return future
 
     def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> _Room | None:
         """Shared memory for a call; None: its bytes travel in the messages."""
@@ -358,7 +391,7 @@ class GrpcCarrier:
             segments.end_offer()
 
         ask = shard_pb2.ShareMemoryRequest(name=segment.name, process=os.getpid(), descriptor=segment.descriptor)
-        offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered)
+        offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered, may_retire=False)
         offer.add_done_callback(ended)
 
     def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
@@ -386,7 +419,9 @@ class _Room:
         self._segments = segments
         self._segment: Segment | None = segment
         self._arrays: SharedArrays | None = arrays_in(segment.memory, num_ids, dim, dtype)
-        self.named = shard_pb2.SharedBytes(name=segment.name, num_ids=num_ids, use=segment.num_uses)
+        self.named = shard_pb2.SharedBytes(
+            name=segment.name, num_ids=num_ids, use=segment.num_uses, dim=dim, dtype=codec.dtype_to_pb(dtype)
+        )
 
     @property
     def arrays(self) -> SharedArrays:
@@ -394,11 +429,11 @@ class _Room:
         assert self._arrays is not None
         return self._arrays
 
-    def end(self, *, is_answered: bool) -> None:
-        """Leave the memory: to the next call, or without an answer to nobody, as the shard may be at work in it."""
+    def end(self, *, is_over: bool) -> None:
+        """Leave the memory: to the next call, or to nobody if the shard may still be at work in it."""
         segment, self._segment, self._arrays = self._segment, None, None
         assert segment is not None
-        if is_answered:
+        if is_over:
             self._segments.give_back(segment)
         else:
             segment.close()
@@ -463,6 +498,14 @@ def _done(data: bytes) -> Reply:
 def _written(data: bytes) -> Reply:
     reply = framing.parse(data, shard_pb2.WriteFrozenReply)
     return Written(files=tuple(reply.files), deltas=tuple(reply.deltas))
+
+
+def _hand_on(future: Future[Reply], done: Future[Reply]) -> None:
+    error = done.exception()
+    if error is None:
+        future.set_result(done.result())
+    else:
+        future.set_exception(error)
 
 
 def _joined(parts: list[Future[Reply]]) -> Future[Reply]:

@@ -2,13 +2,13 @@
 
 The client makes segments (files in memory: memfd) and offers them; the shard opens them by way of ``/proc``, which
 works for processes of one user that see each other, hence never across machines or from one container to another.
-Whoever cannot share uses messages. The offer goes on beside the calls, so that none ever waits for it.
+Whoever cannot share uses messages. The answer to an offer is not waited for.
 
-Nothing can be left behind: a segment has no name in any file system, and the shard lets go of it when the client's
-descriptor is closed, by whatever end of the client. Nothing can be cut off: segments are sealed against any change of
-their size. And nothing can be mixed up: a segment carries one call at a time. One whose call had no reply is never used
-again, for the shard may still be at work in it; and a call that arrives twice is refused, for it may be late, when
-another has the segment.
+Nothing is left behind: a segment has no name in any file system, and the shard lets go of it when the client's
+descriptor is closed, by whatever end of the client. Nothing is cut off: segments are sealed against any change of their
+size, and have all their memory from the first. And nothing is mixed up: a segment carries one call at a time. One whose
+call had no answer is never used again, for the shard may still be at work in it; a call that arrives twice is refused,
+for it may be late, when another has the segment; and a forked child has none of its parent's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import math
 import mmap
 import os
 import re
+import resource
 import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.config import MIB
-from geartrain.ams.errors import ProtocolError, ShardUnavailable
+from geartrain.ams.errors import MemoryNotShared, ProtocolError
 from geartrain.ams.specs import Ids
 from geartrain.ams.words import counted
 
@@ -41,17 +43,20 @@ logger = logging.getLogger(__name__)
 MIN_SHARED_BYTES = 64 << 10
 """Smaller payloads travel in messages, which costs no more."""
 MOST_POOL_BYTES = 256 * MIB
-"""Of the segments of one client for one shard; what exceeds them travels in messages."""
-MOST_OPENED = 1024
-"""Segments that a shard holds."""
+"""Of the segments of one client for one shard; what exceeds them travels in messages. No segment is larger."""
+MOST_POOL_SEGMENTS = 16
+MOST_HELD = 1024
+"""Segments that a shard process holds; a quarter of the descriptors that it may have, if that is less."""
 IDLE_SECONDS = 60.0
-"""A segment that was free for so long is let go."""
-PAUSE_SECONDS = 60.0
+"""A segment that was free for so long is let go with the next call."""
+PAUSE_SECONDS = 600.0
 """After a refusal, or where memory ran out, none is offered for so long."""
 _MOST_OFFERS = 4
 _ALIGNMENT = 64
 _NAME = re.compile(r"geartrain-[0-9a-f]{32}")
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+_BLOCK_BYTES = 512
+"""Unit of ``st_blocks``."""
 
 Memory = npt.NDArray[np.uint8]
 
@@ -97,7 +102,7 @@ def _aligned(size: int) -> int:
 
 
 class Segment:
-    """A piece of memory that the client made. Its descriptor closes with it, and the shard then lets go of it, too."""
+    """A piece of memory that the client made."""
 
     def __init__(self, num_bytes: int) -> None:
         """Take the memory at once, so that no later use of it can fail. Raises OSError."""
@@ -113,7 +118,7 @@ class Segment:
         self.freed_at = 0.0
 
     def close(self) -> None:
-        """Let go of it at once, rather than when nobody refers to it any more: the shard may, too. Idempotent."""
+        """Let go of it, upon which the shard does, too. Idempotent."""
         self._finalizer()
         self.memory = np.empty(0, np.uint8)
 
@@ -126,56 +131,57 @@ class Segment:
 class SegmentPool:
     """The segments of a client for one shard. Thread-safe.
 
-    Costs up to :data:`MOST_POOL_BYTES`, and no more than the payloads that were under way at once, rounded up by a
-    quarter.
+    Costs up to :data:`MOST_POOL_BYTES`; about the payloads that were under way at once, in segments of at least 1 MiB
+    that are up to a quarter too large.
     """
 
     def __init__(self, offer: Callable[[Segment], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         """``offer`` begins to tell the shard of a segment and does not wait; the answer comes to :meth:`accept` or
-        :meth:`refuse`, and in any case :meth:`end_offer` is called."""
+        :meth:`refuse`, and in any case :meth:`end_offer` is called, unless ``offer`` raises."""
         self._offer = offer
         self._clock = clock
         self._lock = threading.Lock()
         self._free: list[Segment] = []
-        self._alive: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._made: weakref.WeakSet[Segment] = weakref.WeakSet()
+        """Free, in use and on offer."""
         self._num_offers = 0
+        self._being_made = 0
+        """Bytes of segments that are not in ``_made`` yet."""
         self._off_until = -math.inf if hasattr(os, "memfd_create") else math.inf
+        _POOLS.add(self)
 
     def take(self, num_bytes: int) -> Segment | None:
         """Return a free segment of at least so many bytes for one call; None: there is none yet, or none is worth it.
 
-        Give it back when the reply is there. If none came, close it.
+        Give it back when the answer is there. If none came, close it.
         """
-        if num_bytes < MIN_SHARED_BYTES:
-            return None
         with self._lock:
+            self._drop_idle()
+            if num_bytes < MIN_SHARED_BYTES:
+                return None
             fitting = [segment for segment in self._free if len(segment.memory) >= num_bytes]
             if fitting:
-                smallest = min(fitting, key=lambda segment: len(segment.memory))
-                self._free.remove(smallest)
-                smallest.num_uses += 1
-                return smallest
+                # Of the smallest the last one freed: it is in the caches, and the others can become idle.
+                best = min(fitting, key=lambda segment: (len(segment.memory), -segment.freed_at))
+                self._free.remove(best)
+                best.num_uses += 1
+                return best
             size = _rounded_up(num_bytes)
             if self._is_off or self._num_offers >= _MOST_OFFERS or not self._make_room(size):
                 return None
             self._num_offers += 1
-            try:
-                segment = Segment(size)
-            except OSError as exc:
-                self._num_offers -= 1
-                self._turn_off(f"no shared memory of {size} bytes is to be had: {exc}")
-                return None
-            self._alive.add(segment)
-        self._offer(segment)
+            self._being_made += size
+        self._make(size)
         return None
 
     def give_back(self, segment: Segment) -> None:
         """Take back a segment whose call was answered."""
         with self._lock:
-            now = self._clock()
-            self._free = [one for one in self._free if now - one.freed_at < IDLE_SECONDS]
-            if not self._is_off:
-                segment.freed_at = now
+            self._drop_idle()
+            if self._is_off:
+                segment.close()
+            else:
+                segment.freed_at = self._clock()
                 self._free.append(segment)
 
     def accept(self, segment: Segment) -> None:
@@ -192,11 +198,24 @@ class SegmentPool:
         with self._lock:
             self._num_offers -= 1
 
+    def forget(self) -> None:
+        """Let go of all free segments: the shard does not have them any more."""
+        with self._lock:
+            self._drop_free()
+
     def close(self) -> None:
         """Let go of all segments; those in use end with their calls. Idempotent."""
         with self._lock:
             self._off_until = math.inf
-            self._free.clear()
+            self._drop_free()
+
+    def begin_anew(self) -> None:
+        """In a forked child: leave all segments to the parent, which works in the same memory."""
+        self._lock = threading.Lock()
+        for segment in list(self._made):
+            segment.close()
+        self._free.clear()
+        self._num_offers = self._being_made = 0
 
     @property
     def num_segments(self) -> int:
@@ -204,18 +223,52 @@ class SegmentPool:
         with self._lock:
             return len(self._open)
 
+    def _make(self, num_bytes: int) -> None:
+        """Make a segment and offer it. Whatever comes of it, the call at hand goes on without."""
+        segment: Segment | None = None
+        try:
+            try:
+                segment = Segment(num_bytes)
+            finally:
+                with self._lock:
+                    self._being_made -= num_bytes
+                    if segment is not None:
+                        self._made.add(segment)
+            self._offer(segment)
+        except BaseException as exc:
+            if segment is not None:
+                segment.close()
+            self.end_offer()
+            if not isinstance(exc, Exception):
+                raise
+            self.refuse(f"a segment of {num_bytes} bytes cannot be made or offered: {exc}")
+
     @property
     def _open(self) -> list[Segment]:
-        return [segment for segment in self._alive if not segment.is_closed]
+        return [segment for segment in self._made if not segment.is_closed]
 
     def _make_room(self, num_bytes: int) -> bool:
         """Let go of free segments, which are all too small, for one of ``num_bytes``; say whether there is room."""
-        self._free.sort(key=lambda segment: len(segment.memory))
-        while sum(len(one.memory) for one in self._open) + num_bytes > MOST_POOL_BYTES:
+        self._free.sort(key=lambda segment: len(segment.memory), reverse=True)
+        while True:
+            made = self._open
+            size = sum(len(segment.memory) for segment in made) + self._being_made + num_bytes
+            if size <= MOST_POOL_BYTES and len(made) < MOST_POOL_SEGMENTS:
+                return True
             if not self._free:
                 return False
-            del self._free[0]
-        return True
+            self._free.pop().close()
+
+    def _drop_idle(self) -> None:
+        oldest = self._clock() - IDLE_SECONDS
+        for segment in [one for one in self._free if one.freed_at <= oldest]:
+            self._free.remove(segment)
+            segment.close()
+
+    def _drop_free(self) -> None:
+        for segment in self._free:
+            segment.close()
+        self._free.clear()
 
     @property
     def _is_off(self) -> bool:
@@ -224,7 +277,19 @@ class SegmentPool:
     def _turn_off(self, reason: str) -> None:
         logger.debug("rows travel in messages: %s", reason)
         self._off_until = max(self._off_until, self._clock() + PAUSE_SECONDS)
-        self._free.clear()
+        self._drop_free()
+
+
+_POOLS: weakref.WeakSet[SegmentPool] = weakref.WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    for pool in list(_POOLS):
+        pool.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def _rounded_up(num_bytes: int) -> int:
@@ -234,7 +299,9 @@ def _rounded_up(num_bytes: int) -> int:
 
 
 @dataclass
-class _Opened:
+class _Held:
+    """A client's segment, as the shard has it."""
+
     memory: Memory
     link: str
     """Path of the client's descriptor."""
@@ -243,20 +310,20 @@ class _Opened:
     last_use: int = 0
 
     @property
-    def is_open(self) -> bool:
+    def is_wanted(self) -> bool:
         """Whether the client still has it."""
         return _target(self.link) == self.target
 
 
-class OpenedSegments:
-    """The segments that a shard has opened. Thread-safe."""
+class HeldSegments:
+    """The segments of clients that the shards of a process have opened. Thread-safe."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, _Opened] = {}
+        self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._opened)
+        return len(self._held)
 
     def open(self, name: str, process: int, descriptor: int) -> str | None:
         """Open the segment ``name`` that ``process`` has as ``descriptor``. Return None, or why that cannot be.
@@ -269,58 +336,73 @@ class OpenedSegments:
         target = _target(link)
         if target is None or not target.startswith(f"/memfd:{name}"):
             return f"process {process} cannot be seen from here, or has no segment {name}"
+        self.forget_closed()
         with self._lock:
-            if name in self._opened:
+            if name in self._held:
                 return None  # the answer to an earlier offer was lost
-            if len(self._opened) >= MOST_OPENED:
-                return f"this shard holds {counted(len(self._opened), 'segment')} already, the most it takes"
+            most = _most_held()
+            if len(self._held) >= most:
+                return f"{counted(most, 'segment')} are held already, the most that this process takes"
             try:
-                memory = _opened(link, target)
+                self._held[name] = _Held(_map_theirs(link, target), link, target)
             except (OSError, ValueError) as exc:
                 return f"segment {name} cannot be opened: {exc}"
-            self._opened[name] = _Opened(memory, link, target)
         return None
 
     def claim(self, name: str, use: int) -> Memory:
         """Return the memory of a segment for one call.
 
-        Raises ShardUnavailable if the segment was not offered, or is closed by now, or a call with this number or a
+        Raises MemoryNotShared if the segment was not offered, or is closed by now, or a call with this number or a
         later one has used it: that call, or the next, may be at work in it.
         """
         with self._lock:
-            opened = self._opened.get(name)
-            if opened is None:
-                raise ShardUnavailable(f"the shared memory {name[:80]!r} is not open here; try again without it")
-            if use <= opened.last_use:
-                raise ShardUnavailable(
-                    f"use {use} of the shared memory {name[:80]!r} comes after use {opened.last_use}: the call arrived "
-                    "twice, or too late; try again with other memory"
+            held = self._held.get(name)
+            if held is None:
+                raise MemoryNotShared(
+                    f"the shared memory {name[:80]!r} is not open here; send the bytes in the message"
                 )
-            opened.last_use = use
-            return opened.memory
+            if use <= held.last_use:
+                raise MemoryNotShared(
+                    f"use {use} of the shared memory {name[:80]!r} comes after use {held.last_use}: the call arrived "
+                    "twice, or too late"
+                )
+            held.last_use = use
+            return held.memory
 
     def forget_closed(self) -> None:
         """Let go of the segments that their clients have closed. Costs a system call for each that is left."""
         with self._lock:
-            self._opened = {name: opened for name, opened in self._opened.items() if opened.is_open}
+            self._held = {name: held for name, held in self._held.items() if held.is_wanted}
 
 
-def _opened(link: str, target: str) -> Memory:
-    """Map what ``link`` leads to. Raises OSError or ValueError if it is not the sealed segment ``target``."""
+def _most_held() -> int:
+    # A mapping of Python's has a descriptor of its own.
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_HELD if limit == resource.RLIM_INFINITY else min(MOST_HELD, limit // 4)
+
+
+def _map_theirs(link: str, target: str) -> Memory:
+    """Map the segment ``target`` that ``link`` leads to. Raises OSError, or ValueError if it is not that, whole."""
     descriptor = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     try:
         if _target(f"/proc/self/fd/{descriptor}") != target:
             raise ValueError("it was closed a moment ago")
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
             raise ValueError(f"it is not sealed ({', '.join(_SEALS)})")
+        status = os.fstat(descriptor)
+        if not 0 < status.st_size <= MOST_POOL_BYTES:
+            raise ValueError(f"it has {status.st_size} bytes; it may have 1 to {MOST_POOL_BYTES}")
+        if status.st_blocks * _BLOCK_BYTES < status.st_size:
+            raise ValueError("it has holes: its memory was not taken (fallocate)")
+        if os.fstatvfs(descriptor).f_bsize != resource.getpagesize():
+            raise ValueError("it is not of ordinary pages")
         return _mapped(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _mapped(descriptor: int) -> Memory:
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return np.frombuffer(mmap.mmap(descriptor, 0, flags=flags), np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
 
 
 def _all_seals() -> int:
@@ -328,7 +410,6 @@ def _all_seals() -> int:
 
 
 def _target(link: str) -> str | None:
-    try:
+    with suppress(OSError):
         return str(Path(link).readlink())
-    except OSError:
-        return None
+    return None

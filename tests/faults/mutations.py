@@ -21,7 +21,7 @@ from geartrain.ams.server.marks import WriteMarks
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage import snapshot_folder
 from geartrain.ams.storage.durable import disk
-from geartrain.ams.transport.shared_memory import OpenedSegments
+from geartrain.ams.transport.shared_memory import HeldSegments
 
 
 def _dedup(patch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def _no_sync(patch: pytest.MonkeyPatch, spared: Callable[[Path], bool]) -> None:
 
 def _one_use(patch: pytest.MonkeyPatch) -> None:
     """A shard works in shared memory whenever a call says so, however often that call arrives."""
-    patch.setattr(OpenedSegments, "claim", lambda self, name, _: self._opened[name].memory)
+    patch.setattr(HeldSegments, "claim", lambda self, name, _: self._held[name].memory)
 
 
 VARIABLE = "GEARTRAIN_TEST_REMOVE"

@@ -21,6 +21,7 @@ from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport import shared_memory
 from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.transport.shared_memory import HeldSegments
 from tests.faults.mutations import removed
 from tests.faults.proxy import KINDS, REPLY_SHARE, FaultyProxy
 from tests.integration.conftest import carriers_of, fill
@@ -70,6 +71,7 @@ def behind_proxies(
             proxy.forward_to(server.bound_addresses[0])
         if shared:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(shared_memory, "MIN_SHARED_BYTES", 1)
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(shared_memory, "PAUSE_SECONDS", 0.0)
         config = CONFIG.model_copy(update={"shared_memory": shared})
         cluster = stack.enter_context(connect(address, config=config))
         yield cluster, proxies
@@ -165,7 +167,12 @@ def test_every_push_is_applied_once_through_a_faulty_network() -> None:
 
 
 def test_every_push_is_applied_once_where_only_messages_about_rows_meet_the_faults() -> None:
-    rows, expected, met = attack(seed=1, num_pushes=PUSHES // 10, most_bytes=SHARED_BYTES, shared=True)
+    claims: list[str] = []
+    whole = HeldSegments.claim
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeldSegments, "claim", lambda self, name, use: (claims.append(name), whole(self, name, use))[1])
+        rows, expected, met = attack(seed=1, num_pushes=PUSHES // 10, most_bytes=SHARED_BYTES, shared=True)
+    assert len(claims) > PUSHES // 10
     np.testing.assert_array_equal(rows, expected)
     assert {"mirror", "replay", "overtake"} <= set(met), met  # calls arrive twice, late, and behind newer ones
 

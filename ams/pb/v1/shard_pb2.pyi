@@ -160,7 +160,9 @@ Global___ShareMemoryReply: _TypeAlias = ShareMemoryReply  # noqa: Y015
 class SharedBytes(_message.Message):
     """The raw bytes of one call, in memory that was offered with ShareMemory. From its first byte on: the ids; from the
     next multiple of 64 on, rows or gradients; from the next multiple of 64 on, what says which rows are present. The
-    memory must be left alone until the reply is there. Without a reply it must not be used for another call.
+    memory must be left alone until the reply is there: what is changed in it meanwhile may or may not be seen, and
+    numbers are not looked at twice. Without a reply it must not be used for another call.
+    MemoryNotShared: the shard does not have this memory (any more), or had this use of it. Nothing was done.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -168,22 +170,29 @@ class SharedBytes(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     NUM_IDS_FIELD_NUMBER: _builtins.int
     USE_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_ids: _builtins.int
     use: _builtins.int
     """From 1, higher with each call that uses this memory: a call that arrives twice must not write over the next one's
     bytes, so that the second is refused.
     """
+    dim: _builtins.int
+    """Width and type of the rows or gradients, which must be those that the table, or PushRequest.gradient_dtype, has."""
+    dtype: _types_pb2.DType.ValueType
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         num_ids: _builtins.int = ...,
         use: _builtins.int = ...,
+        dim: _builtins.int = ...,
+        dtype: _types_pb2.DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_ids", b"num_ids", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "dtype", b"dtype", "name", b"name", "num_ids", b"num_ids", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

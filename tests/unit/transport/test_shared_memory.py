@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+import fcntl
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.errors import ProtocolError, ShardUnavailable
+from geartrain.ams.errors import MemoryNotShared, ProtocolError
 from geartrain.ams.specs import DTYPES
 from geartrain.ams.transport import shared_memory
 from geartrain.ams.transport.shared_memory import (
-    OpenedSegments,
+    HeldSegments,
     Segment,
     SegmentPool,
     arrays_in,
@@ -26,8 +27,8 @@ from geartrain.ams.transport.shared_memory import (
 MIB = 1 << 20
 
 
-def offered(opened: OpenedSegments, segment: Segment) -> str | None:
-    return opened.open(segment.name, os.getpid(), segment.descriptor)
+def offered(held: HeldSegments, segment: Segment) -> str | None:
+    return held.open(segment.name, os.getpid(), segment.descriptor)
 
 
 class Shard:
@@ -57,9 +58,9 @@ class Shard:
 
 
 def test_what_one_side_writes_the_other_reads() -> None:
-    opened, segment = OpenedSegments(), Segment(MIB)
-    assert offered(opened, segment) is None
-    theirs = opened.claim(segment.name, 1)
+    held, segment = HeldSegments(), Segment(MIB)
+    assert offered(held, segment) is None
+    theirs = held.claim(segment.name, 1)
     segment.memory[:] = 7
     assert len(theirs) == MIB and (theirs == 7).all()
     theirs[5] = 9
@@ -67,13 +68,13 @@ def test_what_one_side_writes_the_other_reads() -> None:
 
 
 def test_an_offer_that_is_repeated_changes_nothing() -> None:
-    opened, segment = OpenedSegments(), Segment(MIB)
-    assert offered(opened, segment) is None
-    opened.claim(segment.name, 3)
-    assert offered(opened, segment) is None
-    assert len(opened) == 1
-    with pytest.raises(ShardUnavailable, match="after use 3"):
-        opened.claim(segment.name, 3)
+    held, segment = HeldSegments(), Segment(MIB)
+    assert offered(held, segment) is None
+    held.claim(segment.name, 3)
+    assert offered(held, segment) is None
+    assert len(held) == 1
+    with pytest.raises(MemoryNotShared, match="after use 3"):
+        held.claim(segment.name, 3)
 
 
 def test_the_size_of_a_segment_cannot_change() -> None:
@@ -84,7 +85,7 @@ def test_the_size_of_a_segment_cannot_change() -> None:
 
 
 def test_what_is_not_the_callers_segment_is_not_opened() -> None:
-    opened, segment = OpenedSegments(), Segment(MIB)
+    held, segment = HeldSegments(), Segment(MIB)
     guessed = f"geartrain-{secrets.token_hex(16)}"
     here, descriptor = os.getpid(), segment.descriptor
     for name, process, number, why in (
@@ -95,56 +96,81 @@ def test_what_is_not_the_callers_segment_is_not_opened() -> None:
         ("../../etc/passwd", here, descriptor, "not the name of a segment"),
         (segment.name + "0", here, descriptor, "not the name of a segment"),
     ):
-        reason = opened.open(name, process, number)
+        reason = held.open(name, process, number)
         assert reason is not None and why in reason
-    assert len(opened) == 0
+    assert len(held) == 0
 
 
-def test_memory_that_could_shrink_is_not_opened() -> None:
-    name = f"geartrain-{secrets.token_hex(16)}"
+def memory_file(name: str, size: int, *, holes: bool = False, sealed: bool = True) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    if size and not holes:
+        os.posix_fallocate(descriptor, 0, size)
+    if sealed:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"sealed": False}, "not sealed"),
+        ({"holes": True}, "has holes"),
+        ({"size": 0}, "has 0 bytes"),
+        ({"size": shared_memory.MOST_POOL_BYTES + 4096, "holes": True}, "bytes; it may have"),
+    ],
+)
+def test_memory_that_could_harm_the_shard_is_not_opened(wrong: dict[str, Any], why: str) -> None:
+    name = f"geartrain-{secrets.token_hex(16)}"
+    descriptor = memory_file(name, **{"size": MIB, **wrong})
     try:
-        os.ftruncate(descriptor, MIB)
-        reason = OpenedSegments().open(name, os.getpid(), descriptor)
+        reason = HeldSegments().open(name, os.getpid(), descriptor)
     finally:
         os.close(descriptor)
-    assert reason is not None and "not sealed" in reason
+    assert reason is not None and why in reason
+
+
+def test_a_descriptor_that_changes_while_it_is_opened_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, other = Segment(MIB), Segment(MIB)
+    link = f"/proc/{os.getpid()}/fd/{other.descriptor}"
+    told, whole = f"/memfd:{segment.name} (deleted)", shared_memory._target
+    monkeypatch.setattr(shared_memory, "_target", lambda path: told if path == link else whole(path))
+    reason = HeldSegments().open(segment.name, os.getpid(), other.descriptor)
+    assert reason is not None and "closed a moment ago" in reason
 
 
 def test_the_shard_lets_go_of_what_its_owner_closed_but_not_while_a_call_is_at_work_in_it() -> None:
-    opened = OpenedSegments()
+    held = HeldSegments()
     kept, closed = Segment(MIB), Segment(MIB)
-    assert offered(opened, kept) is None and offered(opened, closed) is None
-    in_use = opened.claim(closed.name, 1)
-    name = closed.name
-    del closed
-    gc.collect()
-    opened.forget_closed()
-    assert len(opened) == 1
+    assert offered(held, kept) is None and offered(held, closed) is None
+    in_use = held.claim(closed.name, 1)
+    closed.close()
+    held.forget_closed()
+    assert len(held) == 1
     in_use[:] = 3
     assert (in_use == 3).all()
-    with pytest.raises(ShardUnavailable, match="not open here"):
-        opened.claim(name, 2)
-    opened.claim(kept.name, 1)
+    with pytest.raises(MemoryNotShared, match="not open here"):
+        held.claim(closed.name, 2)
+    held.claim(kept.name, 1)
 
 
 def test_a_call_that_arrives_twice_or_late_is_refused() -> None:
-    opened, segment = OpenedSegments(), Segment(MIB)
-    offered(opened, segment)
-    opened.claim(segment.name, 2)
+    held, segment = HeldSegments(), Segment(MIB)
+    offered(held, segment)
+    held.claim(segment.name, 2)
     for use in (0, 1, 2):
-        with pytest.raises(ShardUnavailable, match="arrived twice, or too late"):
-            opened.claim(segment.name, use)
-    opened.claim(segment.name, 3)
+        with pytest.raises(MemoryNotShared, match="arrived twice, or too late"):
+            held.claim(segment.name, use)
+    held.claim(segment.name, 3)
 
 
 def test_a_shard_holds_so_many_segments_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "MOST_OPENED", 2)
-    opened = OpenedSegments()
+    monkeypatch.setattr(shared_memory, "MOST_HELD", 2)
+    held = HeldSegments()
     segments = [Segment(MIB) for _ in range(3)]
-    reasons = [offered(opened, segment) for segment in segments]
+    reasons = [offered(held, segment) for segment in segments]
     assert reasons[:2] == [None, None]
-    assert reasons[2] is not None and "2 segments already" in reasons[2]
+    assert reasons[2] is not None and "2 segments are held already" in reasons[2]
 
 
 @settings(max_examples=100, deadline=None)
@@ -194,10 +220,9 @@ def test_a_segment_in_use_is_nobody_elses_and_each_use_has_a_higher_number() -> 
 def test_a_segment_whose_call_had_no_reply_is_never_used_again() -> None:
     shard = Shard()
     lost = shard.segment(MIB)
-    name = lost.name
-    del lost
+    lost.close()
     assert shard.pool.num_segments == 0
-    assert shard.segment(MIB).name != name
+    assert shard.segment(MIB) is not lost
 
 
 def test_calls_of_nearly_one_size_share_segments() -> None:
@@ -214,7 +239,6 @@ def test_memory_is_bounded_and_small_segments_make_room_for_large_ones(monkeypat
     assert shard.pool.take(MIB) is None and not shard.offers
     for segment in small:
         shard.pool.give_back(segment)
-    del small, segment
     large = shard.segment(3 * MIB)
     assert len(large.memory) == 3 * MIB
     assert shard.pool.num_segments == 2
@@ -224,11 +248,66 @@ def test_what_was_long_idle_is_let_go() -> None:
     shard = Shard()
     idle, other = shard.segment(MIB), shard.segment(MIB)
     shard.pool.give_back(idle)
-    del idle
     shard.now = shared_memory.IDLE_SECONDS
     shard.pool.give_back(other)
     assert shard.pool.num_segments == 1
     assert shard.pool.take(MIB) is other
+
+
+def test_of_equal_segments_the_last_one_freed_is_taken_so_that_others_become_idle() -> None:
+    shard = Shard()
+    burst = [shard.segment(MIB) for _ in range(4)]
+    for segment in burst:
+        shard.now += 1
+        shard.pool.give_back(segment)
+    for _ in range(10):
+        shard.now += 10
+        assert shard.pool.take(MIB) is burst[-1]
+        shard.pool.give_back(burst[-1])
+    assert shard.pool.num_segments == 1
+
+
+def test_idle_segments_are_let_go_by_calls_that_are_too_small_for_any() -> None:
+    shard = Shard()
+    shard.pool.give_back(shard.segment(MIB))
+    shard.now = shared_memory.IDLE_SECONDS
+    shard.pool.take(1)
+    assert shard.pool.num_segments == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_an_offer_that_cannot_be_made_is_not_counted(error: BaseException) -> None:
+    def fail(_: Segment) -> None:
+        raise error
+
+    shard = Shard()
+    shard.pool._offer = fail
+    for number in range(10):
+        shard.now = number * shared_memory.PAUSE_SECONDS
+        if isinstance(error, Exception):
+            assert shard.pool.take(MIB) is None
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                shard.pool.take(MIB)
+    assert shard.pool.num_segments == 0
+    shard.pool._offer = shard.take_note
+    shard.now += shared_memory.PAUSE_SECONDS
+    assert shard.segment(MIB) is not None
+
+
+def test_a_forked_child_has_none_of_its_parents_segments() -> None:
+    shard = Shard()
+    free, in_use = shard.segment(MIB), shard.segment(MIB)
+    shard.pool.give_back(free)
+    shard.pool.take(3 * MIB)  # on offer
+    child = os.fork()
+    if child == 0:
+        none_left = shard.pool.num_segments == 0 and free.is_closed and in_use.is_closed
+        shard.offers.clear()
+        anew = shard.segment(MIB)
+        os._exit(0 if none_left and anew.name not in (free.name, in_use.name) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert shard.pool.take(MIB) is free and shard.pool.num_segments == 3
 
 
 def test_offers_under_way_are_few() -> None:
@@ -253,10 +332,8 @@ def test_a_pool_that_was_closed_keeps_nothing() -> None:
     shard = Shard()
     in_use, free = shard.segment(MIB), shard.segment(MIB)
     shard.pool.give_back(free)
-    del free
     shard.pool.close()
     shard.pool.give_back(in_use)
-    del in_use
     assert shard.pool.num_segments == 0
     assert shard.pool.take(MIB) is None
 
