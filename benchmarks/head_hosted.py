@@ -1,6 +1,7 @@
-"""A class head over 1M classes on two shards over gRPC: rows that stay there (hosted) against rows that travel (pull).
+"""A class head over 1M classes on two shards of other processes: rows that stay there (hosted) against rows that travel
+(pull) in messages, as between machines, or through shared memory, as on one.
 
-Both heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this
+The heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this
 process's TCP connections, in both directions, as Linux counts them for each socket (``TCP_INFO``): messages, framing
 and all, and nothing of other processes. On one machine the bytes cost next to nothing, so that the times compare the
 work; between machines they come on top: bytes / bandwidth.
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.config import ClientConfig
 from geartrain.ams.specs import SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -37,7 +39,8 @@ BATCH = 128
 THREADS = 2
 SHARDS = 2
 FEWER_BYTES = 10.0
-PLACES = ("hosted", "pull")
+WAYS = (("hosted", False), ("pull", False), ("pull", True))
+"""Where the rows are, and whether they go through shared memory."""
 _FILL_ROWS = 50_000
 _BYTES_ACKED = struct.Struct("QQ")
 _OFFSET = 120
@@ -49,16 +52,17 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
-        with _cluster() as cluster:
-            _fill(cluster)
-            for select, rounds in ((PartialFC(0.1), 3), (FullSoftmax(), 1)):
-                yield from _compare(cluster, select, rounds * (5 if full else 1))
+        with _clusters() as clusters:
+            _fill(clusters[0])
+            for select, rounds in ((PartialFC(0.1), 9), (FullSoftmax(), 2)):
+                yield from _compare(clusters, select, rounds * (5 if full else 1))
     finally:
         torch.set_num_threads(threads)
 
 
 @contextmanager
-def _cluster() -> Iterator[Cluster]:
+def _clusters() -> Iterator[list[Cluster]]:
+    """One cluster as two clients see it: without shared memory, and with it."""
     command = [
         sys.executable,
         "-m",
@@ -68,13 +72,16 @@ def _cluster() -> Iterator[Cluster]:
         "--scheduler-listen=127.0.0.1:0",
         "--json",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up,
+        ExitStack() as ends,
+    ):
         assert up.stdout is not None
-        try:
-            with connect(json.loads(up.stdout.readline())["scheduler"]) as cluster:
-                yield cluster
-        finally:
-            up.terminate()
+        ends.callback(up.terminate)
+        address = json.loads(up.stdout.readline())["scheduler"]
+        yield [
+            ends.enter_context(connect(address, config=ClientConfig(shared_memory=shared))) for shared in (False, True)
+        ]
 
 
 def _fill(cluster: Cluster) -> None:
@@ -89,10 +96,10 @@ def _optimizer() -> SparseMomentum:
     return SparseMomentum(lr=0.1, momentum=0.9)
 
 
-def _compare(cluster: Cluster, select: FullSoftmax | PartialFC, rounds: int) -> Iterator[dict[str, Any]]:
+def _compare(clusters: list[Cluster], select: FullSoftmax | PartialFC, rounds: int) -> Iterator[dict[str, Any]]:
     heads = [
         ClassHead(
-            cluster,
+            clusters[shared],
             "bench",
             num_classes=NUM_CLASSES,
             dim=DIM,
@@ -101,10 +108,10 @@ def _compare(cluster: Cluster, select: FullSoftmax | PartialFC, rounds: int) -> 
             rows=place,
             reuse=True,
         )
-        for place in PLACES
+        for place, shared in WAYS
     ]
-    seconds: tuple[list[float], list[float]] = ([], [])
-    travelled: tuple[list[int], list[int]] = ([], [])
+    seconds: list[list[float]] = [[] for _ in WAYS]
+    travelled: list[list[int]] = [[] for _ in WAYS]
     optimizers = [RowOptimizer(head) for head in heads]
     for number in range(rounds + 1):
         for head, rows, taken, count in zip(heads, optimizers, seconds, travelled, strict=True):
@@ -119,11 +126,12 @@ def _compare(cluster: Cluster, select: FullSoftmax | PartialFC, rounds: int) -> 
                 taken.append(time.perf_counter() - started)
                 count.append(_tcp_bytes() - before)
     name = "full softmax" if isinstance(select, FullSoftmax) else f"partial FC {select.sample_rate}"
-    case = f"{name}, hosted, {NUM_CLASSES:,} classes on {SHARDS} shards, D={DIM}, batch {BATCH}"
-    megabytes = [statistics.median(count) / 1e6 for count in travelled]
-    yield _result(f"bytes of a step of {case}", megabytes[0], megabytes[1], "MB", FEWER_BYTES)
-    milliseconds = [statistics.median(taken) * 1e3 for taken in seconds]
-    yield _result(f"step of {case}", milliseconds[0], milliseconds[1], "ms", None)
+    case = f"{name}, {NUM_CLASSES:,} classes on {SHARDS} shards, D={DIM}, batch {BATCH}"
+    hosted, pulled, _ = (statistics.median(count) / 1e6 for count in travelled)
+    yield _result(f"bytes of a step of {case}, hosted", hosted, pulled, "MB", FEWER_BYTES)
+    hosted, pulled, shared = (statistics.median(taken) * 1e3 for taken in seconds)
+    yield _result(f"step of {case}, hosted", hosted, pulled, "ms", None)
+    yield _result(f"step of {case}, pulled through shared memory", shared, pulled, "ms", None)
 
 
 def _tcp_bytes() -> int:
@@ -142,7 +150,7 @@ def _result(case: str, ours: float, theirs: float, unit: str, target: float | No
     return {
         "case": case,
         "ours": round(ours, 3),
-        "rival": "pull",
+        "rival": "rows pulled in messages",
         "theirs": round(theirs, 3),
         "unit": unit,
         "ratio": round(theirs / ours, 2),
