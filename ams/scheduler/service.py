@@ -14,7 +14,8 @@ from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.storage.kv import KeyValueStore, LockedStore, MemoryStore
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport.grpc_client import SCHEDULER_SERVICE, GrpcCarrier
+from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.transport.grpc_scheduler import SCHEDULER_SERVICE
 from geartrain.ams.transport.grpc_server import GrpcServer
 
 _PULSES_PER_LEASE = 10

@@ -53,7 +53,8 @@ from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.carrier import AttemptFailed
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcSchedulerCarrier
+from geartrain.ams.transport.grpc_client import SHARD_SERVICE
+from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
 from geartrain.ams.transport.grpc_server import BytesMethod, GrpcServer, await_reply
 from geartrain.ams.transport.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.words import counted

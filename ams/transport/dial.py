@@ -20,7 +20,8 @@ def dial(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable
     if split_address(address)[1] == 0:
         raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
     # An embedded cluster never loads gRPC.
-    from geartrain.ams.transport.grpc_client import GrpcCarrier, GrpcSchedulerCarrier
+    from geartrain.ams.transport.grpc_client import GrpcCarrier
+    from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
 
     def open_carrier(shard_address: str) -> ShardCarrier:
         return GrpcCarrier(

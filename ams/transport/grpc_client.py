@@ -1,11 +1,11 @@
-"""The gRPC carriers: from a client to a shard and to the scheduler, on this machine or another."""
+"""The gRPC carrier: from a client to a shard, on this machine or another."""
 
 from __future__ import annotations
 
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import Message
 
 from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB
 from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, MemoryNotShared, ProtocolError
@@ -37,27 +36,18 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2
-from geartrain.ams.placement import NUM_BUCKETS
-from geartrain.ams.specs import TableSpec
+from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.carrier import (
     AttemptFailed,
-    ClusterView,
-    Cursor,
-    ShardEntry,
-    StreamHolders,
-    StreamLease,
-    StreamRenewal,
     gather,
 )
 from geartrain.ams.transport.grpc_status import error_from
 from geartrain.ams.transport.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in, bytes_needed
 
 SHARD_SERVICE = "geartrain.ams.v1.Shard"
-SCHEDULER_SERVICE = "geartrain.ams.v1.Scheduler"
 SHARD_METHODS = (
     "CreateTable",
     "DropTable",
@@ -76,13 +66,6 @@ SHARD_METHODS = (
 )
 
 _OFFER_SECONDS = 5.0
-
-_STATES = {
-    scheduler_pb2.ShardEntry.STATE_UP: "up",
-    scheduler_pb2.ShardEntry.STATE_SILENT: "silent",
-    scheduler_pb2.ShardEntry.STATE_LOST: "lost",
-    scheduler_pb2.ShardEntry.STATE_MISSING: "missing",
-}
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -524,167 +507,3 @@ def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
 
     gather(parts).add_done_callback(finished)
     return joint
-
-
-def _reader(job: str, worker: str, incarnation: int) -> scheduler_pb2.StreamReader:
-    return scheduler_pb2.StreamReader(job=job, worker=worker, incarnation=incarnation)
-
-
-class GrpcSchedulerCarrier:
-    """The way to the scheduler over gRPC."""
-
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self.address = address
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
-
-    def describe(self, timeout_seconds: float | None) -> ClusterView:
-        """See :class:`SchedulerCarrier`."""
-        ask = scheduler_pb2.DescribeClusterRequest()
-        reply = self._call("DescribeCluster", ask, scheduler_pb2.DescribeClusterReply, timeout_seconds)
-        bucket_shards = np.frombuffer(reply.bucket_shards, "<u2")
-        if len(bucket_shards) != NUM_BUCKETS:
-            raise ProtocolError(
-                f"the scheduler at {self.address} placed {len(bucket_shards)} buckets, not {NUM_BUCKETS}"
-            )
-        return ClusterView(
-            cluster_version=reply.cluster_version,
-            num_shards=reply.num_shards,
-            ready=reply.ready,
-            shards=tuple(
-                ShardEntry(
-                    shard=entry.shard,
-                    address=entry.address,
-                    incarnation=entry.incarnation,
-                    state=_STATES.get(entry.state, "missing"),  # type: ignore[arg-type]
-                    heartbeat_age_seconds=entry.heartbeat_age_seconds,
-                )
-                for entry in reply.shards
-            ),
-            tables=tuple(codec.spec_from_pb(table) for table in reply.tables),
-            bucket_shards=bucket_shards,
-            incomplete_tables=tuple(reply.incomplete_tables),
-        )
-
-    def create_table(
-        self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.CreateClusterTableRequest(
-            spec=codec.spec_to_pb(spec), reuse=reuse, caller=codec.context_to_pb(caller or CallContext())
-        )
-        self._call("CreateClusterTable", request, scheduler_pb2.CreateClusterTableReply, timeout_seconds)
-
-    def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.DropClusterTableRequest(
-            table=table, caller=codec.context_to_pb(caller or CallContext())
-        )
-        self._call("DropClusterTable", request, scheduler_pb2.DropClusterTableReply, timeout_seconds)
-
-    def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.FenceJobRequest(job=job, incarnation=incarnation)
-        self._call("FenceJob", request, scheduler_pb2.FenceJobReply, timeout_seconds)
-
-    def lease_streams(
-        self,
-        job: str,
-        worker: str,
-        incarnation: int,
-        *,
-        num_streams: int,
-        num_workers: int,
-        timeout_seconds: float | None,
-    ) -> StreamLease:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.LeaseStreamsRequest(
-            reader=_reader(job, worker, incarnation), num_streams=num_streams, num_workers=num_workers
-        )
-        reply = self._call("LeaseStreams", request, scheduler_pb2.LeaseStreamsReply, timeout_seconds)
-        return StreamLease(
-            epoch=reply.epoch, lease_seconds=reply.lease_seconds, cursors=codec.cursors_from_pb(reply.cursors)
-        )
-
-    def renew_streams(
-        self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None
-    ) -> StreamRenewal:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.RenewStreamsRequest(
-            reader=_reader(job, worker, incarnation), cursors=codec.cursors_to_pb(cursors)
-        )
-        reply = self._call("RenewStreams", request, scheduler_pb2.RenewStreamsReply, timeout_seconds)
-        return StreamRenewal(
-            epoch=reply.epoch, held=tuple(reply.held), release=tuple(reply.release), can_lease=reply.can_lease
-        )
-
-    def release_streams(
-        self,
-        job: str,
-        worker: str,
-        incarnation: int,
-        cursors: Mapping[int, Cursor],
-        streams: Sequence[int] | None,
-        timeout_seconds: float | None,
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.ReleaseStreamsRequest(
-            reader=_reader(job, worker, incarnation),
-            cursors=codec.cursors_to_pb(cursors),
-            streams=streams or (),
-            all=streams is None,
-        )
-        self._call("ReleaseStreams", request, scheduler_pb2.ReleaseStreamsReply, timeout_seconds)
-
-    def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.DescribeStreamsRequest(job=job)
-        reply = self._call("DescribeStreams", request, scheduler_pb2.DescribeStreamsReply, timeout_seconds)
-        return codec.cursors_from_pb(reply.cursors)
-
-    def stream_holders(self, job: str, timeout_seconds: float | None) -> StreamHolders:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.DescribeHoldersRequest(job=job)
-        reply = self._call("DescribeHolders", request, scheduler_pb2.DescribeHoldersReply, timeout_seconds)
-        return StreamHolders(
-            lease_seconds=reply.lease_seconds,
-            holders=tuple(holder or None for holder in reply.holders),
-            incarnations=dict(reply.incarnations),
-        )
-
-    def restore_streams(
-        self, job: str, incarnation: int, cursors: Mapping[int, Cursor], timeout_seconds: float | None
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        request = scheduler_pb2.RestoreStreamsRequest(
-            job=job, incarnation=incarnation, cursors=codec.cursors_to_pb(cursors)
-        )
-        self._call("RestoreStreams", request, scheduler_pb2.RestoreStreamsReply, timeout_seconds)
-
-    def register(
-        self, request: scheduler_pb2.RegisterRequest, timeout_seconds: float | None
-    ) -> scheduler_pb2.RegisterReply:
-        """Join the cluster (shards only)."""
-        return self._call("Register", request, scheduler_pb2.RegisterReply, timeout_seconds)
-
-    def heartbeat(self, shard: int, incarnation: int, timeout_seconds: float) -> scheduler_pb2.HeartbeatReply:
-        """Say that a shard lives."""
-        request = scheduler_pb2.HeartbeatRequest(shard=shard, incarnation=incarnation)
-        return self._call("Heartbeat", request, scheduler_pb2.HeartbeatReply, timeout_seconds)
-
-    def leave(self, shard: int, incarnation: int, timeout_seconds: float) -> None:
-        """Say that a shard goes."""
-        request = scheduler_pb2.LeaveRequest(shard=shard, incarnation=incarnation)
-        self._call("Leave", request, scheduler_pb2.LeaveReply, timeout_seconds)
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
-
-    def _call(self, method: str, request: Message, kind: type[framing.M], timeout_seconds: float | None) -> framing.M:
-        call: Any = self._channel.unary_unary(f"/{SCHEDULER_SERVICE}/{method}")
-        try:
-            return framing.parse(call(request.SerializeToString(), timeout=timeout_seconds), kind)
-        except grpc.RpcError as exc:
-            raise error_from(exc, f"scheduler at {self.address}") from exc
-        except ValueError as exc:
-            raise AttemptFailed(f"scheduler at {self.address}: the connection is closed") from exc
