@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -46,6 +47,8 @@ from geartrain.ams.transport.carrier import (
 )
 from geartrain.ams.transport.grpc_status import error_from
 from geartrain.ams.transport.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in, bytes_needed
+
+logger = logging.getLogger(__name__)
 
 SHARD_SERVICE = "geartrain.ams.v1.Shard"
 SHARD_METHODS = (
@@ -118,6 +121,8 @@ class GrpcCarrier:
         self._connection = _Connection(address, self._options)
         self._is_closed = False
         self._segments = SegmentPool(self._offer) if shared_memory else None
+        self._was_shared: bool | None = None
+        """What was last logged."""
 
     @property
     def num_segments(self) -> int:
@@ -363,6 +368,7 @@ class GrpcCarrier:
                 segments.accept(segment)
             else:
                 segments.refuse(reply.reason)
+            self._tell(is_shared=reply.shared, reason=reply.reason)
             return Done()
 
         def ended(offer: Future[Reply]) -> None:
@@ -371,11 +377,22 @@ class GrpcCarrier:
                 segment.close()
             if isinstance(error, ProtocolError):  # a shard of an earlier version
                 segments.refuse(str(error))
+                self._tell(is_shared=False, reason=str(error))
             segments.end_offer()
 
         ask = shard_pb2.ShareMemoryRequest(name=segment.name, process=os.getpid(), descriptor=segment.descriptor)
         offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered, may_retire=False)
         offer.add_done_callback(ended)
+
+    def _tell(self, *, is_shared: bool, reason: str) -> None:
+        """Log which way rows go, once and when it changes."""
+        if is_shared == self._was_shared:
+            return
+        self._was_shared = is_shared
+        if is_shared:
+            logger.info("rows of the shard at %s go through shared memory", self._address)
+        else:
+            logger.info("rows of the shard at %s travel in messages: %s", self._address, reason)
 
     def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
         """Cut 0 … num_ids into the fewest runs of at most part_bytes."""

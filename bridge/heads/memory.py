@@ -165,8 +165,9 @@ def memory_report(
 
     ``batch_size`` is that of a rank, ``device`` that of its features, ``num_threads`` PyTorch's (by default this
     process's). A row is counted from its first write on; memory of rows never written is not taken. Not counted: the
-    backbone, libraries, and what gRPC holds of messages under way. Tests find it within 5 % of what is measured on a
-    CPU for each place and precision, one process holding all. Raises InvalidArgument.
+    backbone, libraries, and what gRPC holds of messages under way, or the memory shared with shards instead. Tests find
+    it within 5 % of what is measured on a CPU for each place and precision, one process holding all. Raises
+    InvalidArgument.
 
     PLSC's formulas (its section 3 and 4), per card: weight and velocity C·D/R each, logits and their gradient
     A·B each; dense momentum has a gradient of C·D/R besides.

@@ -223,6 +223,23 @@ def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -
         assert (out == 77).all()
 
 
+def test_the_log_says_once_which_way_rows_go(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="geartrain.ams.transport")
+    cluster = served(1)
+    with connected(cluster) as ours:
+        fill(carriers_of(ours)[0])
+        address = ours.status().shards[0].address
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"rows of the shard at {address} go through shared memory"
+    caplog.clear()
+    monkeypatch.setattr(HeldSegments, "open", lambda *_: "on another machine")
+    with connected(cluster) as ours, pytest.raises(AssertionError):  # there are none
+        fill(carriers_of(ours)[0], 1)
+    assert "travel in messages: on another machine" in caplog.text
+
+
 def test_a_call_that_arrives_twice_is_answered_once(served: Served) -> None:
     with connected(served(1)) as ours:
         segment = Segment(1 << 20)
