@@ -144,7 +144,7 @@ class Cluster:
         if self._config.graph is None:
             raise ConfigError(
                 "this cluster has no graph service that is known here; start one with 'geartrain graph' and give its "
-                "address: connect(..., config=ClientConfig(graph='host:port')), or GEARTRAIN_CLIENT__GRAPH"
+                "address: connect(..., config=gt.ClientConfig(graph='host:port')), or GEARTRAIN_CLIENT__GRAPH"
             )
         from geartrain.ams.graph.remote import RemoteGraphs
 

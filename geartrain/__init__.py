@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from geartrain.ams import errors
     from geartrain.ams.client import Table
     from geartrain.ams.cluster import Cluster, connect
+    from geartrain.ams.config import ClientConfig
     from geartrain.ams.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.gear.slow_gear import SlowGear
@@ -35,6 +36,7 @@ __all__ = [
     "Adam",
     "ArcFace",
     "ClassHead",
+    "ClientConfig",
     "Cluster",
     "CombinedMargin",
     "Constant",
@@ -70,6 +72,7 @@ __all__ = [
 _HOMES = {
     "geartrain.ams.client": ("Table",),
     "geartrain.ams.cluster": ("Cluster", "connect"),
+    "geartrain.ams.config": ("ClientConfig",),
     "geartrain.ams.specs": ("SGD", "Adam", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),

@@ -19,6 +19,7 @@ PUBLIC_NAMES = {
     "connect",
     "local",
     "Cluster",
+    "ClientConfig",
     "Table",
     "TableSpec",
     "SGD",
