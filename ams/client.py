@@ -8,6 +8,7 @@ travels: it lies in memory that both share.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -80,8 +81,26 @@ class ShardCalls:
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
+        self._process = os.getpid()
         self._given_up = threading.Event()
         self._lock = threading.Lock()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child of the process that opened the cluster.
+
+        It would number its writes as its parent does, so that the shards took one of two for a repetition; and neither
+        connections nor threads came with it.
+        """
+        return os.getpid() != self._process
+
+    def require_own_process(self) -> None:
+        """Raise Unavailable in a forked child."""
+        if self.is_forked:
+            raise Unavailable(
+                f"this cluster was opened by process {self._process} and cannot be used in process {os.getpid()}, "
+                "which was forked from it; open one there (gt.connect)"
+            )
 
     @property
     def view(self) -> ClusterView:
@@ -103,6 +122,7 @@ class ShardCalls:
 
         Returns only when no carrier uses the requests' arrays any more.
         """
+        self.require_own_process()
         if self._closed or self._given_up.is_set():
             raise Unavailable("this cluster is closed; use its tables inside the 'with' block, or before close()")
         attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
@@ -140,6 +160,7 @@ class ShardCalls:
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Run ``function`` on a thread of the client's own."""
+        self.require_own_process()
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")

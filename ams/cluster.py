@@ -82,7 +82,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not issubclass(kind, Exception):
+        if kind is not None and not issubclass(kind, Exception) and not self._calls.is_forked:
             self._give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
         self.close()
 
@@ -186,6 +186,7 @@ class Cluster:
         return Table(spec, self._calls, self._stream)
 
     def _create(self, spec: TableSpec, *, reuse: bool) -> None:
+        self._calls.require_own_process()
         try:
             self._scheduler.create_table(
                 spec,
@@ -219,6 +220,7 @@ class Cluster:
 
         A graph service that does not answer is logged: what it keeps is of rows that are gone.
         """
+        self._calls.require_own_process()
         try:
             self._scheduler.drop_table(name, self._config.attempt_timeout_seconds, caller=self._stream.caller)
         except AttemptFailed as exc:
@@ -240,6 +242,7 @@ class Cluster:
         SchedulerUnavailable, ShardUnavailable (some shards may have been told).
         """
         name = checked_name("job", job)
+        self._calls.require_own_process()
         try:
             self._scheduler.fence_job(name, incarnation, self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
@@ -285,6 +288,7 @@ class Cluster:
 
     def status(self) -> ClusterStatus:
         """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
+        self._calls.require_own_process()
         try:
             return describe_cluster(self._scheduler, self._open_carrier)
         except AttemptFailed as exc:
@@ -368,9 +372,10 @@ class Cluster:
     def close(self) -> None:
         """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.
 
-        Left by Ctrl-C, the ``with`` block does not wait: what runs in the background fails with Unavailable.
+        Left by Ctrl-C, the ``with`` block does not wait: what runs in the background fails with Unavailable. In a
+        forked child, which cannot use the cluster, nothing happens.
         """
-        if self._closed:
+        if self._closed or self._calls.is_forked:
             return
         self._closed = True
         if self._graph is not None:
@@ -389,6 +394,7 @@ class Cluster:
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
 
     def _describe(self) -> ClusterView:
+        self._calls.require_own_process()
         try:
             return self._scheduler.describe(self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
