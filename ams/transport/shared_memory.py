@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ IDLE_SECONDS = 60.0
 PAUSE_SECONDS = 600.0
 """After a refusal, or where memory ran out, none is offered for so long."""
 _MOST_OFFERS = 4
+_LOST_SECONDS = 30.0
+"""When the last offer is so long ago, none is under way."""
 _ALIGNMENT = 64
 _NAME = re.compile(r"geartrain-[0-9a-f]{32}")
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
@@ -128,6 +131,10 @@ class Segment:
         return not self._finalizer.alive
 
 
+def _in_background(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="geartrain-offer", daemon=True).start()
+
+
 class SegmentPool:
     """The segments of a client for one shard. Thread-safe.
 
@@ -135,16 +142,28 @@ class SegmentPool:
     that are up to a quarter too large.
     """
 
-    def __init__(self, offer: Callable[[Segment], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        offer: Callable[[Segment], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        begin: Callable[[Callable[[], None]], None] = _in_background,
+    ) -> None:
         """``offer`` begins to tell the shard of a segment and does not wait; the answer comes to :meth:`accept` or
-        :meth:`refuse`, and in any case :meth:`end_offer` is called, unless ``offer`` raises."""
+        :meth:`refuse`, and in any case :meth:`end_offer` is called, unless ``offer`` raises.
+
+        ``begin`` has segments made and offered: by default on a thread, for no call is to wait for that, and Ctrl-C,
+        which may break off anything on the main thread, is not to leave the connection in disorder.
+        """
         self._offer = offer
+        self._begin = begin
         self._clock = clock
         self._lock = threading.Lock()
         self._free: list[Segment] = []
         self._made: weakref.WeakSet[Segment] = weakref.WeakSet()
         """Free, in use and on offer."""
         self._num_offers = 0
+        self._offered_at = -math.inf
         self._being_made = 0
         """Bytes of segments that are not in ``_made`` yet."""
         self._off_until = -math.inf if hasattr(os, "memfd_create") else math.inf
@@ -167,11 +186,19 @@ class SegmentPool:
                 best.num_uses += 1
                 return best
             size = _rounded_up(num_bytes)
+            if self._clock() - self._offered_at > _LOST_SECONDS:
+                self._num_offers = self._being_made = 0  # what is left was broken off
             if self._is_off or self._num_offers >= _MOST_OFFERS or not self._make_room(size):
                 return None
             self._num_offers += 1
             self._being_made += size
-        self._make(size)
+            self._offered_at = self._clock()
+        try:
+            self._begin(partial(self._make, size))
+        except RuntimeError as exc:  # no thread is to be had
+            with self._lock:
+                self._num_offers, self._being_made = max(0, self._num_offers - 1), max(0, self._being_made - size)
+                self._turn_off(str(exc))
         return None
 
     def give_back(self, segment: Segment) -> None:
@@ -196,7 +223,7 @@ class SegmentPool:
     def end_offer(self) -> None:
         """An offer was answered, or got lost."""
         with self._lock:
-            self._num_offers -= 1
+            self._num_offers = max(0, self._num_offers - 1)
 
     def forget(self) -> None:
         """Let go of all free segments: the shard does not have them any more."""
@@ -224,14 +251,14 @@ class SegmentPool:
             return len(self._open)
 
     def _make(self, num_bytes: int) -> None:
-        """Make a segment and offer it. Whatever comes of it, the call at hand goes on without."""
+        """Make a segment and offer it; what prevents that turns sharing off for a while."""
         segment: Segment | None = None
         try:
             try:
                 segment = Segment(num_bytes)
             finally:
                 with self._lock:
-                    self._being_made -= num_bytes
+                    self._being_made = max(0, self._being_made - num_bytes)
                     if segment is not None:
                         self._made.add(segment)
             self._offer(segment)

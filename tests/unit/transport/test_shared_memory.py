@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import queue
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ class Shard:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.pool = SegmentPool(self.take_note, clock=lambda: self.now)
+        self.pool = SegmentPool(self.take_note, clock=lambda: self.now, begin=lambda work: work())
         self.offers: list[Segment] = []
 
     def take_note(self, segment: Segment) -> None:
@@ -293,6 +295,33 @@ def test_an_offer_that_cannot_be_made_is_not_counted(error: BaseException) -> No
     shard.pool._offer = shard.take_note
     shard.now += shared_memory.PAUSE_SECONDS
     assert shard.segment(MIB) is not None
+
+
+def test_offers_that_were_broken_off_do_not_count_for_ever() -> None:
+    shard = Shard()
+    shard.pool._begin = lambda _: None
+    assert [shard.pool.take(64 * MIB) for _ in range(6)] == [None] * 6
+    assert (shard.pool._num_offers, shard.pool._being_made) == (4, 256 * MIB)
+    shard.pool._begin = lambda work: work()
+    shard.now = shared_memory._LOST_SECONDS + 1
+    assert shard.segment(64 * MIB) is not None
+
+
+def test_where_no_thread_is_to_be_had_rows_travel_in_messages() -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    shard = Shard()
+    shard.pool._begin = fail
+    assert shard.pool.take(MIB) is None
+    assert (shard.pool._num_offers, shard.pool._being_made) == (0, 0)
+
+
+def test_segments_are_made_and_offered_on_a_thread_of_their_own() -> None:
+    told: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    pool = SegmentPool(lambda _: told.put(threading.current_thread()))
+    assert pool.take(MIB) is None
+    assert told.get(timeout=10) is not threading.main_thread()
 
 
 def test_a_forked_child_has_none_of_its_parents_segments() -> None:
