@@ -5,6 +5,7 @@ What ``GEARTRAIN_TEST_REMOVE`` names is taken out of the product while they run.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -22,6 +23,18 @@ def removed_mechanisms() -> Iterator[None]:
 
     with removed_by_environment():
         yield
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Take back what a command that ran in this process did to the root logger, for the tests after it."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
 
 
 def pytest_configure() -> None:

@@ -226,12 +226,13 @@ def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -
 def test_the_log_says_once_which_way_rows_go(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", logger="geartrain.ams.transport")
+    carrier_log = "geartrain.ams.transport.grpc_client"
+    caplog.set_level("INFO", logger=carrier_log)
     cluster = served(1)
     with connected(cluster) as ours:
         fill(carriers_of(ours)[0])
         address = ours.status().shards[0].address
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == carrier_log]
     assert line == f"rows of the shard at {address} go through shared memory"
     caplog.clear()
     monkeypatch.setattr(HeldSegments, "open", lambda *_: "on another machine")
