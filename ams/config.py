@@ -164,6 +164,8 @@ class ServerConfig(Section):
     """Shards held by this process."""
     ports: Ports | None = None
     """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
+    bulk_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the process for bulk connections, over which rows travel beside gRPC; 0: a free one."""
     heartbeat_seconds: Seconds = 1.0
     """Interval between heartbeats to the scheduler."""
     sync_timeout_seconds: Seconds = 60.0
@@ -291,6 +293,8 @@ class ClientConfig(Section):
     """Larger payloads travel in parts of this many bytes."""
     shared_memory: bool = True
     """Rows go to and come from shards on this machine through memory that both share, not over the connection."""
+    bulk_connections: bool = True
+    """Rows of other machines' shards travel over TCP connections of their own, beside gRPC."""
     max_in_flight_writes: int = Field(default=64, ge=1, le=1024)
     """Writes per stream that may be unacknowledged at once."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES

@@ -16,6 +16,7 @@ GeartrainError
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
 │   ├── MemoryNotShared              a shard lacks memory that a call names: clients send the bytes instead
+│   ├── BulkConnectionLost           a bulk connection ended before the rows of a call were over: the same
 │   ├── StoreUnavailable             a key-value server did not answer
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
@@ -116,6 +117,13 @@ class StoreUnavailable(Unavailable):
 
 class MemoryNotShared(Unavailable):
     """A call names shared memory that the shard does not have, or that another call has used since.
+
+    Nothing was done. Geartrain's own client sends the bytes in messages then, so that no caller of it sees this.
+    """
+
+
+class BulkConnectionLost(Unavailable):
+    """A call names a bulk connection that the shard does not have, or that ended before all rows were there.
 
     Nothing was done. Geartrain's own client sends the bytes in messages then, so that no caller of it sees this.
     """

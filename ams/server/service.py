@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +53,7 @@ from geartrain.ams.specs import DTYPES, TableSpec
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
+from geartrain.ams.transport.bulk import BulkConnection, BulkPort, NotOffered
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE
 from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
@@ -64,7 +66,7 @@ logger = logging.getLogger(__name__)
 REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-_REPLY_OVERHEAD_BYTES = 1024
+_OVERHEAD_BYTES = 1024
 _HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
 _SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
 """Of requests that may come in parts."""
@@ -76,11 +78,15 @@ Raw = Mapping[int, memoryview]
 class ShardService:
     """The Shard service of one port: decodes, hands to the shard, encodes."""
 
-    def __init__(self, max_message_bytes: int, segments: HeldSegments | None = None) -> None:
+    def __init__(
+        self, max_message_bytes: int, segments: HeldSegments | None = None, bulk: BulkPort | None = None
+    ) -> None:
         self._max_message_bytes = max_message_bytes
         self._parts = PartBuffer()
         self.segments = HeldSegments() if segments is None else segments
         """Memory that clients on this machine share with the shards of this process."""
+        self.bulk = BulkPort("127.0.0.1") if bulk is None else bulk
+        """Connections of clients to this process for nothing but rows."""
         self._shard: Shard | None = None
 
     def serve(self, shard: Shard) -> None:
@@ -105,6 +111,7 @@ class ShardService:
             "Restore": self.restore,
             "Fence": self.fence,
             "ShareMemory": self.share_memory,
+            "OpenBulk": self.open_bulk,
         }
         return {name: self._held_to_the_end(method) for name, method in methods.items()}
 
@@ -140,10 +147,18 @@ class ShardService:
         else:
             ids = framing.ids_from(raw.get(14))
             self._check_reply(len(ids), spec.row_bytes + 1)
-            reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
             present = np.zeros(len(ids), np.bool_) if header.with_present else None
+            if header.HasField("bulk"):
+                reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
+            else:
+                reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
         pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
         await_reply(self.shard.run(codec.context_from_pb(header.context), pull), servicer_context)
+        if header.HasField("bulk"):
+            self.shard.check_lease()
+            with self._bulk_connection(header.bulk, servicer_context) as connection:
+                connection.send(header.bulk.use, out)
+            return b"" if present is None else framing.encode_framed(shard_pb2.PullReply(), [(14, present)])
         if present is None or header.HasField("shared"):
             return reply
         return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
@@ -153,7 +168,7 @@ class ShardService:
         header, raw = framing.decode_framed(data, shard_pb2.PushRequest)
         spec = self._spec(header)
         dtype = DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
-        whole = self._whole(header, self._payload(header, raw, spec.dim, dtype))
+        whole = self._whole(header, self._payload(header, raw, spec.dim, dtype, servicer_context))
         if whole is None:
             return shard_pb2.WriteReply(incomplete=True).SerializeToString()
         # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
@@ -174,7 +189,7 @@ class ShardService:
         """Overwrite rows."""
         header, raw = framing.decode_framed(data, shard_pb2.AssignRequest)
         spec = self._spec(header)
-        whole = self._whole(header, self._payload(header, raw, spec.dim, spec.numpy_dtype))
+        whole = self._whole(header, self._payload(header, raw, spec.dim, spec.numpy_dtype, servicer_context))
         if whole is None:
             return shard_pb2.WriteReply(incomplete=True).SerializeToString()
         distinct, _, _ = ops.merge_duplicates(whole[0])
@@ -256,6 +271,15 @@ class ShardService:
         reason = self.segments.open(request.name, request.process, request.descriptor)
         return shard_pb2.ShareMemoryReply(shared=reason is None, reason=reason or "").SerializeToString()
 
+    def open_bulk(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:  # noqa: ARG002
+        """Offer a client a connection for rows."""
+        framing.parse(data, shard_pb2.OpenBulkRequest)
+        try:
+            port, number, secret = self.bulk.offer()
+        except NotOffered as exc:
+            return shard_pb2.OpenBulkReply(reason=str(exc)).SerializeToString()
+        return shard_pb2.OpenBulkReply(connection=number, port=port, secret=secret).SerializeToString()
+
     def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
         """``method``, but what it did is acknowledged only while the shard is surely this process's."""
 
@@ -283,10 +307,27 @@ class ShardService:
             )
         return arrays_in(self.segments.claim(named.name, named.use), named.num_ids, dim, dtype)
 
+    def _bulk_connection(
+        self, named: shard_pb2.BulkBytes, servicer_context: grpc.ServicerContext
+    ) -> AbstractContextManager[BulkConnection]:
+        return self.bulk.claimed(named.connection, named.use, servicer_context.add_callback)
+
     def _payload(
-        self, header: shard_pb2.PushRequest | shard_pb2.AssignRequest, raw: Raw, dim: int, dtype: np.dtype[Any]
+        self,
+        header: shard_pb2.PushRequest | shard_pb2.AssignRequest,
+        raw: Raw,
+        dim: int,
+        dtype: np.dtype[Any],
+        servicer_context: grpc.ServicerContext,
     ) -> Payload:
         """The ids [N] and rows [N, dim] of a write."""
+        if header.HasField("bulk"):
+            ids = framing.ids_from(raw.get(14))
+            self._check_size("one write", len(ids), dim * dtype.itemsize + 8)
+            rows = np.empty((len(ids), dim), dtype)
+            with self._bulk_connection(header.bulk, servicer_context) as connection:
+                connection.receive(header.bulk.use, rows)
+            return ids, rows
         if not header.HasField("shared"):
             ids = framing.ids_from(raw.get(14))
             return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
@@ -311,11 +352,14 @@ class ShardService:
         return (None, False) if whole is None else (whole[1].data, True)
 
     def _check_reply(self, num_ids: int, bytes_per_id: int) -> None:
-        size = num_ids * bytes_per_id + _REPLY_OVERHEAD_BYTES
+        self._check_size("one reply", num_ids, bytes_per_id)
+
+    def _check_size(self, what: str, num_ids: int, bytes_per_id: int) -> None:
+        size = num_ids * bytes_per_id + _OVERHEAD_BYTES
         if size > self._max_message_bytes:
             raise MessageTooLarge(
-                f"{num_ids} rows take {size} bytes in one reply, the limit is {self._max_message_bytes}; "
-                f"ask for at most {(self._max_message_bytes - _REPLY_OVERHEAD_BYTES) // bytes_per_id} ids at once"
+                f"{num_ids} rows take {size} bytes in {what}, the limit is {self._max_message_bytes}; "
+                f"send, or ask for, at most {(self._max_message_bytes - _OVERHEAD_BYTES) // bytes_per_id} ids at once"
             )
 
 
@@ -328,12 +372,18 @@ class _HeldShard:
     """One shard of this process: its port, its service and its place in the cluster."""
 
     def __init__(
-        self, config: ServerConfig, listen: str, wanted: int | None, models: HostedModels, segments: HeldSegments
+        self,
+        config: ServerConfig,
+        listen: str,
+        wanted: int | None,
+        models: HostedModels,
+        segments: HeldSegments,
+        bulk: BulkPort,
     ) -> None:
         self.config = config
         self.models = models
         self.wanted = wanted
-        self.service = ShardService(config.max_message_bytes, segments)
+        self.service = ShardService(config.max_message_bytes, segments, bulk)
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(SHARD_SERVICE, self.service.methods)
         self.address = config.advertise or _reachable(self.server.address)
@@ -383,6 +433,7 @@ class _HeldShard:
         """Send a heartbeat; return False if another process holds the shard now."""
         assert self.shard is not None
         self.service.segments.forget_closed()
+        self.service.bulk.forget_closed()
         failpoints.reach("lease.heartbeat.before")
         began = boot_seconds()
         reply = scheduler.heartbeat(self.shard.shard, self.incarnation, _CALL_TIMEOUT_SECONDS)
@@ -416,6 +467,7 @@ class ShardServer:
         self._config = config
         self._models = models
         self._segments = HeldSegments()
+        self._bulk = BulkPort(split_address(config.listen)[0], config.bulk_port)
         self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
         self._held: list[_HeldShard] = []
         self._stopping = threading.Event()
@@ -440,7 +492,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._segments)
+                held = _HeldShard(self._config, listen, wanted, self._models, self._segments, self._bulk)
                 self._held.append(held)
                 held.server.start()
             self._join_all()
@@ -482,6 +534,7 @@ class ShardServer:
             if held.shard is not None:
                 held.shard.close()
         self._held.clear()
+        self._bulk.close()
         self._scheduler.close()
         self._ended.set()
 

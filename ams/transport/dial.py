@@ -29,6 +29,7 @@ def dial(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable
             part_bytes=config.part_bytes,
             max_message_bytes=config.max_message_bytes,
             shared_memory=config.shared_memory,
+            bulk_connections=config.bulk_connections,
         )
 
     return GrpcSchedulerCarrier(address, max_message_bytes=config.max_message_bytes), open_carrier

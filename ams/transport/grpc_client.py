@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,15 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB
-from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, MemoryNotShared, ProtocolError
+from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB, split_address
+from geartrain.ams.errors import (
+    BulkConnectionLost,
+    GeartrainError,
+    InternalError,
+    InvalidArgument,
+    MemoryNotShared,
+    ProtocolError,
+)
 from geartrain.ams.messages import (
     Assign,
     CallContext,
@@ -41,6 +48,7 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
+from geartrain.ams.transport.bulk import BulkConnection, BulkPool, NotOffered, connect
 from geartrain.ams.transport.carrier import (
     AttemptFailed,
     gather,
@@ -66,9 +74,12 @@ SHARD_METHODS = (
     "Restore",
     "Fence",
     "ShareMemory",
+    "OpenBulk",
 )
 
 _OFFER_SECONDS = 5.0
+_MOVERS = 8
+"""Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -103,7 +114,8 @@ class _Connection:
 class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
-    With ``shared_memory``, rows do not travel to and from a shard on this machine; messages say where they lie.
+    With ``shared_memory``, rows do not travel to and from a shard on this machine; messages say where they lie. With
+    ``bulk_connections``, those of other shards travel beside gRPC.
     """
 
     def __init__(
@@ -113,6 +125,7 @@ class GrpcCarrier:
         part_bytes: int = 16 * MIB,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         shared_memory: bool = False,
+        bulk_connections: bool = False,
     ) -> None:
         self._address = address
         self._part_bytes = part_bytes
@@ -121,7 +134,9 @@ class GrpcCarrier:
         self._connection = _Connection(address, self._options)
         self._is_closed = False
         self._segments = SegmentPool(self._offer) if shared_memory else None
-        self._was_shared: bool | None = None
+        self._bulk = BulkPool(self._open_bulk) if bulk_connections else None
+        self._movers: ThreadPoolExecutor | None = None
+        self._told: str | None = None
         """What was last logged."""
 
     @property
@@ -186,9 +201,14 @@ class GrpcCarrier:
         """Close the connection; calls under way fail with AttemptFailed."""
         with self._lock:
             self._is_closed = True
+            movers = self._movers
         if self._segments is not None:
             self._segments.close()
+        if self._bulk is not None:
+            self._bulk.close()
         self._connection.channel.close()
+        if movers is not None:
+            movers.shutdown(wait=False)
 
     def _begin(self) -> _Connection:
         with self._lock:
@@ -214,13 +234,13 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool = False,
-        room: _Room | None = None,
+        beside: _Beside | None = None,
         may_retire: bool = True,
     ) -> Future[Reply]:
         """Begin a call.
 
-        ``room`` is the shared memory that it uses up to its end. Without ``may_retire`` the connection is kept, though
-        no answer comes in time.
+        ``beside`` carries its rows up to its end. Without ``may_retire`` the connection is kept, though no answer comes
+        in time.
         """
         future: Future[Reply] = Future()
         connection = self._begin()
@@ -242,9 +262,12 @@ class GrpcCarrier:
                 outcome = exc
             except Exception as exc:  # a defect here must not leave the caller waiting for ever
                 outcome = InternalError(f"reply of the shard at {self._address}: {exc!r}")
+            except BaseException:  # Ctrl-C
+                self._end(connection, timed_out=False)
+                raise
             finally:
-                if room is not None:
-                    room.end(is_over=is_over)
+                if beside is not None:
+                    beside.end(is_over=is_over)
             self._end(
                 connection, timed_out=timed_out and may_retire
             )  # first, so that a retry finds the next connection
@@ -253,22 +276,37 @@ class GrpcCarrier:
             else:
                 future.set_result(outcome)
 
-        if alone:
+        if alone and not isinstance(beside, _BulkUse):
             settle(lambda: _unless_closed(send, data, timeout_seconds))
             return future
         try:
             call = _unless_closed(send.future, data, timeout_seconds)
         except BaseException as exc:
-            if room is not None:
-                room.end(is_over=False)
+            if beside is not None:
+                beside.end(is_over=False)
             self._end(connection, timed_out=False)
             if not isinstance(exc, _ChannelClosed):
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
-        # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
-        call.add_done_callback(lambda call: settle(call.result))
+        if not isinstance(beside, _BulkUse):
+            # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+            call.add_done_callback(lambda call: settle(call.result))
+        elif alone:
+            settle(partial(beside.moved, call))
+        else:
+            self._aside(partial(settle, partial(beside.moved, call)))
         return future
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        """Let a thread do ``work``, or do it now where none can be had."""
+        try:
+            with self._lock:
+                if self._movers is None:
+                    self._movers = ThreadPoolExecutor(_MOVERS, thread_name_prefix="geartrain-rows")
+                self._movers.submit(work)
+        except RuntimeError:
+            work()
 
     def _in_parts(
         self,
@@ -286,24 +324,28 @@ class GrpcCarrier:
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
 
-        def send(start: int, end: int, room: _Room | None) -> Future[Reply]:
+        def send(start: int, end: int, beside: _Beside | None) -> Future[Reply]:
             header = shard_pb2.PullRequest(
                 context=codec.context_to_pb(context),
                 table=pull.table,
                 required_sync=codec.group_to_pb(pull.required_sync),
                 with_present=pull.present is not None,
             )
-            if room is None:
-                data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            else:
-                room.arrays.ids[:] = pull.ids[start:end]
-                header.shared.CopyFrom(room.named)
+            if isinstance(beside, _Room):
+                beside.arrays.ids[:] = pull.ids[start:end]
+                header.shared.CopyFrom(beside.named)
                 data = header.SerializeToString()
-            unpack = _Unpack(pull, start, end, room)
-            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, room=room)
+            else:
+                if beside is not None:
+                    header.bulk.CopyFrom(beside.named)
+                data = framing.encode_framed(header, [(14, pull.ids[start:end])])
+            unpack = _Unpack(pull, start, end, beside)
+            if isinstance(beside, _BulkUse):
+                beside.move = unpack.receive
+            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, beside=beside)
 
         spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
-        parts = [self._shared(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
+        parts = [self._beside(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _write(
@@ -312,42 +354,51 @@ class GrpcCarrier:
         rows = write.gradients if isinstance(write, Push) else write.rows
         method = "Push" if isinstance(write, Push) else "Assign"
 
-        def send(index: int, start: int, end: int, room: _Room | None) -> Future[Reply]:
+        def send(index: int, start: int, end: int, beside: _Beside | None) -> Future[Reply]:
             header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            if room is None:
-                data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
-            else:
-                room.arrays.ids[:], room.arrays.rows[:] = write.ids[start:end], rows[start:end]
-                header.shared.CopyFrom(room.named)
+            if isinstance(beside, _Room):
+                beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
+                header.shared.CopyFrom(beside.named)
                 data = header.SerializeToString()
-            return self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1, room=room)
+            elif isinstance(beside, _BulkUse):
+                header.bulk.CopyFrom(beside.named)
+                data = framing.encode_framed(header, [(14, write.ids[start:end])])
+                beside.move = lambda connection, use: connection.send(use, rows[start:end])
+            else:
+                data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
+            return self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1, beside=beside)
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
         parts = [
-            self._shared(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
+            self._beside(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
             for index, (start, end) in enumerate(spans)
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _shared(
-        self, send: Callable[[_Room | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
+    def _beside(
+        self, send: Callable[[_Beside | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
     ) -> Future[Reply]:
-        """Send with shared memory if there is some, and in a message if not, or if the shard does not have it."""
-        segments, room = self._segments, self._room(num_ids, dim, dtype)
-        if segments is None or room is None:
+        """Send with the rows beside the message if that can be, and in it if not, or if the shard lost the other way.
+
+        The second time is no second write: the shard has not begun the first.
+        """
+        beside = self._room(num_ids, dim, dtype) or self._bulk_use(num_ids * dim * dtype.itemsize)
+        if beside is None:
             return send(None)
         future: Future[Reply] = Future()
 
         def settled(attempt: Future[Reply]) -> None:
-            if isinstance(attempt.exception(), MemoryNotShared):
-                segments.forget()
+            error = attempt.exception()
+            if isinstance(error, MemoryNotShared) and self._segments is not None:
+                self._segments.forget()
+            if isinstance(error, MemoryNotShared | BulkConnectionLost):
                 send(None).add_done_callback(partial(_hand_on, future))
             else:
                 _hand_on(future, attempt)
 
-        send(room).add_done_callback(settled)
+        send(beside).add_done_callback(settled)
         return future
 
     def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> _Room | None:
@@ -356,6 +407,34 @@ class GrpcCarrier:
             return None
         segment = self._segments.take(bytes_needed(num_ids, dim, dtype))
         return None if segment is None else _Room(self._segments, segment, num_ids, dim, dtype)
+
+    def _bulk_use(self, num_bytes: int) -> _BulkUse | None:
+        """A bulk connection for a call's rows; None: they travel in the message."""
+        if self._bulk is None or (self._segments is not None and not self._segments.is_off):
+            return None
+        connection = self._bulk.take(num_bytes)
+        return None if connection is None else _BulkUse(self._bulk, connection)
+
+    def _open_bulk(self) -> BulkConnection:
+        """Make a bulk connection. Raises NotOffered or whatever else prevents it."""
+        reply = shard_pb2.OpenBulkReply()
+
+        def answered(data: bytes) -> Reply:
+            reply.CopyFrom(framing.parse(data, shard_pb2.OpenBulkReply))
+            return Done()
+
+        try:
+            ask = shard_pb2.OpenBulkRequest().SerializeToString()
+            self._call("OpenBulk", ask, _OFFER_SECONDS, answered, may_retire=False).result()
+            if reply.reason:
+                raise NotOffered(reply.reason)
+            host, _ = split_address(self._address)
+            connection = connect((host, reply.port), reply.connection, reply.secret)
+        except Exception as exc:
+            self._tell(f"in messages, not over bulk connections: {exc}")
+            raise
+        self._tell("over bulk connections")
+        return connection
 
     def _offer(self, segment: Segment) -> None:
         """Tell the shard of a new segment."""
@@ -368,7 +447,7 @@ class GrpcCarrier:
                 segments.accept(segment)
             else:
                 segments.refuse(reply.reason)
-            self._tell(is_shared=reply.shared, reason=reply.reason)
+            self._tell("through shared memory" if reply.shared else _not_shared(reply.reason))
             return Done()
 
         def ended(offer: Future[Reply]) -> None:
@@ -377,28 +456,28 @@ class GrpcCarrier:
                 segment.close()
             if isinstance(error, ProtocolError):  # a shard of an earlier version
                 segments.refuse(str(error))
-                self._tell(is_shared=False, reason=str(error))
+                self._tell(_not_shared(str(error)))
             segments.end_offer()
 
         ask = shard_pb2.ShareMemoryRequest(name=segment.name, process=os.getpid(), descriptor=segment.descriptor)
         offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered, may_retire=False)
         offer.add_done_callback(ended)
 
-    def _tell(self, *, is_shared: bool, reason: str) -> None:
+    def _tell(self, way: str) -> None:
         """Log which way rows go, once and when it changes."""
-        if is_shared == self._was_shared:
-            return
-        self._was_shared = is_shared
-        if is_shared:
-            logger.info("rows of the shard at %s go through shared memory", self._address)
-        else:
-            logger.info("rows of the shard at %s travel in messages: %s", self._address, reason)
+        if way != self._told:
+            self._told = way
+            logger.info("rows of the shard at %s go %s", self._address, way)
 
     def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
         """Cut 0 … num_ids into the fewest runs of at most part_bytes."""
         per_part = max(1, self._part_bytes // bytes_per_id)
         count = max(1, math.ceil(num_ids / per_part))
         return [(num_ids * part // count, num_ids * (part + 1) // count) for part in range(count)]
+
+
+def _not_shared(reason: str) -> str:
+    return f"in messages, not through shared memory: {reason}"
 
 
 class _ChannelClosed(Exception):
@@ -439,19 +518,74 @@ class _Room:
             segment.close()
 
 
+class _BulkUse:
+    """A bulk connection in use by one call."""
+
+    def __init__(self, pool: BulkPool, connection: BulkConnection) -> None:
+        self._pool, self._connection = pool, connection
+        self.named = shard_pb2.BulkBytes(connection=connection.number, use=connection.num_uses)
+        self.move: Callable[[BulkConnection, int], None]
+        """Sends or receives the rows."""
+        self._has_moved = False
+
+    def moved(self, call: Any) -> bytes:
+        """Move the rows while ``call`` is under way, and return its reply. Raises what the call raises, or
+        BulkConnectionLost.
+        """
+        call.add_done_callback(self._break_off)
+        lost: BulkConnectionLost | None = None
+        try:
+            self.move(self._connection, self.named.use)
+        except BulkConnectionLost as exc:
+            lost = exc  # which may be for the call's error: that says more
+        except BaseException:
+            call.cancel()
+            raise
+        reply: bytes = call.result()
+        if lost is not None:
+            raise lost
+        self._has_moved = True
+        return reply
+
+    def end(self, *, is_over: bool) -> None:  # noqa: ARG002
+        """Leave the connection: to the next call if all has moved, for else there may be more on it."""
+        if self._has_moved:
+            self._pool.give_back(self._connection)
+        else:
+            self._connection.close()
+
+    def _break_off(self, call: Any) -> None:
+        if call.code() is not grpc.StatusCode.OK:
+            self._connection.abort()
+
+
+_Beside = _Room | _BulkUse
+
+
 class _Unpack:
     """Writes the rows of one reply where the pull wants them."""
 
-    def __init__(self, pull: Pull, start: int, end: int, room: _Room | None) -> None:
-        self._pull, self._start, self._end, self._room = pull, start, end, room
+    def __init__(self, pull: Pull, start: int, end: int, beside: _Beside | None) -> None:
+        self._pull, self._start, self._end, self._beside = pull, start, end, beside
+        self._received: npt.NDArray[Any] | None = None
+        """What came over a bulk connection; None: it is in its place."""
 
     def __call__(self, data: bytes) -> Reply:
         _, raw = framing.decode_framed(data, shard_pb2.PullReply)
-        if self._room is None:
-            self._place(self._rows(raw.get(15)), self._present(raw.get(14)))
+        if isinstance(self._beside, _Room):
+            self._place(self._beside.arrays.rows, self._beside.arrays.present)
+        elif isinstance(self._beside, _BulkUse):
+            self._place(self._received, self._present(raw.get(14)))
         else:
-            self._place(self._room.arrays.rows, self._room.arrays.present)
+            self._place(self._rows(raw.get(15)), self._present(raw.get(14)))
         return Done()
+
+    def receive(self, connection: BulkConnection, use: int) -> None:
+        """Receive the rows over a bulk connection, where they shall go if that is one place."""
+        rows = self._pull.out[self._start : self._end]
+        if self._pull.positions is not None or not rows.flags.c_contiguous:
+            rows = self._received = np.empty(rows.shape, rows.dtype)
+        connection.receive(use, rows)
 
     def _rows(self, raw: memoryview | None) -> npt.NDArray[Any]:
         out = self._pull.out
@@ -465,10 +599,11 @@ class _Unpack:
             raise ProtocolError(f"the shard did not say which of {num_ids} rows exist")
         return np.frombuffer(raw, np.bool_)
 
-    def _place(self, rows: npt.NDArray[Any], present: npt.NDArray[np.bool_] | None) -> None:
+    def _place(self, rows: npt.NDArray[Any] | None, present: npt.NDArray[np.bool_] | None) -> None:
         pull, start, end = self._pull, self._start, self._end
         where: Any = slice(start, end) if pull.positions is None else pull.positions[start:end]
-        pull.out[where] = rows
+        if rows is not None:
+            pull.out[where] = rows
         if pull.present is not None:
             pull.present[where] = present
 

@@ -188,7 +188,7 @@ class SegmentPool:
             size = _rounded_up(num_bytes)
             if self._clock() - self._offered_at > _LOST_SECONDS:
                 self._num_offers = self._being_made = 0  # what is left was broken off
-            if self._is_off or self._num_offers >= _MOST_OFFERS or not self._make_room(size):
+            if self.is_off or self._num_offers >= _MOST_OFFERS or not self._make_room(size):
                 return None
             self._num_offers += 1
             self._being_made += size
@@ -205,7 +205,7 @@ class SegmentPool:
         """Take back a segment whose call was answered."""
         with self._lock:
             self._drop_idle()
-            if self._is_off:
+            if self.is_off:
                 segment.close()
             else:
                 segment.freed_at = self._clock()
@@ -298,7 +298,8 @@ class SegmentPool:
         self._free.clear()
 
     @property
-    def _is_off(self) -> bool:
+    def is_off(self) -> bool:
+        """Whether nothing can be shared with the shard, for now."""
         return self._clock() < self._off_until
 
     def _turn_off(self, reason: str) -> None:

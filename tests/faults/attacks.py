@@ -43,7 +43,15 @@ def shared_memory(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa
     from tests.faults.test_exactly_once import SHARED_BYTES, attack, attack_late
 
     np.testing.assert_array_equal(*attack_late(seed, pushes))
-    rows, expected, _ = attack(seed, pushes, SHARED_BYTES, shared=True)
+    rows, expected, _ = attack(seed, pushes, SHARED_BYTES, "shared")
+    np.testing.assert_array_equal(rows, expected)
+
+
+def bulk_connections(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa: ARG001
+    """Integer pushes whose rows travel over bulk connections, which meet faults as their messages do."""
+    from tests.faults.test_exactly_once import SHARED_BYTES, attack
+
+    rows, expected, _ = attack(seed, pushes, SHARED_BYTES, "bulk")
     np.testing.assert_array_equal(rows, expected)
 
 

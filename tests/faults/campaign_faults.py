@@ -13,6 +13,7 @@ from tests.faults import attacks, mutations
 SEQUENCES_PER_RUN = 200
 PUSHES_PER_RUN = 1000
 SHARED_PUSHES_PER_RUN = 100
+BULK_PUSHES_PER_RUN = 20
 DAMAGES_PER_RUN = 250
 PROXY_BYTES = 2_400_000
 """Connections last longer than in ``make test``: fewer faults for a push, more pushes in the time."""
@@ -73,6 +74,12 @@ def shared(seed: int, folder: Path) -> int:
     return 2 * SHARED_PUSHES_PER_RUN
 
 
+def bulk(seed: int, folder: Path) -> int:
+    """Pushes whose rows travel over bulk connections, which are cut, late, silent and repeated."""
+    attacks.bulk_connections(seed, folder, pushes=BULK_PUSHES_PER_RUN)
+    return BULK_PUSHES_PER_RUN
+
+
 def damage(seed: int, folder: Path) -> int:
     """Damaged files of a snapshot."""
     attacks.damage(seed, folder, times=DAMAGES_PER_RUN)
@@ -125,6 +132,7 @@ def all_faults() -> list[Fault]:
         Fault(name="stops", unit="stops", target=20, share=0.05, run=stops),
         Fault(name="proxies", unit="pushes", target=50_000, share=0.25, run=proxies, timeout_seconds=600),
         Fault(name="shared", unit="pushes", target=5_000, share=0.1, run=shared),
+        Fault(name="bulk", unit="pushes", target=500, share=0.1, run=bulk, timeout_seconds=300),
         Fault(name="damage", unit="damages", target=10_000, share=0.05, run=damage),
         Fault(name="sequences", unit="sequences", target=20_000, share=0.3, run=sequences, timeout_seconds=600),
         Fault(name="suite", unit="mutations", target=len(mutations.REMOVALS), share=0.05, run=suite),

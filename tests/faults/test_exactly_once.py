@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import numpy as np
@@ -19,7 +19,8 @@ from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport import shared_memory
+from geartrain.ams.transport import bulk, grpc_client, shared_memory
+from geartrain.ams.transport.bulk import BulkPort
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.shared_memory import HeldSegments
 from tests.faults.mutations import removed
@@ -31,7 +32,9 @@ DIM = 16
 PUSHES = int(os.environ.get("GEARTRAIN_PROXY_PUSHES", "500"))
 ATTEMPT_SECONDS = 0.3
 SHARED_BYTES = 50_000
-"""Most bytes of messages before a fault, where rows lie in shared memory."""
+"""Most bytes of messages before a fault, where rows are not in them."""
+BULK_BYTES = 1_500_000
+"""Most bytes of a bulk connection before a fault."""
 CONFIG = ClientConfig(
     attempt_timeout_seconds=ATTEMPT_SECONDS,
     recovery_timeout_seconds=120,
@@ -40,15 +43,20 @@ CONFIG = ClientConfig(
 )
 
 
+Way = Literal["messages", "shared", "bulk"]
+"""Which way rows go."""
+
+
 @contextmanager
 def behind_proxies(
-    num_shards: int, seed: int, most_bytes: int, *, shared: bool
+    num_shards: int, seed: int, most_bytes: int, way: Way
 ) -> Iterator[tuple[Cluster, list[FaultyProxy]]]:
     """A cluster whose shards are reached only through proxies; the way to the scheduler is straight.
 
-    With ``shared`` the rows lie in shared memory, and only messages about them pass.
+    Where rows are ``shared``, only messages about them pass. Bulk connections have proxies of their own, one for each
+    shard, which come last.
     """
-    reply_share = 2 if shared else REPLY_SHARE
+    reply_share = REPLY_SHARE if way == "messages" else 2
     with ExitStack() as stack:
         scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=num_shards, lease_seconds=60))
         address = scheduler.start()
@@ -64,28 +72,45 @@ def behind_proxies(
             )
             for shard in range(num_shards)
         ]
-        for shard, proxy in enumerate(proxies):
+        proxy_ports: dict[int, int] = {}
+        for shard, proxy in enumerate(tuple(proxies)):
             server = ShardServer(ServerConfig(scheduler=address, shard=shard, advertise=proxy.address))
             server.start()
             stack.callback(server.stop, 0)
             proxy.forward_to(server.bound_addresses[0])
-        if shared:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(shared_memory, "MIN_SHARED_BYTES", 1)
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(shared_memory, "PAUSE_SECONDS", 0.0)
-        config = CONFIG.model_copy(update={"shared_memory": shared})
+            if way == "bulk":
+                port = server._bulk.offer()[0]
+                beside = FaultyProxy(
+                    seed * 1000 + 500 + shard, most_bytes=BULK_BYTES, delay_seconds=ATTEMPT_SECONDS, reply_share=1
+                )
+                beside.forward_to(f"127.0.0.1:{port}")
+                proxy_ports[port] = int(stack.enter_context(beside).address.rsplit(":", 1)[1])
+                proxies.append(beside)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(shared_memory, "MIN_SHARED_BYTES", 1)
+        patch.setattr(shared_memory, "PAUSE_SECONDS", 0.0)
+        patch.setattr(bulk, "MIN_BULK_BYTES", 1)
+        patch.setattr(bulk, "PAUSE_SECONDS", 0.0)
+        patch.setattr(bulk, "CONNECT_SECONDS", ATTEMPT_SECONDS)
+        patch.setattr(
+            grpc_client,
+            "connect",
+            lambda address, *rest: bulk.connect((address[0], proxy_ports[address[1]]), *rest),
+        )
+        config = CONFIG.model_copy(update={"shared_memory": way == "shared", "bulk_connections": way == "bulk"})
         cluster = stack.enter_context(connect(address, config=config))
         yield cluster, proxies
 
 
 def attack(
-    seed: int, num_pushes: int, most_bytes: int = 1_000_000, *, shared: bool = False
+    seed: int, num_pushes: int, most_bytes: int = 1_000_000, way: Way = "messages"
 ) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
     """Push integers from two threads through faulty proxies; return the rows, what they must be, and the faults met.
 
-    A connection meets its fault after ``most_bytes`` at most. With ``shared``, rows lie in shared memory, and every
-    push is followed by a pull, which uses the same memory.
+    A connection meets its fault after ``most_bytes`` at most. Unless rows are in messages, every push is followed by a
+    pull, which uses the same memory or connection.
     """
-    with behind_proxies(2, seed, most_bytes, shared=shared) as (cluster, proxies):
+    with behind_proxies(2, seed, most_bytes, way) as (cluster, proxies):
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
         expected = np.zeros((NUM_ROWS, DIM))
         lock = threading.Lock()
@@ -101,8 +126,8 @@ def attack(
                     ids = np.sort(own.choice(NUM_ROWS, int(own.choice([5, 200, 2500])), replace=False))
                     gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
                     table.push(ids, gradients)
-                    if shared:
-                        table.pull(np.arange(NUM_ROWS))
+                    if way != "messages":
+                        assert (table.pull(np.arange(NUM_ROWS)) % 1 == 0).all()
                     with lock:
                         expected[ids] -= gradients
             except BaseException as exc:
@@ -116,7 +141,7 @@ def attack(
         for proxy in proxies:
             proxy.end_faults()
         assert not failures, failures
-        return table.pull(np.arange(NUM_ROWS)), expected, proxies[0].counts + proxies[1].counts
+        return table.pull(np.arange(NUM_ROWS)), expected, sum((proxy.counts for proxy in proxies), Counter())
 
 
 def attack_late(seed: int, num_pushes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +162,7 @@ def attack_late(seed: int, num_pushes: int) -> tuple[np.ndarray, np.ndarray]:
         return whole(self, method, data, *arguments, **keywords)
 
     with (
-        behind_proxies(1, seed, most_bytes=1, shared=True) as (cluster, _),
+        behind_proxies(1, seed, most_bytes=1, way="shared") as (cluster, _),
         pytest.MonkeyPatch.context() as patch,
     ):
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
@@ -171,10 +196,23 @@ def test_every_push_is_applied_once_where_only_messages_about_rows_meet_the_faul
     whole = HeldSegments.claim
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeldSegments, "claim", lambda self, name, use: (claims.append(name), whole(self, name, use))[1])
-        rows, expected, met = attack(seed=1, num_pushes=PUSHES // 10, most_bytes=SHARED_BYTES, shared=True)
+        rows, expected, met = attack(1, PUSHES // 10, SHARED_BYTES, "shared")
     assert len(claims) > PUSHES // 10
     np.testing.assert_array_equal(rows, expected)
     assert {"mirror", "replay", "overtake"} <= set(met), met  # calls arrive twice, late, and behind newer ones
+
+
+def test_every_push_is_applied_once_where_rows_travel_beside_their_messages_and_both_meet_faults() -> None:
+    claims: list[int] = []
+    whole = BulkPort.claimed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            BulkPort, "claimed", lambda self, number, *rest: (claims.append(number), whole(self, number, *rest))[1]
+        )
+        rows, expected, met = attack(1, PUSHES // 25, SHARED_BYTES, "bulk")
+    assert len(claims) > PUSHES // 25
+    np.testing.assert_array_equal(rows, expected)
+    assert {"mirror", "replay", "overtake"} <= set(met), met
 
 
 def test_the_attack_finds_a_shard_that_forgets_what_it_applied() -> None:

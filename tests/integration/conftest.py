@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import grpc
 import pytest
 
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
-from geartrain.ams.transport import shared_memory
+from geartrain.ams.server.service import ShardServer, ShardService
+from geartrain.ams.transport import bulk, shared_memory
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.shared_memory import SegmentPool
 from geartrain.bridge.hosted.models import hosted_models
@@ -62,9 +63,33 @@ def served() -> Iterator[Callable[..., ServedCluster]]:
         yield make
 
 
-@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "shared-2"])
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the requests and replies of pulls and pushes of served shards, as they travel."""
+    sizes: list[int] = []
+
+    def measured(name: str) -> None:
+        whole = getattr(ShardService, name)
+
+        def measuring(self: ShardService, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+            reply: bytes = whole(self, data, servicer_context)
+            sizes.extend((len(data), len(reply)))
+            return reply
+
+        monkeypatch.setattr(ShardService, name, measuring)
+
+    for name in ("pull", "push", "assign"):
+        measured(name)
+    return sizes
+
+
+@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "bulk-2", "bulk-2-parts", "shared-2"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A cluster over each carrier; "parts" cuts every payload above 64 KiB, and "shared" has all in shared memory."""
+    """A cluster over each carrier.
+
+    "parts" cuts every payload above 64 KiB; "bulk" sends all rows over bulk connections, "shared" has them in shared
+    memory.
+    """
     kind, shards, *parts = request.param.split("-")
     if kind == "local":
         with local(int(shards)) as embedded:
@@ -72,12 +97,17 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     served = ServedCluster(int(shards))
     monkeypatch.setattr(shared_memory, "MIN_SHARED_BYTES", 1)
-    config = QUICK.model_copy(update={"shared_memory": kind == "shared", **({"part_bytes": 64 << 10} if parts else {})})
+    monkeypatch.setattr(bulk, "MIN_BULK_BYTES", 1)
+    ways = {"shared_memory": kind == "shared", "bulk_connections": kind == "bulk"}
+    config = QUICK.model_copy(update={**ways, **({"part_bytes": 64 << 10} if parts else {})})
     try:
         with connect(served.address, config=config) as connected:
             if kind == "shared":
                 for carrier in carriers_of(connected):
                     fill(carrier)
+            if kind == "bulk":
+                for carrier in carriers_of(connected):
+                    connect_bulk(carrier)
             yield connected
     finally:
         served.stop()
@@ -99,3 +129,18 @@ def fill(carrier: GrpcCarrier, num_segments: int = 2) -> None:
             assert pool.take((pool.num_segments + 1) << 20) is None  # larger than those there are
             assert answered.acquire(timeout=10)
     assert pool.num_segments == num_segments
+
+
+def connect_bulk(carrier: GrpcCarrier, num_connections: int = 2) -> None:
+    """Open bulk connections to a shard; later ones are opened by the call that lacks one."""
+    pool = carrier._bulk
+    assert pool is not None
+    pool._begin = lambda work: work()
+    taken = []
+    while len(taken) < num_connections:
+        connection = pool.take(bulk.MIN_BULK_BYTES)
+        if connection is not None:
+            taken.append(connection)
+    for connection in taken:
+        pool.give_back(connection)
+    assert pool.num_connections == num_connections

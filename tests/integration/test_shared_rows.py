@@ -7,16 +7,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import grpc
 import numpy as np
 import pytest
 
 from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster, connect
+from geartrain.ams.cluster import connect
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.messages import CallContext, Pull
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
@@ -33,48 +31,13 @@ from geartrain.ams.transport.shared_memory import (
     bytes_needed,
 )
 from tests.integration.conftest import ServedCluster, carriers_of, fill
+from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 
-NUM_ROWS, DIM = 4_000, 32
-IDS = np.arange(NUM_ROWS)
-ONES = np.ones((NUM_ROWS, DIM), np.float32)
 FLOAT = np.dtype(np.float32)
-Served = Callable[..., ServedCluster]
-
-
-@contextmanager
-def connected(cluster: ServedCluster, **settings: object) -> Iterator[Cluster]:
-    config = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0, **settings)  # type: ignore[arg-type]
-    with connect(cluster.address, config=config) as ours:
-        ours.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0), reuse=True)
-        yield ours
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the requests and replies of pulls and pushes, as they travel."""
-    sizes: list[int] = []
-
-    def measured(name: str) -> None:
-        whole = getattr(ShardService, name)
-
-        def measuring(self: ShardService, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-            reply: bytes = whole(self, data, servicer_context)
-            sizes.extend((len(data), len(reply)))
-            return reply
-
-        monkeypatch.setattr(ShardService, name, measuring)
-
-    for name in ("pull", "push", "assign"):
-        measured(name)
-    return sizes
 
 
 def segments_of(cluster: ServedCluster) -> HeldSegments:
     return cluster.servers[0]._held[0].service.segments
-
-
-def stub(channel: grpc.Channel, method: str) -> Callable[[bytes], bytes]:
-    return channel.unary_unary(f"/{SHARD_SERVICE}/{method}")  # type: ignore[return-value]
 
 
 def test_rows_of_a_shard_on_this_machine_are_in_no_message(served: Served, messages: list[int]) -> None:
@@ -238,7 +201,7 @@ def test_the_log_says_once_which_way_rows_go(
     monkeypatch.setattr(HeldSegments, "open", lambda *_: "on another machine")
     with connected(cluster) as ours, pytest.raises(AssertionError):  # there are none
         fill(carriers_of(ours)[0], 1)
-    assert "travel in messages: on another machine" in caplog.text
+    assert "go in messages, not through shared memory: on another machine" in caplog.text
 
 
 def test_a_call_that_arrives_twice_is_answered_once(served: Served) -> None:

@@ -199,6 +199,90 @@ class SharedBytes(_message.Message):
 Global___SharedBytes: _TypeAlias = SharedBytes  # noqa: Y015
 
 @_typing.final
+class OpenBulkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenBulkRequest: _TypeAlias = OpenBulkRequest  # noqa: Y015
+
+@_typing.final
+class OpenBulkReply(_message.Message):
+    """The client connects to `port` of the shard's host within 5 seconds and sends `secret`; the shard sends the 16 bytes
+    "geartrain bulk 1". The connection then carries the rows of those calls that name it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTION_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    connection: _builtins.int
+    """Calls may name it from now on."""
+    port: _builtins.int
+    secret: _builtins.bytes
+    """32 bytes, good for one connection."""
+    reason: _builtins.str
+    """Why there is none; the other fields are empty then."""
+    def __init__(
+        self,
+        *,
+        connection: _builtins.int = ...,
+        port: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "port", b"port", "reason", b"reason", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenBulkReply: _TypeAlias = OpenBulkReply  # noqa: Y015
+
+@_typing.final
+class BulkBytes(_message.Message):
+    """The rows or gradients of one call, on a bulk connection: `use` and their number of bytes (uint64, little endian), then
+    the bytes. The shard sends those of a pull before its reply; the caller those of a push or assign while the call is
+    under way. Whoever meets an error closes the connection.
+    BulkConnectionLost: the shard does not have this connection (any more), or had this use of it. Nothing was done.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTION_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
+    connection: _builtins.int
+    use: _builtins.int
+    """From 1, higher with each call that uses this connection, which is one at a time."""
+    def __init__(
+        self,
+        *,
+        connection: _builtins.int = ...,
+        use: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BulkBytes: _TypeAlias = BulkBytes  # noqa: Y015
+
+@_typing.final
 class PullRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -207,6 +291,7 @@ class PullRequest(_message.Message):
     REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
     WITH_PRESENT_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     table: _builtins.str
@@ -226,6 +311,10 @@ class PullRequest(_message.Message):
     def shared(self) -> Global___SharedBytes:
         """Where the ids lie, and where the rows go to. Absent: `ids` and the reply have them."""
 
+    @_builtins.property
+    def bulk(self) -> Global___BulkBytes:
+        """Where the rows go to instead of the reply, which has `present` all the same."""
+
     def __init__(
         self,
         *,
@@ -234,12 +323,13 @@ class PullRequest(_message.Message):
         required_sync: _types_pb2.SyncGroup | None = ...,
         with_present: _builtins.bool = ...,
         shared: Global___SharedBytes | None = ...,
+        bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "required_sync", b"required_sync", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "shared", b"shared", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "shared", b"shared", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,6 +402,7 @@ class PushRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     STEP_GOES_ON_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -344,6 +435,10 @@ class PushRequest(_message.Message):
     def shared(self) -> Global___SharedBytes:
         """Where ids and gradients lie. Absent: in the fields below."""
 
+    @_builtins.property
+    def bulk(self) -> Global___BulkBytes:
+        """Where the gradients come from. The ids are in the field below."""
+
     def __init__(
         self,
         *,
@@ -356,13 +451,14 @@ class PushRequest(_message.Message):
         part: Global___Part | None = ...,
         step_goes_on: _builtins.bool = ...,
         shared: Global___SharedBytes | None = ...,
+        bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "shared", b"shared", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "shared", b"shared", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -383,6 +479,7 @@ class AssignRequest(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
@@ -403,6 +500,10 @@ class AssignRequest(_message.Message):
     def shared(self) -> Global___SharedBytes:
         """Where ids and rows lie. Absent: in the fields below."""
 
+    @_builtins.property
+    def bulk(self) -> Global___BulkBytes:
+        """Where the rows come from. The ids are in the field below."""
+
     def __init__(
         self,
         *,
@@ -410,13 +511,14 @@ class AssignRequest(_message.Message):
         table: _builtins.str = ...,
         part: Global___Part | None = ...,
         shared: Global___SharedBytes | None = ...,
+        bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         rows: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "part", b"part", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "shared", b"shared", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "shared", b"shared", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

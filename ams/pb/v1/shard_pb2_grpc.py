@@ -64,6 +64,11 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.FromString,
                 _registered_method=True)
+        self.OpenBulk = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/OpenBulk',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkReply.FromString,
+                _registered_method=True)
         self.ComputeHosted = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/ComputeHosted',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedRequest.SerializeToString,
@@ -147,6 +152,14 @@ class ShardServicer:
     def ShareMemory(self, request, context):
         """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
         Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenBulk(self, request, context):
+        """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
+        no error: the reply says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,6 +253,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.ShareMemory,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.SerializeToString,
+            ),
+            'OpenBulk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBulk,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkReply.SerializeToString,
             ),
             'ComputeHosted': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeHosted,
@@ -444,6 +462,33 @@ class Shard:
             '/geartrain.ams.v1.Shard/ShareMemory',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenBulk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/OpenBulk',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,10 @@ class ShardStub:
     """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
     Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
     """
+    OpenBulk: _grpc.UnaryUnaryMultiCallable[_shard_pb2.OpenBulkRequest, _shard_pb2.OpenBulkReply]
+    """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
+    no error: the reply says why.
+    """
     ComputeHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]
     """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
     UpdateHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.UpdateHostedRequest, _shard_pb2.WriteReply]
@@ -82,6 +86,10 @@ class ShardAsyncStub(ShardStub):
     ShareMemory: _aio.UnaryUnaryMultiCallable[_shard_pb2.ShareMemoryRequest, _shard_pb2.ShareMemoryReply]  # type: ignore[assignment]
     """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
     Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    """
+    OpenBulk: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenBulkRequest, _shard_pb2.OpenBulkReply]  # type: ignore[assignment]
+    """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
+    no error: the reply says why.
     """
     ComputeHosted: _aio.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]  # type: ignore[assignment]
     """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
@@ -149,6 +157,16 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_shard_pb2.ShareMemoryReply, _abc.Awaitable[_shard_pb2.ShareMemoryReply]]:
         """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
         Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenBulk(
+        self,
+        request: _shard_pb2.OpenBulkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.OpenBulkReply, _abc.Awaitable[_shard_pb2.OpenBulkReply]]:
+        """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
+        no error: the reply says why.
         """
 
     @_abc_1.abstractmethod
