@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.arrays import ids_array, like, rows_array
+from geartrain.ams.aside import BackgroundFuture, Leave, aside, is_on_main_thread
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.core import ops
 from geartrain.ams.errors import (
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
 _ASYNC_THREADS = 4
+_CLOSED = "this cluster is closed; use its tables inside the 'with' block, or before close()"
 
 
 class ShardCalls:
@@ -120,16 +122,42 @@ class ShardCalls:
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
 
-        Returns only when no carrier uses the requests' arrays any more.
+        Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off: what is
+        under way is not sent again then, and whether it was done is unknown.
         """
         self.require_own_process()
         if self._closed or self._given_up.is_set():
-            raise Unavailable("this cluster is closed; use its tables inside the 'with' block, or before close()")
+            raise Unavailable(_CLOSED)
+        recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
+        patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
+        if not is_on_main_thread():
+            return self._deliver(calls, context, timeout_seconds, patience)
+        leaves = []
+        for number, (shard, request) in enumerate(calls := list(calls)):
+            if isinstance(request, Pull | Push | Assign):
+                leaves.append(Leave())
+                calls[number] = shard, replace(request, leave=leaves[-1])
+
+        def break_off() -> None:
+            patience.end()
+            for leave in leaves:
+                leave.end()
+
+        return aside(
+            partial(self._deliver, calls, context, timeout_seconds, patience),
+            if_broken_off=break_off,
+        )
+
+    def _deliver(
+        self,
+        calls: Sequence[tuple[int, Request]],
+        context: CallContext,
+        timeout_seconds: float | None,
+        patience: _Patience,
+    ) -> list[Outcome]:
         attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
         futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
         outcomes: list[Outcome] = []
-        recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
                 outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
@@ -161,19 +189,32 @@ class ShardCalls:
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Run ``function`` on a thread of the client's own."""
         self.require_own_process()
+        future = BackgroundFuture(partial(function, *arguments, **keywords))
+        aside(partial(self._submit, future))
+        return future
+
+    def _submit(self, future: BackgroundFuture) -> None:
         with self._lock:
+            if self._closed or self._given_up.is_set():
+                raise Unavailable(_CLOSED)
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
-        return self._executor.submit(function, *arguments, **keywords)
+            self._executor.submit(future.run)
 
     def give_up(self) -> None:
         """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
+        aside(self._give_up)
+
+    def _give_up(self) -> None:
         self._given_up.set()
         for carrier in self._carriers:
             carrier.close()
 
     def close(self) -> None:
         """Finish background calls and close the connections. Idempotent."""
+        aside(self._close)
+
+    def _close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._closed = True
@@ -243,9 +284,14 @@ class _Patience:
 
     def __init__(self, seconds: float, given_up: threading.Event) -> None:
         self.seconds = seconds
+        self._has_ended = False
         self._given_up = given_up
         self._deadline: float | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
+
+    def end(self) -> None:
+        """Nobody waits any more: nothing is sent again."""
+        self._has_ended = True
 
     @property
     def is_fresh(self) -> bool:
@@ -261,7 +307,7 @@ class _Patience:
         # Jitter keeps the workers of a job from knocking all at once.
         self._given_up.wait(min(left, self._backoff * random.uniform(0.5, 1.0)))
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
-        return True
+        return not self._has_ended
 
 
 class Table:

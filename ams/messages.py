@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.aside import Leave
 from geartrain.ams.specs import Ids, TableSpec
 
 WRITE_WINDOW = 1024
@@ -87,6 +88,8 @@ class Pull:
     """[M]; if given, set to whether the row exists."""
     required_sync: SyncGroup | None = None
     """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
+    leave: Leave | None = None
+    """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,8 @@ class Push:
     group: SyncGroup | None = None
     step_goes_on: bool = False
     """More pushes of the same step follow. It matters where a step moves untouched rows too."""
+    leave: Leave | None = None
+    """Needed to read the arrays; None: nothing takes it away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,8 @@ class Assign:
     """Distinct."""
     rows: npt.NDArray[Any]
     """[N, D] of the table's dtype."""
+    leave: Leave | None = None
+    """Needed to read the arrays; None: nothing takes it away."""
 
 
 @dataclass(frozen=True, kw_only=True)

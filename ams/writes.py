@@ -52,35 +52,44 @@ class WriteStream:
         self._window = window
         self._next = 1
         self._open: set[int] = set()
-        self._changed = threading.Condition()
+        # Not a Condition: Ctrl-C on the main thread would leave one locked (see geartrain.ams.aside).
+        self._lock = threading.Lock()
+        self._waiting: list[threading.Lock] = []
+        """Locks that :meth:`begin` waits for."""
 
     def begin(self) -> int:
         """Return the next number; blocks while the oldest open write is a whole window behind."""
         while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: self._next - self._oldest() < self._window, _WARN_SECONDS):
+            ended = threading.Lock()
+            with self._lock:
+                if self._next - self._oldest() < self._window:
                     sequence = self._next
                     self._next += 1
                     self._open.add(sequence)
                     return sequence
                 waiting, oldest = self._next, self._oldest()
-            # Not while others wait for the lock: a log may take its time.
-            logger.warning(
-                "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
-                waiting,
-                oldest,
-                self._window,
-            )
+                ended.acquire()
+                self._waiting.append(ended)
+            if not ended.acquire(timeout=_WARN_SECONDS):
+                # Not while others wait for the lock: a log may take its time.
+                logger.warning(
+                    "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
+                    waiting,
+                    oldest,
+                    self._window,
+                )
 
     def end(self, sequence: int) -> None:
         """See :class:`Numbers`."""
-        with self._changed:
+        with self._lock:
             self._open.discard(sequence)
-            self._changed.notify_all()
+            waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.release()
 
     def context(self, sequence: int) -> CallContext:
         """See :class:`Numbers`."""
-        with self._changed:
+        with self._lock:
             return CallContext(
                 stream=self.name,
                 incarnation=self.incarnation,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from geartrain.ams import failpoints
+from geartrain.ams.aside import held
 from geartrain.ams.errors import (
     GeartrainError,
     InternalError,
@@ -290,7 +291,8 @@ class Shard:
                 if request.required_sync is not None:
                     self._groups.require_step(request.table, request.required_sync)
                 table = self._table(request.table)
-                table.rows.pull(request.ids, request.out, request.positions, request.present)
+                with held(request.leave):
+                    table.rows.pull(request.ids, request.out, request.positions, request.present)
                 return Done()
             case ComputeHosted():
                 if request.required_sync is not None:
@@ -337,15 +339,16 @@ class Shard:
         if isinstance(request, UpdateHosted):
             return self._hosting.update(table.rows, request, self.check_lease)
         self.check_lease()
-        if isinstance(request, Push):
-            return table.rows.push(
-                request.ids,
-                request.gradients,
-                lr=request.lr,
-                scale=request.scale,
-                ends_step=not request.step_goes_on,
-            )
-        return table.rows.assign(request.ids, request.rows)
+        with held(request.leave):
+            if isinstance(request, Push):
+                return table.rows.push(
+                    request.ids,
+                    request.gradients,
+                    lr=request.lr,
+                    scale=request.scale,
+                    ends_step=not request.step_goes_on,
+                )
+            return table.rows.assign(request.ids, request.rows)
 
     def _write_jointly(self, context: CallContext, write: Push | UpdateHosted, table: _Table) -> None:
         if self._groups.is_applied(write):

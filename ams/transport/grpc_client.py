@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.aside import Leave, held
 from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB, split_address
 from geartrain.ams.errors import (
     BulkConnectionLost,
@@ -341,7 +342,7 @@ class GrpcCarrier:
                 data = framing.encode_framed(header, [(14, pull.ids[start:end])])
             unpack = _Unpack(pull, start, end, beside)
             if isinstance(beside, _BulkUse):
-                beside.move = unpack.receive
+                beside.move, beside.leave = unpack.receive, pull.leave
             return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, beside=beside)
 
         spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
@@ -359,15 +360,18 @@ class GrpcCarrier:
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
             if isinstance(beside, _Room):
-                beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
+                with held(write.leave):
+                    beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
                 header.shared.CopyFrom(beside.named)
                 data = header.SerializeToString()
             elif isinstance(beside, _BulkUse):
                 header.bulk.CopyFrom(beside.named)
                 data = framing.encode_framed(header, [(14, write.ids[start:end])])
                 beside.move = lambda connection, use: connection.send(use, rows[start:end])
+                beside.leave = write.leave
             else:
-                data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
+                with held(write.leave):
+                    data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
             return self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1, beside=beside)
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
@@ -394,11 +398,21 @@ class GrpcCarrier:
             if isinstance(error, MemoryNotShared) and self._segments is not None:
                 self._segments.forget()
             if isinstance(error, MemoryNotShared | BulkConnectionLost):
-                send(None).add_done_callback(partial(_hand_on, future))
+                try:
+                    again = send(None)
+                except BaseException as exc:  # a defect, or the caller has gone
+                    future.set_exception(exc)
+                else:
+                    again.add_done_callback(partial(_hand_on, future))
             else:
                 _hand_on(future, attempt)
 
-        send(beside).add_done_callback(settled)
+        try:
+            attempt = send(beside)
+        except BaseException:
+            beside.end(is_over=False)
+            raise
+        attempt.add_done_callback(settled)
         return future
 
     def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> _Room | None:
@@ -511,7 +525,8 @@ class _Room:
     def end(self, *, is_over: bool) -> None:
         """Leave the memory: to the next call, or to nobody if the shard may still be at work in it."""
         segment, self._segment, self._arrays = self._segment, None, None
-        assert segment is not None
+        if segment is None:
+            return  # it has ended already
         if is_over:
             self._segments.give_back(segment)
         else:
@@ -526,6 +541,8 @@ class _BulkUse:
         self.named = shard_pb2.BulkBytes(connection=connection.number, use=connection.num_uses)
         self.move: Callable[[BulkConnection, int], None]
         """Sends or receives the rows."""
+        self.leave: Leave | None = None
+        """Needed for that."""
         self._has_moved = False
 
     def moved(self, call: Any) -> bytes:
@@ -535,7 +552,10 @@ class _BulkUse:
         call.add_done_callback(self._break_off)
         lost: BulkConnectionLost | None = None
         try:
-            self.move(self._connection, self.named.use)
+            with held(self.leave):
+                if self.leave is not None:
+                    self.leave.on_end(self._connection.abort)
+                self.move(self._connection, self.named.use)
         except BulkConnectionLost as exc:
             lost = exc  # which may be for the call's error: that says more
         except BaseException:
@@ -572,13 +592,17 @@ class _Unpack:
 
     def __call__(self, data: bytes) -> Reply:
         _, raw = framing.decode_framed(data, shard_pb2.PullReply)
+        with held(self._pull.leave):
+            self._unpack(raw)
+        return Done()
+
+    def _unpack(self, raw: Mapping[int, memoryview]) -> None:
         if isinstance(self._beside, _Room):
             self._place(self._beside.arrays.rows, self._beside.arrays.present)
         elif isinstance(self._beside, _BulkUse):
             self._place(self._received, self._present(raw.get(14)))
         else:
             self._place(self._rows(raw.get(15)), self._present(raw.get(14)))
-        return Done()
 
     def receive(self, connection: BulkConnection, use: int) -> None:
         """Receive the rows over a bulk connection, where they shall go if that is one place."""

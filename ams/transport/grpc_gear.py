@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.aside import aside
 from geartrain.ams.config import MAX_MESSAGE_BYTES
 from geartrain.ams.errors import InvalidArgument, InvalidIds, NonFinite, ProtocolError
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
@@ -109,20 +111,20 @@ class GrpcGearCarrier:
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        aside(self._channel.close)
 
     def _begin(self, method: str, data: bytes, timeout_seconds: float) -> Pending[bytes]:
         peer = f"the slow gear at {self.address}"
         try:
             method_call: Any = self._channel.unary_unary(f"/{GEAR_SERVICE}/{method}")
-            call = method_call.future(data, timeout=timeout_seconds)
+            call = aside(partial(method_call.future, data, timeout=timeout_seconds))
         except ValueError as exc:  # how gRPC says it
             raise NotSent(f"{peer}: the connection is closed") from exc
 
         def settle() -> bytes:
             while True:
                 try:
-                    reply: bytes = call.result(_WAIT_SECONDS)
+                    reply: bytes = aside(partial(call.result, _WAIT_SECONDS))
                     return reply
                 except grpc.FutureTimeoutError:
                     self._on_wait()

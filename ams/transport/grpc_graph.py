@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
+from geartrain.ams.aside import aside
 from geartrain.ams.config import MAX_MESSAGE_BYTES
 from geartrain.ams.errors import ProtocolError
 from geartrain.ams.graph_messages import GraphBuilding, GraphBuilt, GraphInfo, GraphsState
@@ -71,6 +73,9 @@ class GrpcGraphCarrier:
 
     def download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """(what it is, offsets, neighbours) of a graph. Raises ProtocolError if it came damaged or cut."""
+        return aside(partial(self._download, table))
+
+    def _download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         replies = self._stream("DownloadGraph", graph_pb2.DownloadGraphRequest(table=table))
         header, raw = framing.decode_framed(next(replies, b""), graph_pb2.DownloadGraphReply)
         if not header.HasField("graph"):
@@ -111,7 +116,7 @@ class GrpcGraphCarrier:
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        aside(self._channel.close)
 
     def _call(self, method: str, request: Message, kind: type[framing.M], timeout_seconds: float) -> framing.M:
         return framing.parse(self._send(method, request.SerializeToString(), timeout_seconds), kind)
@@ -119,7 +124,7 @@ class GrpcGraphCarrier:
     def _send(self, method: str, data: bytes, timeout_seconds: float) -> bytes:
         call: Any = self._channel.unary_unary(f"/{GRAPH_SERVICE}/{method}")
         try:
-            reply: bytes = call(data, timeout=timeout_seconds)
+            reply: bytes = aside(partial(call, data, timeout=timeout_seconds))
         except grpc.RpcError as exc:
             raise error_from(exc, self._peer) from exc
         except ValueError as exc:  # how gRPC says it

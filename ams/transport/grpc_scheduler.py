@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 from google.protobuf.message import Message
 
+from geartrain.ams.aside import aside
 from geartrain.ams.config import MAX_MESSAGE_BYTES
 from geartrain.ams.errors import ProtocolError
 from geartrain.ams.messages import CallContext
@@ -191,12 +193,13 @@ class GrpcSchedulerCarrier:
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        aside(self._channel.close)
 
     def _call(self, method: str, request: Message, kind: type[framing.M], timeout_seconds: float | None) -> framing.M:
         call: Any = self._channel.unary_unary(f"/{SCHEDULER_SERVICE}/{method}")
         try:
-            return framing.parse(call(request.SerializeToString(), timeout=timeout_seconds), kind)
+            reply: bytes = aside(partial(call, request.SerializeToString(), timeout=timeout_seconds))
+            return framing.parse(reply, kind)
         except grpc.RpcError as exc:
             raise error_from(exc, f"scheduler at {self.address}") from exc
         except ValueError as exc:
