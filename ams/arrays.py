@@ -56,6 +56,11 @@ def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | Non
 
     ``dtype`` is the one required; None admits every storage type.
     """
+    if isinstance(value, list | tuple):  # of Python's numbers, which have no width of their own
+        try:
+            value = np.asarray(value, np.float32 if dtype is None else dtype)
+        except (TypeError, ValueError) as exc:
+            raise InvalidRows(f"rows are no rectangle of numbers [{num_ids}, {dim}]: {exc}") from exc
     array = _as_array(value)
     if array.shape != (num_ids, dim):
         raise InvalidRows(f"rows have shape {array.shape}; {num_ids} ids of dim {dim} need ({num_ids}, {dim})")

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.arguments import real_number
 from geartrain.ams.arrays import ids_array, like, rows_array
 from geartrain.ams.aside import BackgroundFuture, Leave, aside, is_on_main_thread
 from geartrain.ams.config import ClientConfig
@@ -60,7 +61,6 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
 _ASYNC_THREADS = 4
-_CLOSED = "this cluster is closed; use its tables inside the 'with' block, or before close()"
 
 
 class ShardCalls:
@@ -104,6 +104,12 @@ class ShardCalls:
                 "which was forked from it; open one there (gt.connect)"
             )
 
+    def require_usable(self) -> None:
+        """Raise Unavailable in a forked child, and once the cluster is closed."""
+        self.require_own_process()
+        if self._closed or self._given_up.is_set():
+            raise Unavailable("this cluster is closed; use it inside the 'with' block, or before close()")
+
     @property
     def view(self) -> ClusterView:
         """The cluster as last seen."""
@@ -125,9 +131,7 @@ class ShardCalls:
         Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off: what is
         under way is not sent again then, and whether it was done is unknown.
         """
-        self.require_own_process()
-        if self._closed or self._given_up.is_set():
-            raise Unavailable(_CLOSED)
+        self.require_usable()
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
@@ -195,8 +199,7 @@ class ShardCalls:
 
     def _submit(self, future: BackgroundFuture) -> None:
         with self._lock:
-            if self._closed or self._given_up.is_set():
-                raise Unavailable(_CLOSED)
+            self.require_usable()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
             self._executor.submit(future.run)
@@ -386,10 +389,13 @@ class Table:
         With ``required_sync``, raises StepMismatch unless exactly the group's writes before it are applied.
         """
         checked = ids_array(ids, self.spec.num_rows)
+        wanted = f"it must be a numpy array of {self.spec.numpy_dtype} ({len(checked)}, {self.spec.dim})"
+        if not isinstance(out, np.ndarray):
+            raise InvalidArgument(f"out is a {type(out).__name__}; {wanted}")
         if out.shape != (len(checked), self.spec.dim) or out.dtype != self.spec.numpy_dtype:
-            raise InvalidArgument(
-                f"out is {out.dtype} {out.shape}; it must be {self.spec.numpy_dtype} ({len(checked)}, {self.spec.dim})"
-            )
+            raise InvalidArgument(f"out is {out.dtype} {out.shape}; {wanted}")
+        if not out.flags.carray:
+            raise InvalidArgument("out must be writable, aligned and C-contiguous; pass a fresh array")
         self._read(checked, out, required_sync=required_sync)
 
     def pull_into_async(
@@ -474,6 +480,8 @@ class Table:
         """:meth:`prepare_push`; without ``looks`` it is left to the shard to find what is not finite."""
         checked = ids_array(ids, self.spec.num_rows)
         rows = rows_array(gradients, len(checked), self.spec.dim)
+        lr = None if lr is None else real_number("lr", lr)
+        scale = real_number("scale", scale)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
         if looks:

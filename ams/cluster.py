@@ -11,6 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams import failpoints
+from geartrain.ams.arguments import integer
 from geartrain.ams.client import ShardCalls, Table
 from geartrain.ams.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.config import ClientConfig
@@ -33,7 +34,7 @@ from geartrain.ams.streams import DataStreams
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
 from geartrain.ams.transport.dial import REMEDY, dial
 from geartrain.ams.words import quoted
-from geartrain.ams.writes import ClientStream, checked_name
+from geartrain.ams.writes import ClientStream, checked_incarnation, checked_name
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.remote import RemoteGears
@@ -186,7 +187,7 @@ class Cluster:
         return Table(spec, self._calls, self._stream)
 
     def _create(self, spec: TableSpec, *, reuse: bool) -> None:
-        self._calls.require_own_process()
+        self._calls.require_usable()
         try:
             self._scheduler.create_table(
                 spec,
@@ -220,7 +221,7 @@ class Cluster:
 
         A graph service that does not answer is logged: what it keeps is of rows that are gone.
         """
-        self._calls.require_own_process()
+        self._calls.require_usable()
         try:
             self._scheduler.drop_table(name, self._config.attempt_timeout_seconds, caller=self._stream.caller)
         except AttemptFailed as exc:
@@ -241,8 +242,8 @@ class Cluster:
         restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here before,
         SchedulerUnavailable, ShardUnavailable (some shards may have been told).
         """
-        name = checked_name("job", job)
-        self._calls.require_own_process()
+        name, incarnation = checked_name("job", job), checked_incarnation(incarnation)
+        self._calls.require_usable()
         try:
             self._scheduler.fence_job(name, incarnation, self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
@@ -273,9 +274,9 @@ class Cluster:
             self._scheduler,
             checked_name("job", job),
             checked_name("worker", worker),
-            self._stream.incarnation if incarnation is None else incarnation,
-            num_streams=num_streams,
-            num_workers=num_workers,
+            self._stream.incarnation if incarnation is None else checked_incarnation(incarnation),
+            num_streams=integer("num_streams", num_streams, 1),
+            num_workers=integer("num_workers", num_workers, 1),
             timeout_seconds=self._config.attempt_timeout_seconds,
         )
 
@@ -288,7 +289,7 @@ class Cluster:
 
     def status(self) -> ClusterStatus:
         """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
-        self._calls.require_own_process()
+        self._calls.require_usable()
         try:
             return describe_cluster(self._scheduler, self._open_carrier)
         except AttemptFailed as exc:
@@ -324,7 +325,7 @@ class Cluster:
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
         if ``name`` exists), ShardUnavailable, StaleClient (of a named stream that was taken over).
         """
-        job = JobState(step=step, values=values or {}, files=files or {})
+        job = JobState(step=integer("step", step, 0), values=values or {}, files=files or {})
         name = f"step-{step:09}" if name is None else name
         return begin_snapshot(
             self._calls,
@@ -394,7 +395,7 @@ class Cluster:
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
 
     def _describe(self) -> ClusterView:
-        self._calls.require_own_process()
+        self._calls.require_usable()
         try:
             return self._scheduler.describe(self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
@@ -418,7 +419,7 @@ def local(
     from geartrain.ams.embedded import EmbeddedCluster
 
     failpoints.arm_from_environment()
-    config = config or ClientConfig()
+    config = _checked_config(config)
     writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
     embedded = EmbeddedCluster(num_shards, models)
     return Cluster(
@@ -446,7 +447,7 @@ def connect(
     or StaleClient (a higher incarnation has the stream).
     """
     failpoints.arm_from_environment()
-    config = config or ClientConfig()
+    config = _checked_config(config)
     writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
     scheduler, open_carrier = dial(address, config)
     try:
@@ -455,6 +456,12 @@ def connect(
     except BaseException:
         scheduler.close()
         raise
+
+
+def _checked_config(config: ClientConfig | None) -> ClientConfig:
+    if config is not None and not isinstance(config, ClientConfig):
+        raise ConfigError(f"config is {quoted(config)}; it must be a gt.ClientConfig(...), or None for its defaults")
+    return config or ClientConfig()
 
 
 def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig) -> ClusterView:

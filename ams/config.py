@@ -35,6 +35,8 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
+    elif "//" in host:
+        raise ConfigError(f"address {address!r} is a URL; leave out {host.partition('//')[0]}//, as '127.0.0.1:7000'")
     elif ":" in host:
         raise ConfigError(f"address {address!r} has a bare IPv6 host; write it in brackets, as '[::1]:7000'")
     if not colon or not host or host != host.strip() or "/" in host:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from numbers import Real
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.arguments import integer, real_number
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.words import quoted
 
@@ -34,13 +35,8 @@ def _require(condition: bool, message: str) -> None:
         raise InvalidArgument(message)
 
 
-def _require_number(name: str, value: object) -> None:
-    # numpy's floats and integers are numbers too; a bool is one by accident.
-    _require(isinstance(value, Real) and not isinstance(value, bool), f"{name} is {value!r}; it must be a number")
-
-
 def _require_rate(name: str, value: float) -> None:
-    _require_number(name, value)
+    real_number(name, value)
     _require(math.isfinite(value) and value >= 0, f"{name} is {value!r}; it must be finite and >= 0")
 
 
@@ -81,7 +77,7 @@ class Momentum:
     def __post_init__(self) -> None:
         _require_rate("lr", self.lr)
         _require_rate("weight_decay", self.weight_decay)
-        _require_number("momentum", self.momentum)
+        real_number("momentum", self.momentum)
         _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
 
 
@@ -113,7 +109,7 @@ class SparseMomentum:
     def __post_init__(self) -> None:
         _require_rate("lr", self.lr)
         _require_rate("weight_decay", self.weight_decay)
-        _require_number("momentum", self.momentum)
+        real_number("momentum", self.momentum)
         _require(0 <= self.momentum < 1, f"momentum is {self.momentum!r}; it must lie in [0, 1)")
         _require(
             self.untouched in ("freeze", "elapsed"),
@@ -152,7 +148,7 @@ class Adam:
             f"betas is {self.betas!r}; it must be a pair such as (0.9, 0.999)",
         )
         for beta in self.betas:
-            _require_number("a beta", beta)
+            real_number("a beta", beta)
             _require(0 <= beta < 1, f"betas is {self.betas!r}; each must lie in [0, 1)")
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON knows lists only
 
@@ -167,7 +163,7 @@ class Constant:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_number("value", self.value)
+        real_number("value", self.value)
         _require(math.isfinite(self.value), f"value is {self.value!r}; it must be finite")
 
 
@@ -179,8 +175,8 @@ class Uniform:
     high: float = 0.01
 
     def __post_init__(self) -> None:
-        _require_number("low", self.low)
-        _require_number("high", self.high)
+        real_number("low", self.low)
+        real_number("high", self.high)
         _require(
             math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high,
             f"[low, high) is [{self.low!r}, {self.high!r}); both must be finite and low <= high",
@@ -195,7 +191,7 @@ class Normal:
     std: float = 0.01
 
     def __post_init__(self) -> None:
-        _require_number("mean", self.mean)
+        real_number("mean", self.mean)
         _require(math.isfinite(self.mean), f"mean is {self.mean!r}; it must be finite")
         _require_rate("std", self.std)
 
@@ -229,15 +225,11 @@ class TableSpec:
             isinstance(self.name, str) and 0 < len(self.name) <= MAX_NAME_LENGTH and self.name.isprintable(),
             f"table name {quoted(self.name)} must be 1 to {MAX_NAME_LENGTH} printable characters",
         )
-        _require(
-            isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM,
-            f"dim is {self.dim!r}; it must lie in [1, {MAX_DIM}]",
-        )
-        _require(
-            self.num_rows is None or (isinstance(self.num_rows, int) and 1 <= self.num_rows < 2**62),
-            f"num_rows is {self.num_rows!r}; it must be a positive integer or None",
-        )
-        _require(0 <= self.seed < 2**64, f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+        set_field = partial(object.__setattr__, self)  # numpy's integers become Python's
+        set_field("dim", integer("dim", self.dim, 1, MAX_DIM))
+        if self.num_rows is not None:
+            set_field("num_rows", integer("num_rows (None: hashed)", self.num_rows, 1, 2**62 - 1))
+        set_field("seed", integer("seed", self.seed, 0, 2**64 - 1))
         _require(
             isinstance(self.optimizer, RowOptimizerSpec),
             f"optimizer is {self.optimizer!r}; it must be an instance of SGD, Momentum, SparseMomentum or Adam, all of "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from geartrain.ams import failpoints
+from geartrain.ams.arguments import integer
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, Request
 from geartrain.ams.words import quoted
@@ -133,8 +134,8 @@ class ClientStream:
     def __init__(self, window: int, name: str | None = None, incarnation: int | None = None) -> None:
         if name is None and incarnation is not None:
             raise InvalidArgument(f"incarnation {incarnation} is that of no stream; name it: stream='job/rank0'")
-        if incarnation is not None and not 1 <= incarnation < 1 << 63:
-            raise InvalidArgument(f"incarnation is {incarnation}; it must lie in [1, 2^63)")
+        if incarnation is not None:
+            incarnation = checked_incarnation(incarnation)
         self.is_named = name is not None
         self.name = uuid.uuid4().hex if name is None else checked_name("stream", name)
         self.incarnation = time.time_ns() if incarnation is None else incarnation
@@ -173,17 +174,27 @@ class ClientStream:
 
     def acknowledge(self, sequence: int) -> None:
         """No write numbered below ``sequence`` is sent again. Shards learn it with the next numbered write."""
-        self.acknowledged = max(self.acknowledged, sequence)
+        self.acknowledged = max(self.acknowledged, integer("sequence", sequence, 0, 2**63 - 1))
 
 
 def checked_name(what: str, name: str) -> str:
     """Return the name of a stream or job. Raises InvalidArgument."""
-    if not 1 <= len(name) <= MAX_STREAM_NAME or not name.isprintable() or "" in name.split("/"):
+    if (
+        not isinstance(name, str)
+        or not 1 <= len(name) <= MAX_STREAM_NAME
+        or not name.isprintable()
+        or "" in name.split("/")
+    ):
         raise InvalidArgument(
             f"{what} is {quoted(name)}; it must have 1 … {MAX_STREAM_NAME} printable characters in parts that '/' "
             "divides, for example 'job/rank0'"
         )
     return name
+
+
+def checked_incarnation(incarnation: int) -> int:
+    """Return the incarnation of a stream or job. Raises InvalidArgument."""
+    return integer("incarnation", incarnation, 1, 2**63 - 1)
 
 
 Deliver = Callable[[Sequence[tuple[int, Request]], CallContext], list[Reply | BaseException]]

@@ -367,7 +367,10 @@ class Scheduler:
                 carrier.submit(context, request, _SHARD_TIMEOUT_SECONDS).result()
             except AttemptFailed as exc:
                 if not best_effort:
-                    raise ShardUnavailable(f"shard {entry.shard} cannot be told of the table: {exc}") from exc
+                    raise ShardUnavailable(
+                        f"shard {entry.shard} cannot be told of the table: {exc}. Is its server running, and not "
+                        "overloaded? ('geartrain status'); then try again"
+                    ) from exc
                 done = False
             except GeartrainError:
                 if not best_effort:

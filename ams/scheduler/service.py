@@ -27,6 +27,9 @@ _STATES = {
     "missing": scheduler_pb2.ShardEntry.STATE_MISSING,
 }
 
+_CONNECT_SECONDS = 5.0
+"""How long a shard that is overloaded, or stopped for a moment, is waited for when it is to be told of a table."""
+
 
 class SchedulerService:
     """Decodes, asks the scheduler, encodes."""
@@ -217,7 +220,9 @@ class SchedulerServer:
         streams = DataStreams(store, self._config.stream_lease_seconds)
         scheduler = Scheduler(
             self._config.num_shards,
-            lambda address: GrpcCarrier(address, max_message_bytes=self._config.max_message_bytes),
+            lambda address: GrpcCarrier(
+                address, max_message_bytes=self._config.max_message_bytes, connect_seconds=_CONNECT_SECONDS
+            ),
             lease_seconds=self._config.lease_seconds,
             store=store,
         )

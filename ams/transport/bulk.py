@@ -54,6 +54,8 @@ _GREETING = b"geartrain bulk 1"
 _HEAD = struct.Struct("<QQ")
 """Goes before the rows of a call: its use of the connection, and their bytes."""
 
+_TIMEVAL = struct.Struct("ll")
+
 Array = npt.NDArray[Any]
 
 
@@ -84,20 +86,21 @@ class BulkConnection:
             self._socket.sendall(_HEAD.pack(use, len(data)), _MORE)
             self._socket.sendall(data)
 
-    def receive(self, use: int, rows: Array) -> None:
+    def receive(self, use: int, rows: Array, seconds: float | None = None) -> None:
         """Fill ``rows``, C-contiguous, with those of a call.
 
-        Raises BulkConnectionLost if they do not all come, or others do; the connection is closed then, and what
-        ``rows`` holds is undefined.
+        Raises BulkConnectionLost if they do not all come (within ``seconds``: what the network swallows has no other
+        end), or others do; the connection is closed then, and what ``rows`` holds is undefined.
         """
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         data = rows.reshape(-1).view(np.uint8).data
         head = bytearray(_HEAD.size)
         with self._closed_unless_done("the rows did not arrive"):
-            self._fill(memoryview(head))
+            self._fill(memoryview(head), deadline)
             found = _HEAD.unpack(head)
             if found != (use, len(data)):
                 raise OSError(f"use {found[0]} with {found[1]} bytes came; use {use} with {len(data)} was due")
-            self._fill(data)
+            self._fill(data, deadline)
 
     def abort(self) -> None:
         """Break off what another thread does with it, now and ever after. The connection stays open, but useless."""
@@ -126,9 +129,15 @@ class BulkConnection:
             poll.register(self._socket, select.POLLIN)
             return not poll.poll(0)  # nobody may send anything now: what can be read is the end
 
-    def _fill(self, data: memoryview) -> None:
+    def _fill(self, data: memoryview, deadline: float) -> None:
         while data:
-            received = self._socket.recv_into(data, 0, socket.MSG_WAITALL)
+            if deadline < math.inf:
+                left = max(deadline - time.monotonic(), 0.001)  # 0 would mean for ever
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*_seconds(left)))
+            try:
+                received = self._socket.recv_into(data, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise OSError("not in time") from None
             if received == 0:
                 raise OSError("the connection ended")
             data = data[received:]
@@ -143,6 +152,11 @@ class BulkConnection:
         except BaseException:
             self.close()
             raise
+
+
+def _seconds(seconds: float) -> tuple[int, int]:
+    """Whole seconds and microseconds."""
+    return int(seconds), int(seconds % 1 * 1e6)
 
 
 def connect(address: tuple[str, int], number: int, secret: bytes) -> BulkConnection:

@@ -83,13 +83,16 @@ _MOVERS = 8
 """Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
 
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects."""
+def channel_options(max_message_bytes: int, connect_seconds: float = 0.1) -> list[tuple[str, Any]]:
+    """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects.
+
+    A connection that does not come about in ``connect_seconds`` is tried anew.
+    """
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # which is also what bounds an attempt
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
@@ -116,7 +119,8 @@ class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
     With ``shared_memory``, rows do not travel to and from a shard on this machine; messages say where they lie. With
-    ``bulk_connections``, those of other shards travel beside gRPC.
+    ``bulk_connections``, those of other shards travel beside gRPC. A call waits ``connect_seconds`` for a connection:
+    few, for who repeats calls, more for who does not.
     """
 
     def __init__(
@@ -127,10 +131,11 @@ class GrpcCarrier:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         shared_memory: bool = False,
         bulk_connections: bool = False,
+        connect_seconds: float = 0.1,
     ) -> None:
         self._address = address
         self._part_bytes = part_bytes
-        self._options = channel_options(max_message_bytes)
+        self._options = channel_options(max_message_bytes, connect_seconds)
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
@@ -294,9 +299,9 @@ class GrpcCarrier:
             # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
             call.add_done_callback(lambda call: settle(call.result))
         elif alone:
-            settle(partial(beside.moved, call))
+            settle(partial(beside.moved, call, timeout_seconds))
         else:
-            self._aside(partial(settle, partial(beside.moved, call)))
+            self._aside(partial(settle, partial(beside.moved, call, timeout_seconds)))
         return future
 
     def _aside(self, work: Callable[[], None]) -> None:
@@ -367,7 +372,7 @@ class GrpcCarrier:
             elif isinstance(beside, _BulkUse):
                 header.bulk.CopyFrom(beside.named)
                 data = framing.encode_framed(header, [(14, write.ids[start:end])])
-                beside.move = lambda connection, use: connection.send(use, rows[start:end])
+                beside.move = lambda connection, use, _: connection.send(use, rows[start:end])
                 beside.leave = write.leave
             else:
                 with held(write.leave):
@@ -539,13 +544,13 @@ class _BulkUse:
     def __init__(self, pool: BulkPool, connection: BulkConnection) -> None:
         self._pool, self._connection = pool, connection
         self.named = shard_pb2.BulkBytes(connection=connection.number, use=connection.num_uses)
-        self.move: Callable[[BulkConnection, int], None]
-        """Sends or receives the rows."""
+        self.move: Callable[[BulkConnection, int, float | None], None]
+        """Sends or receives the rows; in so many seconds, for an answer that is there ends nothing."""
         self.leave: Leave | None = None
         """Needed for that."""
         self._has_moved = False
 
-    def moved(self, call: Any) -> bytes:
+    def moved(self, call: Any, timeout_seconds: float | None) -> bytes:
         """Move the rows while ``call`` is under way, and return its reply. Raises what the call raises, or
         BulkConnectionLost.
         """
@@ -555,7 +560,7 @@ class _BulkUse:
             with held(self.leave):
                 if self.leave is not None:
                     self.leave.on_end(self._connection.abort)
-                self.move(self._connection, self.named.use)
+                self.move(self._connection, self.named.use, timeout_seconds)
         except BulkConnectionLost as exc:
             lost = exc  # which may be for the call's error: that says more
         except BaseException:
@@ -604,12 +609,12 @@ class _Unpack:
         else:
             self._place(self._rows(raw.get(15)), self._present(raw.get(14)))
 
-    def receive(self, connection: BulkConnection, use: int) -> None:
+    def receive(self, connection: BulkConnection, use: int, seconds: float | None) -> None:
         """Receive the rows over a bulk connection, where they shall go if that is one place."""
         rows = self._pull.out[self._start : self._end]
         if self._pull.positions is not None or not rows.flags.c_contiguous:
             rows = self._received = np.empty(rows.shape, rows.dtype)
-        connection.receive(use, rows)
+        connection.receive(use, rows, seconds)
 
     def _rows(self, raw: memoryview | None) -> npt.NDArray[Any]:
         out = self._pull.out

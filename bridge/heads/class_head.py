@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from geartrain.ams.arguments import integer
 from geartrain.ams.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.storage.snapshot_folder import Snapshot
@@ -100,6 +101,7 @@ class ClassHead(nn.Module):
             raise InvalidArgument(
                 f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...)"
             )
+        num_classes = integer("num_classes", num_classes, 1)
         self.num_classes = num_classes
         self.dim = dim
         self.margin = margin

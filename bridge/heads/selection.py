@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.arguments import integer, real_number
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.sampling import sample_ids
 from geartrain.ams.specs import Ids
@@ -87,10 +88,9 @@ class PartialFC:
     """Key of the sampling, with the step; an unsigned 64-bit integer."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.sample_rate <= 1.0:
+        if not 0.0 < real_number("sample_rate", self.sample_rate) <= 1.0:
             raise InvalidArgument(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
-        if not 0 <= self.seed < 2**64:
-            raise InvalidArgument(f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+        integer("seed", self.seed, 0, 2**64 - 1)
 
     def budget(self, num_classes: int) -> int:
         """round(sample_rate · num_classes), at least 1."""

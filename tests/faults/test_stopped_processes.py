@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -125,6 +126,24 @@ def test_a_stopped_server_whose_shard_nobody_took_goes_on_with_every_row(schedul
         process.send_signal(signal.SIGCONT)
         pushed.result(DEADLINE_SECONDS)
         np.testing.assert_array_equal(table.pull(IDS), np.full((64, 2), 2, np.float32))
+
+
+def test_a_server_stopped_for_a_moment_is_waited_for_when_a_table_is_made_or_dropped() -> None:
+    with ExitStack() as stack:
+        scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=1, lease_seconds=60))
+        address = scheduler.start()
+        stack.callback(scheduler.stop, 0)
+        process, _ = stack.enter_context(server_process(address))
+        ours = stack.enter_context(connect(address, config=PATIENT))
+        aside = stack.enter_context(ThreadPoolExecutor())
+        for change in (lambda: ours.create_table("t", dim=2, optimizer=SGD(1.0)), lambda: ours.drop_table("t")):
+            process.send_signal(signal.SIGSTOP)
+            changed = aside.submit(change)
+            with pytest.raises(TimeoutError):
+                changed.result(0.5)
+            process.send_signal(signal.SIGCONT)
+            changed.result(DEADLINE_SECONDS)
+        assert ours.status().tables == ()
 
 
 @pytest.fixture

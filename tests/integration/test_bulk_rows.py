@@ -180,16 +180,31 @@ def test_rows_that_are_lost_on_the_way_travel_in_a_message(
     whole = getattr(BulkConnection, lost)
     failures = iter([True])
 
-    def fail(self: BulkConnection, use: int, rows: np.ndarray) -> None:
+    def fail(self: BulkConnection, use: int, rows: np.ndarray, *seconds: float | None) -> None:
         if next(failures, False):
             self.abort()
-        whole(self, use, rows)
+        whole(self, use, rows, *seconds)
 
     monkeypatch.setattr(BulkConnection, lost, fail)
     table = ours.table("t")
     table.push(IDS, ONES)
     assert (table.pull(IDS) == -1).all()
     assert sum(size > ONES.nbytes for size in messages) == 1
+
+
+def test_rows_that_never_arrive_though_the_reply_does_travel_in_a_message(
+    cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(cluster, shared_memory=False) as ours:
+        ours._calls.config = ours._calls.config.model_copy(update={"attempt_timeout_seconds": 0.3})
+        connect_bulk(carriers_of(ours)[0])
+        ours.table("t").push(IDS, ONES)
+        monkeypatch.setattr(
+            BulkConnection,
+            "send",
+            lambda self, use, rows: self._socket.sendall(bulk._HEAD.pack(use, rows.nbytes) + rows.tobytes()[:1000]),
+        )
+        assert (ours.table("t").pull(IDS) == -1).all()
 
 
 def test_a_call_without_a_reply_ends_its_connection(ours: Cluster, cluster: ServedCluster) -> None:
@@ -241,14 +256,19 @@ def test_ctrl_c_while_rows_travel_leaves_the_client_usable(ours: Cluster, monkey
             interrupts = iter([KeyboardInterrupt])
 
             def interrupted(
-                self: BulkConnection, use: int, rows: np.ndarray, whole: Any = whole, interrupts: Any = interrupts
+                self: BulkConnection,
+                use: int,
+                rows: np.ndarray,
+                *seconds: float | None,
+                whole: Any = whole,
+                interrupts: Any = interrupts,
             ) -> None:
                 if self.num_uses and next(interrupts, None):  # the client's end
                     half = memoryview(bulk._HEAD.pack(use, rows.nbytes))
                     self._socket.sendall(half[:8])
                     self.close()
                     raise KeyboardInterrupt
-                whole(self, use, rows)
+                whole(self, use, rows, *seconds)
 
             patch.setattr(BulkConnection, name, interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("ams", "bridge", "workers", "geartrain")  # from the bottom layer to the top
 LEAVES = ("errors", "specs", "messages", "graph_messages", "gear_messages", "hosted", "config", "arrays", "words")
-LEAVES += ("failpoints", "aside")
+LEAVES += ("failpoints", "aside", "arguments")
 
 # Inside ams: which parts (first folder or file below ams/) a part may use, beside itself and the leaves.
 PARTS_BELOW: dict[str, tuple[str, ...]] = {

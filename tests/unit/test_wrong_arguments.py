@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument
+from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, Unavailable
 
 anything: Any = gt
 
@@ -21,6 +22,12 @@ anything: Any = gt
         (lambda: anything.local(2.5), ConfigError, "num_shards is 2.5"),
         (lambda: anything.connect(None), ConfigError, "address is None; .*'host:port'"),
         (lambda: anything.connect(7000), ConfigError, "address is 7000"),
+        (lambda: anything.connect("http://127.0.0.1:7000"), ConfigError, "is a URL; leave out http://"),
+        (
+            lambda: anything.connect("127.0.0.1:7000", config={}),
+            ConfigError,
+            "config is {}; it must be a gt.Client",
+        ),
         (lambda: anything.SGD("0.1"), InvalidArgument, "lr is '0.1'; it must be a number"),
         (lambda: anything.SGD(True), InvalidArgument, "lr is True"),
         (lambda: anything.Momentum(0.1, momentum="0.9"), InvalidArgument, "momentum is '0.9'"),
@@ -40,3 +47,88 @@ def test_a_value_of_the_wrong_type_is_named(
 def test_numbers_of_numpy_are_numbers() -> None:
     assert gt.SGD(float(np.float32(0.5))) == gt.SGD(np.float32(0.5))  # type: ignore[arg-type]
     gt.Constant(np.int64(1))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[gt.Cluster]:
+    with gt.local(1) as one:
+        yield one
+
+
+IDS = np.arange(4)
+ONES = np.ones((4, 3), np.float32)
+READ_ONLY = ONES.copy()
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda it: it.table.push(IDS, ONES, lr="0.1"), "lr is '0.1'; it must be a number"),
+        (lambda it: it.table.push(IDS, ONES, scale="2"), "scale is '2'; it must be a number"),
+        (lambda it: it.table.push(IDS, ONES, scale=None), "scale is None; it must be a number"),
+        (lambda it: it.table.push(IDS, [[1.0, 2.0, 3.0], [1.0]]), r"rows are no rectangle of numbers \[4, 3\]"),
+        (lambda it: it.table.pull_into(IDS, READ_ONLY), "out must be writable, aligned and C-contiguous"),
+        (lambda it: it.table.pull_into(IDS, np.asfortranarray(ONES)), "out must be writable, aligned and C-contiguous"),
+        (lambda it: it.table.pull_into(IDS, [0.0]), "out is a list; it must be a numpy array"),
+        (lambda it: it.cluster.create_table("x", dim=True, optimizer=gt.SGD(1)), "dim is True; it must be an integer"),
+        (
+            lambda it: it.cluster.create_table("x", dim=2, optimizer=gt.SGD(1), seed=1.5),
+            "seed is 1.5; it must be an integer",
+        ),
+        (lambda it: it.cluster.create_table("x", dim=2, optimizer=gt.SGD(1), seed=None), "seed is None"),
+        (lambda it: it.cluster.create_table("x", dim=2, optimizer=gt.SGD(1), num_rows=2.0), r"num_rows .* is 2.0"),
+        (lambda it: it.cluster.fence("job", 0), "incarnation is 0; it must be an integer from 1"),
+        (lambda it: it.cluster.fence("job", 2**70), "incarnation is 1180591620717411303424"),
+        (lambda it: it.cluster.fence("job", "1"), "incarnation is '1'"),
+        (lambda it: it.cluster.fence(None, 1), "job is None; it must have"),
+        (
+            lambda it: it.cluster.streams("job", worker="w", num_streams=0),
+            "num_streams is 0; it must be an integer >= 1",
+        ),
+        (lambda it: it.cluster.snapshot("/nowhere", step=None), "step is None; it must be an integer >= 0"),
+        (lambda it: it.cluster.acknowledge("x"), "sequence is 'x'"),
+        (
+            lambda it: gt.ClassHead(it.cluster, "h", num_classes=0, dim=4),
+            "num_classes is 0; it must be an integer >= 1",
+        ),
+        (lambda it: gt.ClassHead(it.cluster, "h", num_classes="9", dim=4), "num_classes is '9'"),
+        (lambda _: gt.PartialFC("0.1"), "sample_rate is '0.1'; it must be a number"),
+    ],
+)
+def test_arguments_of_calls_are_named(cluster: gt.Cluster, call: Callable[[Any], object], named: str) -> None:
+    table = cluster.create_table("t", dim=3, optimizer=gt.SGD(1.0), reuse=True)
+    with pytest.raises(GeartrainError, match=named):
+        call(SimpleNamespace(cluster=cluster, table=table))
+
+
+def test_lists_of_numbers_are_rows(cluster: gt.Cluster) -> None:
+    table = cluster.create_table("lists", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
+    table.push([1, 2], [[1, 2], [3, 4]])
+    table.assign([1], [[7.0, 8.0]])
+    assert table.pull([1, 2]).tolist() == [[7, 8], [-3, -4]]
+
+
+def test_integers_of_numpy_are_integers(cluster: gt.Cluster) -> None:
+    table = cluster.create_table("n", dim=np.int64(2), optimizer=gt.SGD(1.0), num_rows=np.int32(9))  # type: ignore[arg-type]
+    assert type(table.spec.dim) is int and type(table.spec.num_rows) is int
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda it: it.table.pull(IDS),
+        lambda it: it.table.pull_async(IDS),
+        lambda it: it.table.push(IDS, ONES),
+        lambda it: it.cluster.create_table("x", dim=2, optimizer=gt.SGD(1)),
+        lambda it: it.cluster.drop_table("t"),
+        lambda it: it.cluster.status(),
+        lambda it: it.cluster.table("t"),
+    ],
+)
+def test_a_closed_cluster_says_so(call: Callable[[Any], object]) -> None:
+    with gt.local(1) as cluster:
+        table = cluster.create_table("t", dim=3, optimizer=gt.SGD(1.0))
+        table.pull_async(IDS).result()
+    with pytest.raises(Unavailable, match="this cluster is closed; use it inside the 'with' block"):
+        call(SimpleNamespace(cluster=cluster, table=table))

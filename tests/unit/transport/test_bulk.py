@@ -152,6 +152,16 @@ def test_rows_that_do_not_all_come_are_lost(port: BulkPort) -> None:
     assert shard.is_closed
 
 
+@pytest.mark.parametrize("num_bytes", [0, 8, 100_000])
+def test_rows_that_the_network_swallows_are_given_up(port: BulkPort, num_bytes: int) -> None:
+    client = opened(port)
+    with port.claimed(client.number, 1, waits) as shard:
+        shard._socket.sendall((bulk._HEAD.pack(1, ROWS.nbytes) + ROWS.tobytes())[:num_bytes])
+        with pytest.raises(BulkConnectionLost, match="did not arrive: not in time"):
+            client.receive(1, np.empty_like(ROWS), 0.05)
+    assert client.is_closed
+
+
 def test_a_connection_whose_call_failed_is_not_used_again(port: BulkPort) -> None:
     client = opened(port)
     with pytest.raises(KeyError), port.claimed(client.number, 1, waits):
