@@ -1,5 +1,5 @@
 """A class head over 1M classes on two shards of other processes: rows that stay there (hosted) against rows that travel
-(pull) in messages, as between machines, or through shared memory, as on one.
+(pull): in messages, over bulk connections, as between machines, or through shared memory, as on one.
 
 The heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this
 process's TCP connections, in both directions, as Linux counts them for each socket (``TCP_INFO``): messages, framing
@@ -39,8 +39,14 @@ BATCH = 128
 THREADS = 2
 SHARDS = 2
 FEWER_BYTES = 10.0
-WAYS = (("hosted", False), ("pull", False), ("pull", True))
-"""Where the rows are, and whether they go through shared memory."""
+CLIENTS = {
+    "messages": ClientConfig(shared_memory=False, bulk_connections=False),
+    "bulk connections": ClientConfig(shared_memory=False),
+    "shared memory": ClientConfig(),
+}
+"""How rows travel."""
+WAYS = (("hosted", "messages"), ("pull", "messages"), ("pull", "bulk connections"), ("pull", "shared memory"))
+"""Where the rows are, and how they travel."""
 _FILL_ROWS = 50_000
 _BYTES_ACKED = struct.Struct("QQ")
 _OFFSET = 120
@@ -53,7 +59,7 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(THREADS)
     try:
         with _clusters() as clusters:
-            _fill(clusters[0])
+            _fill(clusters["messages"])
             for select, rounds in ((PartialFC(0.1), 9), (FullSoftmax(), 2)):
                 yield from _compare(clusters, select, rounds * (5 if full else 1))
     finally:
@@ -61,8 +67,8 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _clusters() -> Iterator[list[Cluster]]:
-    """One cluster as two clients see it: without shared memory, and with it."""
+def _clusters() -> Iterator[dict[str, Cluster]]:
+    """One cluster as several clients see it, one for each of :data:`CLIENTS`."""
     command = [
         sys.executable,
         "-m",
@@ -79,9 +85,7 @@ def _clusters() -> Iterator[list[Cluster]]:
         assert up.stdout is not None
         ends.callback(up.terminate)
         address = json.loads(up.stdout.readline())["scheduler"]
-        yield [
-            ends.enter_context(connect(address, config=ClientConfig(shared_memory=shared))) for shared in (False, True)
-        ]
+        yield {way: ends.enter_context(connect(address, config=config)) for way, config in CLIENTS.items()}
 
 
 def _fill(cluster: Cluster) -> None:
@@ -96,10 +100,10 @@ def _optimizer() -> SparseMomentum:
     return SparseMomentum(lr=0.1, momentum=0.9)
 
 
-def _compare(clusters: list[Cluster], select: FullSoftmax | PartialFC, rounds: int) -> Iterator[dict[str, Any]]:
+def _compare(clusters: dict[str, Cluster], select: FullSoftmax | PartialFC, rounds: int) -> Iterator[dict[str, Any]]:
     heads = [
         ClassHead(
-            clusters[shared],
+            clusters[way],
             "bench",
             num_classes=NUM_CLASSES,
             dim=DIM,
@@ -108,7 +112,7 @@ def _compare(clusters: list[Cluster], select: FullSoftmax | PartialFC, rounds: i
             rows=place,
             reuse=True,
         )
-        for place, shared in WAYS
+        for place, way in WAYS
     ]
     seconds: list[list[float]] = [[] for _ in WAYS]
     travelled: list[list[int]] = [[] for _ in WAYS]
@@ -127,10 +131,11 @@ def _compare(clusters: list[Cluster], select: FullSoftmax | PartialFC, rounds: i
                 count.append(_tcp_bytes() - before)
     name = "full softmax" if isinstance(select, FullSoftmax) else f"partial FC {select.sample_rate}"
     case = f"{name}, {NUM_CLASSES:,} classes on {SHARDS} shards, D={DIM}, batch {BATCH}"
-    hosted, pulled, _ = (statistics.median(count) / 1e6 for count in travelled)
+    hosted, pulled, *_ = (statistics.median(count) / 1e6 for count in travelled)
     yield _result(f"bytes of a step of {case}, hosted", hosted, pulled, "MB", FEWER_BYTES)
-    hosted, pulled, shared = (statistics.median(taken) * 1e3 for taken in seconds)
+    hosted, pulled, bulk, shared = (statistics.median(taken) * 1e3 for taken in seconds)
     yield _result(f"step of {case}, hosted", hosted, pulled, "ms", None)
+    yield _result(f"step of {case}, pulled over bulk connections", bulk, pulled, "ms", None)
     yield _result(f"step of {case}, pulled through shared memory", shared, pulled, "ms", None)
 
 

@@ -1,10 +1,10 @@
 """Rows from another process: pull and push of 10,000 rows of 128 floats, against a bare grpcio handler.
 
 The rival takes and returns the same number of bytes and does nothing with them, so a ratio of 1 would mean that
-finding, copying and updating rows is free. "gRPC" is how rows come from another machine: in messages. "Shared memory"
-is how they come from a shard on this one, of which messages only speak. "In flight" is the throughput of four requests
-at once, as a step has that works while its last push travels; "one at a time" is how long one takes. Redis (MGET / MSET
-of the same rows, one at a time) is shown too where it is installed.
+finding, copying and updating rows is free. "Messages": rows are in the gRPC messages. "Bulk connections" are how they
+come from another machine, over TCP beside gRPC; "shared memory" is how they come from a shard on this one. "In flight"
+is the throughput of four requests at once, as a step has that works while its last push travels; "one at a time" is how
+long one takes. Redis (MGET / MSET of the same rows, one at a time) is shown too where it is installed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ ROUNDS = 8
 IN_FLIGHT, BURST = 4, 32
 IDS_BYTES = NUM_IDS * 8
 ROWS_BYTES = NUM_IDS * DIM * 4
-WAYS = ("gRPC", "shared memory")
-"""The sides of ours, in order."""
+WAYS = {
+    "messages": ClientConfig(shared_memory=False, bulk_connections=False),
+    "bulk connections": ClientConfig(shared_memory=False),
+    "shared memory": ClientConfig(),
+}
+"""The sides of ours, in order, and the client that each needs."""
 Side = Callable[[Ids], object]
 Begin = Callable[[Ids], Any]
 """Begins a request; returns its future."""
@@ -167,7 +171,7 @@ def _bare_channel() -> Iterator[grpc.Channel]:
 
 @contextmanager
 def _our_tables() -> Iterator[list[Any]]:
-    """One table as two clients see it, one for each of :data:`WAYS`."""
+    """One table as several clients see it, one for each of :data:`WAYS`."""
     command = [sys.executable, "-m", "geartrain", "up", "--shards=1", "--scheduler-listen=127.0.0.1:0", "--json"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up,
@@ -176,10 +180,7 @@ def _our_tables() -> Iterator[list[Any]]:
         assert up.stdout is not None
         ends.callback(up.terminate)
         address = json.loads(up.stdout.readline())["scheduler"]
-        clusters = [
-            ends.enter_context(connect(address, config=ClientConfig(shared_memory=way == "shared memory")))
-            for way in WAYS
-        ]
+        clusters = [ends.enter_context(connect(address, config=config)) for config in WAYS.values()]
         tables = [
             cluster.create_table("bench", dim=DIM, optimizer=SparseMomentum(lr=0.1), num_rows=NUM_ROWS, reuse=True)
             for cluster in clusters
