@@ -155,7 +155,6 @@ class ShardService:
         pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
         await_reply(self.shard.run(codec.context_from_pb(header.context), pull), servicer_context)
         if header.HasField("bulk"):
-            self.shard.check_lease()
             with self._bulk_connection(header.bulk, servicer_context) as connection:
                 connection.send(header.bulk.use, out)
             return b"" if present is None else framing.encode_framed(shard_pb2.PullReply(), [(14, present)])

@@ -15,7 +15,7 @@ import pytest
 
 from geartrain.ams import errors
 from geartrain.ams.cluster import Cluster
-from geartrain.ams.messages import CallContext, Pull
+from geartrain.ams.messages import CallContext, Pull, Push
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.specs import SGD, Constant
@@ -143,7 +143,11 @@ def test_a_shard_without_bulk_connections_is_asked_once(
     assert "go in messages, not over bulk connections" in caplog.text and reason in caplog.text
 
 
-def test_what_the_shard_refuses_costs_the_connection_and_nothing_else(ours: Cluster) -> None:
+def test_what_the_shard_refuses_costs_the_connection_and_nothing_else(
+    ours: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = BulkConnection.receive
+    monkeypatch.setattr(BulkConnection, "receive", lambda self, use, rows, *_: whole(self, use, rows))  # no time-out
     table = ours.table("t")
     table.push(IDS, ONES)
     wrong = ONES.copy()
@@ -155,6 +159,11 @@ def test_what_the_shard_refuses_costs_the_connection_and_nothing_else(ours: Clus
         assert num_connections(ours) >= 1
     other = ours.create_table("gone", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
     ours.drop_table("gone")
+    carrier, before = carriers_of(ours)[0], num_connections(ours)
+    assert before
+    with pytest.raises(errors.TableNotFound):
+        carrier.submit(CallContext(), Push(table="gone", ids=IDS, gradients=ONES), 10, alone=True).result(10)
+    assert num_connections(ours) == before - 1  # what was sent is still on it
     for _ in range(3):
         with pytest.raises(errors.TableNotFound):
             other.push(IDS, ONES)
