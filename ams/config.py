@@ -79,7 +79,9 @@ def _target_address(value: str) -> str:
 
 
 def _port_list(value: object) -> object:
-    """Split ``"7001,7002"``, as a flag or a variable of the environment says it."""
+    """Split ``"7001,7002"``, as a flag or a variable of the environment says it; one number is a list, too."""
+    if isinstance(value, int):
+        return (value,)
     return value.strip("[]").split(",") if isinstance(value, str) else value
 
 

@@ -44,11 +44,13 @@ def up(
     Prints one line when every shard serves; the roles' logs go to stderr with their names before them.
     """
     state = None if data is None else str(data.absolute() / "scheduler")
-    given = configuration.flags("scheduler", listen=scheduler_listen, data=state, insecure=insecure)
+    given = configuration.flags("scheduler", data=state, insecure=insecure)
+    given += configuration.flags("scheduler", prefix="scheduler-", listen=scheduler_listen)
     given += configuration.flags("server", insecure=insecure)
     if graph or graph_listen is not None:
         kept = None if data is None else str(data.absolute() / "graph")
-        given += configuration.flags("graph", listen=graph_listen, data=kept, insecure=insecure)
+        given += configuration.flags("graph", data=kept, insecure=insecure)
+        given += configuration.flags("graph", prefix="graph-", listen=graph_listen)
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     given += configuration.flags(configuration.WHOLE, mode=mode)

@@ -47,10 +47,13 @@ class Setting:
     origin: str
 
 
-def flags(section: str, /, **values: object) -> list[Setting]:
-    """Return the settings of ``section`` given on the command line; None stands for a flag that was not given."""
+def flags(section: str, /, *, prefix: str = "", **values: object) -> list[Setting]:
+    """Return the settings of ``section`` given on the command line; None stands for a flag that was not given.
+
+    ``prefix`` is what the flags' names have before those of the settings.
+    """
     return [
-        Setting(section, key, value, f"flag --{key.replace('_', '-')}")
+        Setting(section, key, value, f"flag --{prefix}{key.replace('_', '-')}")
         for key, value in values.items()
         if value is not None
     ]

@@ -220,9 +220,16 @@ def test_a_file_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
 
 def test_ports_are_one_for_each_shard_of_the_process() -> None:
     assert ServerConfig(shards=2, ports="7001,7002").ports == (7001, 7002)  # type: ignore[arg-type]
+    assert ServerConfig(ports=7001).ports == (7001,)  # type: ignore[arg-type]
     config = ClusterConfig(server=ServerConfig(shards=2, ports=(7001, 7002)), scheduler=SchedulerConfig(num_shards=2))
     assert configuration.load(environ=configuration.to_environment(config, {})) == config
     with pytest.raises(ConfigError, match="ports names 1 ports, but the process holds 2 shards"):
         ServerConfig(shards=2, ports=(7001,))
     with pytest.raises(ConfigError, match="ports"):
         ServerConfig(ports="seven")  # type: ignore[arg-type]
+
+
+def test_a_flag_of_up_is_named_as_it_was_given() -> None:
+    given = configuration.flags("scheduler", prefix="scheduler-", listen="foo")
+    with pytest.raises(ConfigError, match=r"flag --scheduler-listen: scheduler.listen: address 'foo'"):
+        configuration.load(None, given, NO_ENVIRONMENT)
