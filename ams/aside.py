@@ -15,10 +15,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from geartrain.ams.errors import ShardUnavailable
@@ -73,11 +73,12 @@ def aside(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None =
         return work()
     job = _Job(work)
     try:
-        _thread_with_nothing_to_do().put(job)  # type: ignore[arg-type]
+        jobs = _thread_with_nothing_to_do()
+        if jobs is None:
+            return work()
+        jobs.put(job)  # type: ignore[arg-type]
         while not job.is_undone.acquire(timeout=_LOOK_SECONDS):
             pass
-    except RuntimeError:  # no thread is to be had
-        return work()
     except BaseException:
         if if_broken_off is not None:
             if_broken_off()
@@ -85,12 +86,16 @@ def aside(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None =
     return job.outcome()
 
 
-def _thread_with_nothing_to_do() -> _Jobs:
+def _thread_with_nothing_to_do() -> _Jobs | None:
+    """Where a thread waits for a job; None: there is none, and none can be had."""
     if _idle:
         return _idle.pop()  # nobody else takes one
     jobs: _Jobs = queue.SimpleQueue()
-    # Not threading.Thread: to start one is to wait for it in Python, where an interrupt would leave it stuck.
-    _thread.start_new_thread(_work_off, (jobs,))
+    try:
+        # Not threading.Thread: to start one is to wait for it in Python, where an interrupt would leave it stuck.
+        _thread.start_new_thread(_work_off, (jobs,))
+    except RuntimeError:
+        return None
     return jobs
 
 
@@ -113,54 +118,80 @@ class BackgroundFuture(Future[Any]):
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__()
         self._work: Callable[[], Any] | None = work
+        self._is_done = self._is_running = False
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        """Result or error; None: it was cancelled."""
         self._is_undone = _thread.allocate_lock()
         self._is_undone.acquire()
+        super().add_done_callback(_end)  # the first: those after it may ask for the result
 
     def run(self) -> None:
         """Do the work, unless it was cancelled."""
         work, self._work = self._work, None
         if work is None or not self.set_running_or_notify_cancel():
             return
+        self._is_running = True
         try:
             result = work()
         except BaseException as exc:  # as an executor does it
+            self._outcome = None, exc
             self.set_exception(exc)
+            self = work = None  # type: ignore[assignment]  # or the error would hold both, by way of this frame
         else:
+            self._outcome = result, None
             self.set_result(result)
 
-    def set_result(self, result: Any) -> None:
+    def done(self) -> bool:
         """See :class:`concurrent.futures.Future`."""
-        super().set_result(result)
-        self._is_undone.release()
+        return self._is_done
 
-    def set_exception(self, exception: BaseException | None) -> None:
+    def running(self) -> bool:
         """See :class:`concurrent.futures.Future`."""
-        super().set_exception(exception)
-        self._is_undone.release()
+        return self._is_running and not self._is_done
+
+    def cancelled(self) -> bool:
+        """See :class:`concurrent.futures.Future`."""
+        return self._is_done and self._outcome is None
 
     def cancel(self) -> bool:
         """See :class:`concurrent.futures.Future`."""
-        was_cancelled, is_cancelled = self.cancelled(), super().cancel()
-        if is_cancelled and not was_cancelled:
-            self._is_undone.release()
-        return is_cancelled
+        return aside(super().cancel)
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """See :class:`concurrent.futures.Future`."""
+        aside(partial(super().add_done_callback, fn))
 
     def result(self, timeout: float | None = None) -> Any:
         """See :class:`concurrent.futures.Future`."""
-        self._wait(timeout)
-        return super().result(0)
+        result, error = self._awaited(timeout)
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            self = error = None  # type: ignore[assignment]  # or the error would hold itself, by way of this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See :class:`concurrent.futures.Future`."""
-        self._wait(timeout)
-        return super().exception(0)
+        return self._awaited(timeout)[1]
 
-    def _wait(self, timeout: float | None) -> None:
+    def _awaited(self, timeout: float | None) -> tuple[Any, BaseException | None]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
+        while not self._is_done:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
             if self._is_undone.acquire(timeout=min(left, _LOOK_SECONDS)):
-                self._is_undone.release()
-                return
+                self._is_undone.release()  # if it is not, for an interrupt: it is looked at no more
+        if self._outcome is None:
+            raise CancelledError
+        return self._outcome
+
+
+def _end(future: Future[Any]) -> None:
+    assert isinstance(future, BackgroundFuture)
+    future._is_done = True
+    future._is_undone.release()
 
 
 class BrokenOff(ShardUnavailable):
@@ -168,43 +199,65 @@ class BrokenOff(ShardUnavailable):
 
 
 class Leave:
-    """Leave to write into a caller's arrays, which ends when the caller is broken off. Thread-safe.
+    """Leave to touch a caller's arrays, which ends when the caller is broken off. Thread-safe.
 
-    ``with leave:`` writes, and raises BrokenOff if it has ended; writers come one after another.
+    Any number of threads may have it at once: they touch different parts.
     """
 
     def __init__(self) -> None:
-        self._writing = threading.Lock()
-        self._has_ended = False
-        self._break_off: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        self._num_at_it = 0
+        self._waiting: list[threading.Lock] = []
+        self._break_offs: list[Callable[[], object]] = []
+        self.has_ended = False
 
-    def __enter__(self) -> None:
-        self._writing.acquire()
-        if self._has_ended:
-            self._writing.release()
-            raise BrokenOff("the caller has gone")
+    def take(self, break_off: Callable[[], object] | None) -> None:
+        """Begin; ``break_off`` will be called if it ends meanwhile. Raises BrokenOff if it has ended."""
+        with self._lock:
+            if self.has_ended:
+                raise BrokenOff("the caller has gone")
+            self._num_at_it += 1
+            if break_off is not None:
+                self._break_offs.append(break_off)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._break_off.clear()
-        self._writing.release()
-
-    def on_end(self, break_off: Callable[[], object]) -> None:
-        """Say, inside the ``with`` block, what ends a write that may take long."""
-        self._break_off.append(break_off)
-        if self._has_ended:
-            break_off()
+    def give_back(self, break_off: Callable[[], object] | None) -> None:
+        """What :meth:`take` began is over."""
+        with self._lock:
+            if break_off is not None:
+                self._break_offs.remove(break_off)
+            self._num_at_it -= 1
+            waiting = [] if self._num_at_it else self._waiting
+        for one in waiting:
+            one.release()
 
     def end(self) -> None:
-        """End it; returns when nobody writes any more."""
-        self._has_ended = True
-        for break_off in tuple(self._break_off):
+        """End it: nobody begins any more, and what may take long is broken off. Does not wait; see :meth:`wait`."""
+        with self._lock:
+            self.has_ended = True
+            break_offs = tuple(self._break_offs)
+        for break_off in break_offs:
             break_off()
-        with self._writing:
+
+    def wait(self) -> None:
+        """Wait until nobody is at it any more. Once it has ended."""
+        over = threading.Lock()
+        with self._lock:
+            if not self._num_at_it:
+                return
+            over.acquire()
+            self._waiting.append(over)
+        while not over.acquire(timeout=_LOOK_SECONDS):
             pass
 
 
-def held(leave: Leave | None) -> AbstractContextManager[None]:
-    """``leave``, or what stands for it where nothing takes it away."""
-    return nullcontext() if leave is None else leave
+@contextmanager
+def held(leave: Leave | None, break_off: Callable[[], object] | None = None) -> Iterator[None]:
+    """Have ``leave`` while the block runs (None: nothing takes it away); ``break_off`` ends a block that takes long."""
+    if leave is None:
+        yield
+        return
+    leave.take(break_off)
+    try:
+        yield
+    finally:
+        leave.give_back(break_off)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from geartrain.ams.arguments import real_number
 from geartrain.ams.arrays import ids_array, like, rows_array
-from geartrain.ams.aside import BackgroundFuture, Leave, aside, is_on_main_thread
+from geartrain.ams.aside import BackgroundFuture, BrokenOff, Leave, aside, is_on_main_thread
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.core import ops
 from geartrain.ams.errors import (
@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
 _ASYNC_THREADS = 4
+_CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
 
 
 class ShardCalls:
@@ -82,7 +83,7 @@ class ShardCalls:
         self._refresh = refresh
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
         self._executor: ThreadPoolExecutor | None = None
-        self._closed = False
+        self._is_closing = self._closed = False
         self._process = os.getpid()
         self._given_up = threading.Event()
         self._lock = threading.Lock()
@@ -108,7 +109,7 @@ class ShardCalls:
         """Raise Unavailable in a forked child, and once the cluster is closed."""
         self.require_own_process()
         if self._closed or self._given_up.is_set():
-            raise Unavailable("this cluster is closed; use it inside the 'with' block, or before close()")
+            raise Unavailable(_CLOSED)
 
     @property
     def view(self) -> ClusterView:
@@ -128,8 +129,9 @@ class ShardCalls:
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
 
-        Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off: what is
-        under way is not sent again then, and whether it was done is unknown.
+        Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
+        second one does not wait for that): what is under way is not sent again then, and whether it was done is
+        unknown.
         """
         self.require_usable()
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
@@ -146,6 +148,8 @@ class ShardCalls:
             patience.end()
             for leave in leaves:
                 leave.end()
+            for leave in leaves:
+                leave.wait()
 
         return aside(
             partial(self._deliver, calls, context, timeout_seconds, patience),
@@ -160,7 +164,10 @@ class ShardCalls:
         patience: _Patience,
     ) -> list[Outcome]:
         attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
-        futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
+        futures = []
+        for shard, request in calls:
+            patience.require_a_caller()
+            futures.append(attempt(shard, request, alone=len(calls) == 1))
         outcomes: list[Outcome] = []
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
@@ -194,12 +201,14 @@ class ShardCalls:
         """Run ``function`` on a thread of the client's own."""
         self.require_own_process()
         future = BackgroundFuture(partial(function, *arguments, **keywords))
-        aside(partial(self._submit, future))
+        aside(partial(self._submit, future), if_broken_off=future.cancel)
         return future
 
     def _submit(self, future: BackgroundFuture) -> None:
         with self._lock:
             self.require_usable()
+            if self._is_closing:
+                raise Unavailable(_CLOSED)
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
             self._executor.submit(future.run)
@@ -218,6 +227,8 @@ class ShardCalls:
         aside(self._close)
 
     def _close(self) -> None:
+        with self._lock:
+            self._is_closing = True
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._closed = True
@@ -252,6 +263,7 @@ class ShardCalls:
                     # The shard answers: it is this client that has not heard, and no waiting would tell it.
                     has_looked = True
                     self._look_again(shard)
+                    patience.require_a_caller()
                     future = again()
                     continue
                 if patience.is_fresh:
@@ -265,6 +277,7 @@ class ShardCalls:
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from exc
                 self._look_again(shard)
+                patience.require_a_caller()
                 future = again()
 
     def _look_again(self, shard: int) -> None:
@@ -295,6 +308,11 @@ class _Patience:
     def end(self) -> None:
         """Nobody waits any more: nothing is sent again."""
         self._has_ended = True
+
+    def require_a_caller(self) -> None:
+        """Raise BrokenOff if nobody waits any more."""
+        if self._has_ended:
+            raise BrokenOff("the caller has gone")
 
     @property
     def is_fresh(self) -> bool:

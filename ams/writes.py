@@ -11,7 +11,9 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +57,8 @@ class WriteStream:
         self._open: set[int] = set()
         # Not a Condition: Ctrl-C on the main thread would leave one locked (see geartrain.ams.aside).
         self._lock = threading.Lock()
+        self._ended: deque[int] = deque()
+        """Numbers that are to leave ``_open``."""
         self._waiting: list[threading.Lock] = []
         """Locks that :meth:`begin` waits for."""
 
@@ -62,7 +66,7 @@ class WriteStream:
         """Return the next number; blocks while the oldest open write is a whole window behind."""
         while True:
             ended = threading.Lock()
-            with self._lock:
+            with self._drained():
                 if self._next - self._oldest() < self._window:
                     sequence = self._next
                     self._next += 1
@@ -81,22 +85,38 @@ class WriteStream:
                 )
 
     def end(self, sequence: int) -> None:
-        """See :class:`Numbers`."""
-        with self._lock:
-            self._open.discard(sequence)
-            waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            one.release()
+        """See :class:`Numbers`. Waits for nothing: the garbage collector calls it, at any place of any thread."""
+        self._ended.append(sequence)
+        self._drain()
 
     def context(self, sequence: int) -> CallContext:
         """See :class:`Numbers`."""
-        with self._lock:
+        with self._drained():
             return CallContext(
                 stream=self.name,
                 incarnation=self.incarnation,
                 sequence=sequence,
                 oldest_unacknowledged=self._oldest(),
             )
+
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        """The lock. What ends while somebody has it, he takes up afterwards."""
+        self._drain()
+        with self._lock:
+            yield
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                while self._ended:
+                    self._open.discard(self._ended.popleft())
+                waiting, self._waiting = self._waiting, []
+            finally:
+                self._lock.release()
+            for one in waiting:
+                one.release()
 
     def _oldest(self) -> int:
         return min(self._open, default=self._next)
@@ -241,7 +261,10 @@ class Write:
                 first_error = first_error or outcome
         self._pending = failed
         if first_error is not None:
-            raise first_error
+            try:
+                raise first_error
+            finally:
+                del first_error, outcomes, outcome  # or the error would hold the arrays, by way of this frame
         failpoints.reach("client.reply.after")
         self._numbers.end(self._sequence)
         return Done(created=self._created, duplicate=self._duplicate)

@@ -358,7 +358,11 @@ class Shard:
         if parts is None:
             return
         try:
-            created = self._apply(table, _joint([part for _, part in parts]))
+            with contextlib.ExitStack() as leaves:
+                for _, part in parts:
+                    if isinstance(part, Push):
+                        leaves.enter_context(held(part.leave))
+                created = self._apply(table, _joint([part for _, part in parts]))
             failpoints.reach("shard.apply.after")
         except BaseException as error:
             self._groups.abandon(write)

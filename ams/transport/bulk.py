@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import secrets
 import select
 import socket
@@ -39,9 +40,11 @@ MIN_BULK_BYTES = 512 << 10
 MOST_POOL_CONNECTIONS = 8
 """Of one client to one shard; the rows of further calls at the same time travel in messages."""
 MOST_HELD = 1024
-"""Connections that a server process takes."""
+"""Connections that a server process takes; a quarter of the descriptors that it may have, if that is less."""
 PAUSE_SECONDS = 600.0
 """After a refusal none is asked for so long."""
+DISTRUST_SECONDS = 30.0
+"""After a call without an answer there are none for so long."""
 CONNECT_SECONDS = 5.0
 """To connect and be greeted; a secret that was not used for so long is void."""
 _LOST_SECONDS = 30.0
@@ -54,6 +57,8 @@ _GREETING = b"geartrain bulk 1"
 _HEAD = struct.Struct("<QQ")
 """Goes before the rows of a call: its use of the connection, and their bytes."""
 
+_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""What finds out in a minute that the way to the other end is gone, and keeps it open where idle ones are cut."""
 _TIMEVAL = struct.Struct("ll")
 
 Array = npt.NDArray[Any]
@@ -72,6 +77,9 @@ class BulkConnection:
         self._is_closed = False
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _ALIVE.items():
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connected.settimeout(None)
 
     @property
@@ -125,15 +133,27 @@ class BulkConnection:
         with self._lock:
             if self._is_closed:
                 return False
+            try:
+                return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the other end is there and has sent nothing that was not read. As :attr:`is_wanted`."""
+        with self._lock:
+            if self._is_closed:
+                return False
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
-            return not poll.poll(0)  # nobody may send anything now: what can be read is the end
+            return not poll.poll(0)
 
     def _fill(self, data: memoryview, deadline: float) -> None:
         while data:
-            if deadline < math.inf:
-                left = max(deadline - time.monotonic(), 0.001)  # 0 would mean for ever
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*_seconds(left)))
+            left = max(deadline - time.monotonic(), 0.001) if deadline < math.inf else 0  # 0 means for ever
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*_seconds(left)))
             try:
                 received = self._socket.recv_into(data, 0, socket.MSG_WAITALL)
             except BlockingIOError:
@@ -230,7 +250,7 @@ class BulkPool:
         with self._lock:
             while self._free:
                 connection = self._free.pop()
-                if connection.is_wanted:
+                if connection.is_clean:  # a shard sends nothing that was not asked for
                     connection.num_uses += 1
                     return connection
                 connection.close()
@@ -254,13 +274,19 @@ class BulkPool:
             else:
                 self._free.append(connection)
 
+    def distrust(self) -> None:
+        """A call had no answer, or lost its rows: the way there may let gRPC pass and nothing else.
+
+        The other connections may be as dead as its own, and each would cost a call its time-out: so they end, and for
+        a while there are none.
+        """
+        with self._lock:
+            self._turn_off(DISTRUST_SECONDS)
+
     def close(self) -> None:
         """End all connections but those in use, which end with their calls. Idempotent."""
         with self._lock:
-            self._off_until = math.inf
-            for connection in self._free:
-                connection.close()
-            self._free.clear()
+            self._turn_off(math.inf)
 
     def begin_anew(self) -> None:
         """In a forked child: leave all connections to the parent."""
@@ -290,8 +316,14 @@ class BulkPool:
     def _refused(self, reason: str) -> None:
         with self._lock:
             logger.debug("rows travel in messages: %s", reason)
-            self._off_until = max(self._off_until, self._clock() + PAUSE_SECONDS)
+            self._turn_off(PAUSE_SECONDS)
             self._making_since = -math.inf
+
+    def _turn_off(self, seconds: float) -> None:
+        self._off_until = max(self._off_until, self._clock() + seconds)
+        for connection in self._free:
+            connection.close()
+        self._free.clear()
 
 
 _POOLS: weakref.WeakSet[BulkPool] = weakref.WeakSet()
@@ -313,6 +345,11 @@ class _Taken:
         self.connection = connection
         self.last_use = 0
         self.is_busy = False
+
+
+def _most_held() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_HELD if limit == resource.RLIM_INFINITY else min(MOST_HELD, limit // 4)
 
 
 class BulkPort:
@@ -340,9 +377,12 @@ class BulkPort:
         """Return port, number and secret of a connection that a client may make now. Raises NotOffered."""
         self.forget_closed()
         with self._lock:
+            if self._is_closed:
+                raise NotOffered("this server is ending")
             self._offers = {key: offer for key, offer in self._offers.items() if offer[1] > self._clock()}
-            if len(self._taken) + len(self._offers) >= MOST_HELD:
-                raise NotOffered(f"{counted(MOST_HELD, 'bulk connection')} are taken already, the most of this process")
+            most = _most_held()
+            if len(self._taken) + len(self._offers) >= most:
+                raise NotOffered(f"{counted(most, 'bulk connection')} are taken already, the most of this process")
             if self._listener is None:
                 self._listen()
             assert self._listener is not None
@@ -379,6 +419,8 @@ class BulkPort:
         finally:
             with self._lock:
                 taken.is_busy = False
+                if self._is_closed:
+                    taken.connection.close()
 
     def forget_closed(self) -> None:
         """Let go of connections whose clients have closed them. Costs a system call for each that is idle."""
@@ -395,8 +437,7 @@ class BulkPort:
             self._is_closed = True
             if self._listener is not None:
                 with suppress(OSError):
-                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-                self._listener.close()
+                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, which closes it
             for taken in self._taken.values():
                 if taken.is_busy:
                     taken.connection.abort()
@@ -409,11 +450,10 @@ class BulkPort:
                 taken.connection.abort()
 
     def _listen(self) -> None:
-        if self._is_closed:
-            raise NotOffered("this server is ending")
         try:
             family = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server(self._address, family=family)
+            both = self._address[0] == "::" and socket.has_dualstack_ipv6()  # as gRPC listens
+            self._listener = socket.create_server(self._address, family=family, dualstack_ipv6=both)
             threading.Thread(target=self._accept, args=(self._listener,), name="bulk", daemon=True).start()
         except (OSError, RuntimeError) as exc:
             if self._listener is not None:
@@ -423,15 +463,15 @@ class BulkPort:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
+            self._greetings.acquire()  # each ends in seconds; who comes meanwhile waits
             try:
                 connected, _ = listener.accept()
             except OSError:
+                self._greetings.release()
                 if self._is_closed:
+                    listener.close()
                     return
                 time.sleep(0.1)  # no descriptor left: others may close theirs
-                continue
-            if not self._greetings.acquire(blocking=False):
-                connected.close()
                 continue
             try:
                 threading.Thread(target=self._greet, args=(connected,), name="bulk-greeting", daemon=True).start()

@@ -79,6 +79,7 @@ SHARD_METHODS = (
 )
 
 _OFFER_SECONDS = 5.0
+_NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 _MOVERS = 8
 """Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
 
@@ -306,13 +307,19 @@ class GrpcCarrier:
 
     def _aside(self, work: Callable[[], None]) -> None:
         """Let a thread do ``work``, or do it now where none can be had."""
+        first = threading.Lock()
+
+        def once() -> None:  # an executor that could not start a thread has queued the work all the same
+            if first.acquire(blocking=False):
+                work()
+
         try:
             with self._lock:
                 if self._movers is None:
                     self._movers = ThreadPoolExecutor(_MOVERS, thread_name_prefix="geartrain-rows")
-                self._movers.submit(work)
+                self._movers.submit(once)
         except RuntimeError:
-            work()
+            once()
 
     def _in_parts(
         self,
@@ -548,7 +555,7 @@ class _BulkUse:
         """Sends or receives the rows; in so many seconds, for an answer that is there ends nothing."""
         self.leave: Leave | None = None
         """Needed for that."""
-        self._has_moved = False
+        self._has_moved = self._has_left = False
 
     def moved(self, call: Any, timeout_seconds: float | None) -> bytes:
         """Move the rows while ``call`` is under way, and return its reply. Raises what the call raises, or
@@ -557,27 +564,36 @@ class _BulkUse:
         call.add_done_callback(self._break_off)
         lost: BulkConnectionLost | None = None
         try:
-            with held(self.leave):
-                if self.leave is not None:
-                    self.leave.on_end(self._connection.abort)
+            with held(self.leave, self._connection.abort):
                 self.move(self._connection, self.named.use, timeout_seconds)
         except BulkConnectionLost as exc:
             lost = exc  # which may be for the call's error: that says more
+            if self.leave is not None and self.leave.has_ended:
+                call.cancel()
         except BaseException:
             call.cancel()
             raise
-        reply: bytes = call.result()
-        if lost is not None:
-            raise lost
+        try:
+            reply: bytes = call.result()
+            if lost is not None:
+                raise lost
+        except (BulkConnectionLost, grpc.RpcError) as exc:
+            if lost is not None or (isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER):
+                self._pool.distrust()
+            raise
+        finally:
+            lost = None
         self._has_moved = True
         return reply
 
     def end(self, *, is_over: bool) -> None:  # noqa: ARG002
         """Leave the connection: to the next call if all has moved, for else there may be more on it."""
         if self._has_moved:
+            self._has_moved = False
             self._pool.give_back(self._connection)
-        else:
+        elif not self._has_left:
             self._connection.close()
+        self._has_left = True
 
     def _break_off(self, call: Any) -> None:
         if call.code() is not grpc.StatusCode.OK:

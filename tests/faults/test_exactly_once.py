@@ -91,6 +91,7 @@ def behind_proxies(
         patch.setattr(shared_memory, "PAUSE_SECONDS", 0.0)
         patch.setattr(bulk, "MIN_BULK_BYTES", 1)
         patch.setattr(bulk, "PAUSE_SECONDS", 0.0)
+        patch.setattr(bulk, "DISTRUST_SECONDS", 0.0)
         patch.setattr(bulk, "CONNECT_SECONDS", ATTEMPT_SECONDS)
         patch.setattr(
             grpc_client,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import multiprocessing
 import os
+import queue
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -65,6 +69,30 @@ def test_what_is_broken_off_goes_on_and_the_next_call_does_not_wait_for_it() -> 
     assert done.wait(20)
 
 
+def test_what_a_signal_handler_raises_is_no_reason_to_do_the_work_again() -> None:
+    """PyTorch's raises RuntimeError when a worker of a DataLoader dies."""
+    go_on, done = threading.Event(), queue.SimpleQueue[int]()
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert go_on.wait(20)
+        done.put(threading.get_ident())
+
+    def handler(*_: object) -> None:
+        raise RuntimeError("DataLoader worker is killed")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader"):
+            aside(work)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    go_on.set()
+    assert done.get(timeout=20) != threading.get_ident()
+    aside(lambda: None)
+    assert done.empty()
+
+
 def test_without_threads_the_work_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -82,49 +110,37 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert child.exitcode == 7
 
 
-def test_nobody_writes_into_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -> None:
-    leave, began, go_on = Leave(), threading.Event(), threading.Event()
+def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -> None:
+    leave, began, go_on = Leave(), threading.Semaphore(0), threading.Event()
     written = []
 
     def write() -> None:
-        with leave:
-            leave.on_end(go_on.set)  # a write that waits for something is told
-            began.set()
+        with held(leave, go_on.set):  # a write that waits for something is told
+            began.release()
             assert go_on.wait(20)
             written.append(1)
 
-    first = other.submit(write)
-    assert began.wait(20)
-    second = other.submit(write)
+    both = [other.submit(write) for _ in range(2)]
+    assert all(began.acquire(timeout=20) for _ in both)  # side by side: they touch different parts
     leave.end()
-    assert written == [1]  # it was at it: the end has waited for it
-    first.result(20)
-    for late in (second, other.submit(write)):
-        with pytest.raises(BrokenOff):
-            late.result(20)
-    assert written == [1]
+    leave.wait()
+    assert written == [1, 1]  # they were at it: the end has waited for them
+    for one in both:
+        one.result(20)
+    with pytest.raises(BrokenOff):
+        other.submit(write).result(20)
+    assert written == [1, 1]
 
 
 def test_a_write_that_is_over_is_not_told_of_the_end() -> None:
     leave, told = Leave(), []
-    with held(leave):
-        leave.on_end(lambda: told.append(1))
+    with held(leave, lambda: told.append(1)):
+        pass
     leave.end()
+    leave.wait()
     assert told == []
     with held(None):
         pass
-
-
-def test_a_write_that_begins_as_its_owner_goes_is_told(other: ThreadPoolExecutor) -> None:
-    leave, told = Leave(), threading.Event()
-
-    def write() -> None:
-        with leave:
-            leave._has_ended = True  # between the beginning and on_end
-            leave.on_end(told.set)
-
-    other.submit(write).result(20)
-    assert told.is_set()
 
 
 def fail() -> None:
@@ -148,6 +164,42 @@ def test_background_futures_are_futures(other: ThreadPoolExecutor, wait: Callabl
     with pytest.raises(KeyError):
         bad.result()
     wait(good)
+
+
+def test_a_callback_of_a_background_future_may_ask_for_its_result(other: ThreadPoolExecutor) -> None:
+    found: queue.SimpleQueue[object] = queue.SimpleQueue()
+    for work in (lambda: 7, fail):
+        future = BackgroundFuture(work)
+        future.add_done_callback(lambda done: found.put((done.done(), done.exception(), done.cancelled())))
+        other.submit(future.run)
+        assert found.get(timeout=20) == (True, future.exception(20), False)
+    cancelled = BackgroundFuture(fail)
+    cancelled.add_done_callback(lambda done: found.put((done.done(), done.cancelled())))
+    assert cancelled.cancel()
+    assert found.get(timeout=20) == (True, True)
+
+
+def test_a_failed_background_future_does_not_keep_its_arguments() -> None:
+    class Rows:
+        pass
+
+    rows = Rows()
+    gone = weakref.ref(rows)
+
+    def work(_: Rows) -> None:
+        raise KeyError("lost")
+
+    future = BackgroundFuture(partial(work, rows))
+    del rows
+    gc.disable()
+    try:
+        future.run()
+        with pytest.raises(KeyError):
+            future.result()
+        del future
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_cancelled_background_future_does_nothing() -> None:

@@ -35,3 +35,17 @@ def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
         assert not third.done()
         held[0].abandon()
         third.result()
+
+
+def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
+    """The garbage collector ends the number of a write that was dropped, between any two instructions."""
+    stream = WriteStream(2, "s", 1)
+    first, _ = stream.begin(), stream.begin()
+    with ThreadPoolExecutor() as executor:
+        waiting = executor.submit(stream.begin)
+        while not stream._waiting:
+            assert not waiting.done()
+        with stream._drained():
+            stream.end(first)
+        assert waiting.result(20) == 3
+    assert stream.context(3).oldest_unacknowledged == 2

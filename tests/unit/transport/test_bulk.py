@@ -228,6 +228,26 @@ def test_the_port_lets_go_of_what_clients_have_closed(port: BulkPort) -> None:
     assert len(port) == 1 and ours.is_wanted
 
 
+def test_the_port_keeps_a_connection_whose_rows_came_before_their_message(port: BulkPort) -> None:
+    client = opened(port)
+    client.send(1, ROWS[:10])
+    port.forget_closed()
+    found = np.empty_like(ROWS[:10])
+    with port.claimed(client.number, 1, waits) as shard:
+        shard.receive(1, found)
+    np.testing.assert_array_equal(found, ROWS[:10])
+
+
+def test_all_interfaces_are_those_of_both_protocols() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    port = BulkPort("::")
+    for host in ("127.0.0.1", "::1"):
+        number, offered, secret = port.offer()
+        connect((host, number), offered, secret).close()
+    port.close()
+
+
 def test_a_closed_port_ends_connections_and_offers_none(port: BulkPort, aside: ThreadPoolExecutor) -> None:
     idle, busy = opened(port), opened(port)
     began = threading.Event()
@@ -317,6 +337,18 @@ def test_a_refusal_holds_for_a_while(port: BulkPort, clock: Clock) -> None:
     client.pool.give_back(kept)
     assert kept.is_closed
     client.error, clock.now = None, bulk.PAUSE_SECONDS
+    assert client.connection().is_wanted
+
+
+def test_after_a_call_without_an_answer_no_connection_is_trusted(port: BulkPort, clock: Clock) -> None:
+    client = Client(port, clock)
+    idle, busy = client.connection(), client.connection()
+    client.pool.give_back(idle)
+    client.pool.distrust()
+    assert idle.is_closed and not busy.is_closed
+    client.pool.give_back(busy)
+    assert busy.is_closed and client.pool.take(ENOUGH) is None and client.num_made == 2
+    clock.now = bulk.DISTRUST_SECONDS
     assert client.connection().is_wanted
 
 
