@@ -12,8 +12,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +32,10 @@ _WARN_SECONDS = 10.0
 class Numbers(Protocol):
     """Where a write has its number from. Thread-safe."""
 
-    def begin(self) -> int:
-        """Return the number of a write that begins."""
+    def begin(self, begun: list[int]) -> None:
+        """Add the number of a write that begins to ``begun``, before it is open: whatever breaks this off, who has
+        ``begun`` can end it.
+        """
 
     def end(self, sequence: int) -> None:
         """The write is acknowledged, or given up: it will not be sent again."""
@@ -62,19 +63,24 @@ class WriteStream:
         self._waiting: list[threading.Lock] = []
         """Locks that :meth:`begin` waits for."""
 
-    def begin(self) -> int:
-        """Return the next number; blocks while the oldest open write is a whole window behind."""
+    def begin(self, begun: list[int]) -> None:
+        """Add the next number; blocks while the oldest open write is a whole window behind. See :class:`Numbers`."""
         while True:
             ended = threading.Lock()
-            with self._drained():
-                if self._next - self._oldest() < self._window:
-                    sequence = self._next
-                    self._next += 1
-                    self._open.add(sequence)
-                    return sequence
+            self._drain()
+            with self._lock:
                 waiting, oldest = self._next, self._oldest()
-                ended.acquire()
-                self._waiting.append(ended)
+                is_free = waiting - oldest < self._window
+                if is_free:
+                    begun.append(waiting)
+                    self._open.add(waiting)
+                    self._next += 1
+                else:
+                    ended.acquire()
+                    self._waiting.append(ended)
+            self._drain()
+            if is_free:
+                return
             if not ended.acquire(timeout=_WARN_SECONDS):
                 # Not while others wait for the lock: a log may take its time.
                 logger.warning(
@@ -91,23 +97,16 @@ class WriteStream:
 
     def context(self, sequence: int) -> CallContext:
         """See :class:`Numbers`."""
-        with self._drained():
-            return CallContext(
-                stream=self.name,
-                incarnation=self.incarnation,
-                sequence=sequence,
-                oldest_unacknowledged=self._oldest(),
-            )
-
-    @contextmanager
-    def _drained(self) -> Iterator[None]:
-        """The lock. What ends while somebody has it, he takes up afterwards."""
         self._drain()
         with self._lock:
-            yield
+            oldest = self._oldest()
         self._drain()
+        return CallContext(
+            stream=self.name, incarnation=self.incarnation, sequence=sequence, oldest_unacknowledged=oldest
+        )
 
     def _drain(self) -> None:
+        """Take up what has ended. To be called after the lock was held, too: numbers may have ended meanwhile."""
         while self._ended and self._lock.acquire(blocking=False):
             try:
                 while self._ended:
@@ -130,8 +129,8 @@ class _Given:
     table: str
     sequence: int
 
-    def begin(self) -> int:
-        return self.sequence
+    def begin(self, begun: list[int]) -> None:
+        begun.append(self.sequence)
 
     def end(self, sequence: int) -> None:
         """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
@@ -217,6 +216,11 @@ def checked_incarnation(incarnation: int) -> int:
     return integer("incarnation", incarnation, 1, 2**63 - 1)
 
 
+def _end_all(numbers: Numbers, begun: list[int]) -> None:
+    for sequence in begun:
+        numbers.end(sequence)
+
+
 Deliver = Callable[[Sequence[tuple[int, Request]], CallContext], list[Reply | BaseException]]
 
 
@@ -234,9 +238,11 @@ class Write:
         self._deliver = deliver
         self._created = 0
         self._duplicate = False
-        self._sequence = numbers.begin()
+        begun: list[int] = []
         # Nobody can send what nobody holds: else a number would stay open for ever.
-        weakref.finalize(self, numbers.end, self._sequence).atexit = False
+        weakref.finalize(self, _end_all, numbers, begun).atexit = False
+        numbers.begin(begun)
+        self._sequence = begun[0]
 
     @property
     def is_on_a_shard(self) -> bool:

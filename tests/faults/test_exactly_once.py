@@ -99,6 +99,8 @@ def behind_proxies(
             lambda address, *rest: bulk.connect((address[0], proxy_ports[address[1]]), *rest),
         )
         config = CONFIG.model_copy(update={"shared_memory": way == "shared", "bulk_connections": way == "bulk"})
+        with connect(address) as patient:  # the table is not what meets the faults
+            patient.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
         cluster = stack.enter_context(connect(address, config=config))
         yield cluster, proxies
 
@@ -112,7 +114,7 @@ def attack(
     pull, which uses the same memory or connection.
     """
     with behind_proxies(2, seed, most_bytes, way) as (cluster, proxies):
-        table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
+        table = cluster.table("t")
         expected = np.zeros((NUM_ROWS, DIM))
         lock = threading.Lock()
         failures: list[BaseException] = []
@@ -166,7 +168,7 @@ def attack_late(seed: int, num_pushes: int) -> tuple[np.ndarray, np.ndarray]:
         behind_proxies(1, seed, most_bytes=1, way="shared") as (cluster, _),
         pytest.MonkeyPatch.context() as patch,
     ):
-        table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
+        table = cluster.table("t")
         fill(carriers_of(cluster)[0], 1)
         patch.setattr(GrpcCarrier, "_call", call)
         expected = np.zeros((NUM_ROWS, DIM))

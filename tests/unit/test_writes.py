@@ -40,12 +40,30 @@ def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
 def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
     """The garbage collector ends the number of a write that was dropped, between any two instructions."""
     stream = WriteStream(2, "s", 1)
-    first, _ = stream.begin(), stream.begin()
+    held: list[Write | None] = [prepared(stream), prepared(stream)]
     with ThreadPoolExecutor() as executor:
-        waiting = executor.submit(stream.begin)
+        waiting = executor.submit(prepared, stream)
         while not stream._waiting:
             assert not waiting.done()
-        with stream._drained():
-            stream.end(first)
-        assert waiting.result(20) == 3
+        with stream._lock:
+            held[0] = None
+        stream.context(1)  # whoever had the lock looks afterwards what has ended
+        waiting.result(20)
     assert stream.context(3).oldest_unacknowledged == 2
+    del held
+
+
+def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() -> None:
+    class Interrupted(WriteStream):
+        def begin(self, begun: list[int]) -> None:
+            super().begin(begun)
+            raise KeyboardInterrupt
+
+    stream = Interrupted(2, "s", 1)
+    for _ in range(5):
+        try:
+            prepared(stream)
+        except KeyboardInterrupt:
+            continue
+        pytest.fail("it was not interrupted")
+    assert stream.context(6).oldest_unacknowledged == 6
