@@ -578,8 +578,8 @@ class _BulkUse:
             if lost is not None:
                 raise lost
         except (BulkConnectionLost, grpc.RpcError) as exc:
-            if lost is not None or (isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER):
-                self._pool.distrust()
+            if isinstance(exc, BulkConnectionLost) or (isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER):
+                self._pool.distrust()  # another error of the shard's breaks the connection off, and says nothing of it
             raise
         finally:
             lost = None

@@ -204,7 +204,8 @@ def run_apart(fault: Fault, seed: int, stop: threading.Event) -> Result:
     if is_late:
         return Result(seed, 0, seconds, f"not done after {fault.timeout_seconds:g} s\n{said[-4000:]}")
     if process.returncode == 0:
-        return Result(seed, int(said.splitlines()[-1]), seconds)
+        units = next(line for line in reversed(said.splitlines()) if line.isdecimal())  # logs of its end may follow
+        return Result(seed, int(units), seconds)
     return Result(seed, 0, seconds, said[-4000:], is_cut_short)
 
 

@@ -138,7 +138,7 @@ class FaultyProxy:
         self._tasks.add(task)
         try:
             await self._carry(reader, writer)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, OSError):  # the server may be gone already
             pass
         finally:
             self._tasks.discard(task)
