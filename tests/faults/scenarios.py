@@ -114,19 +114,21 @@ class Job:
         deadline = time.monotonic() + PATIENT.recovery_timeout_seconds
         try:
             step = -1
-            while step < STEPS:
+            while True:
                 try:
                     if step < 0:
                         cluster, table, step = self._begin()
-                    else:
+                    elif step < STEPS:
                         step = self._step(cluster, table, step)
+                    else:
+                        self._check(table, STEPS)  # a role may die here, too
+                        break
                 except (*LOST, InternalError, StateFailed):
                     self.recoveries += 1
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.02)  # the role may not be back yet
                     step = -1
-            self._check(table, STEPS)
         except SnapshotDamaged as exc:
             self.damage.append(str(exc))
         finally:
