@@ -30,10 +30,19 @@ from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier, ShardCondition, ShardEntry
+from geartrain.ams.transport.carrier import (
+    AttemptFailed,
+    ClusterView,
+    NotSent,
+    ShardCarrier,
+    ShardCondition,
+    ShardEntry,
+)
 from geartrain.ams.words import counted
 
 _SHARD_TIMEOUT_SECONDS = 30.0
+_SHARD_PATIENCE_SECONDS = 3.0
+_SHARD_PAUSE_SECONDS = 0.2
 _SILENT_BEATS = 3
 
 
@@ -357,14 +366,30 @@ class Scheduler:
                 f"table {spec.name!r} lost its rows on shards {lost}, which were restarted; drop it and create it anew"
             )
 
+    @staticmethod
+    def _told(carrier: ShardCarrier, context: CallContext, request: Request, patience_seconds: float) -> None:
+        """Make a request of a shard; again, for so long, where it cannot be reached (a name that does not resolve yet,
+        a machine that is overloaded). Raises AttemptFailed or what the shard raises.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                carrier.submit(context, request, _SHARD_TIMEOUT_SECONDS).result()
+                return
+            except NotSent:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_SHARD_PAUSE_SECONDS)
+
     def _on_all_shards(self, view: ClusterView, request: Request, *, best_effort: bool = False) -> bool:
         """Make a request of every shard; return whether all did it. Raises the first failure, unless best_effort."""
         done = True
         for entry in view.shards:
             carrier = self._open_carrier(entry.address)
             context = CallContext(shard_incarnation=entry.incarnation)
+            patience = 0.0 if best_effort else _SHARD_PATIENCE_SECONDS
             try:
-                carrier.submit(context, request, _SHARD_TIMEOUT_SECONDS).result()
+                self._told(carrier, context, request, patience)
             except AttemptFailed as exc:
                 if not best_effort:
                     raise ShardUnavailable(

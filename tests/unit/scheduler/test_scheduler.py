@@ -9,10 +9,11 @@ import pytest
 
 from geartrain.ams import errors
 from geartrain.ams.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
+from geartrain.ams.scheduler import scheduler as scheduler_module
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.specs import SGD, TableSpec
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
-from geartrain.ams.transport.carrier import ClusterView
+from geartrain.ams.transport.carrier import ClusterView, NotSent
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
 
@@ -25,6 +26,8 @@ class FakeCluster:
         self.store = MemoryStore() if store is None else store
         self.asked: list[tuple[str, Request]] = []
         self.broken: set[str] = set()
+        self.unreachable: dict[str, int] = {}
+        """Addresses that so many requests do not reach."""
         self.on_ask: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(
             num_shards, self.open_carrier, lease_seconds=10, store=self.store, clock=lambda: self.now
@@ -45,7 +48,10 @@ class FakeCarrier:
     def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:  # noqa: ARG002
         future: Future[Reply] = Future()
         self.cluster.on_ask()
-        if self.address in self.cluster.broken:
+        if self.cluster.unreachable.get(self.address, 0):
+            self.cluster.unreachable[self.address] -= 1
+            future.set_exception(NotSent("the name of the host cannot be resolved"))
+        elif self.address in self.cluster.broken:
             future.set_exception(errors.InternalError("broken"))
         else:
             self.cluster.asked.append((self.address, request))
@@ -266,3 +272,24 @@ def test_a_shard_that_misses_heartbeats_is_silent_before_it_is_lost() -> None:
     assert states(cluster) == ["silent", "silent"]
     cluster.now = 10.5
     assert states(cluster) == ["lost", "lost"]
+
+
+def test_a_shard_that_cannot_be_reached_at_first_is_told_of_a_table_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_module, "_SHARD_PAUSE_SECONDS", 0.0)
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.unreachable["host:1"] = 2
+    cluster.scheduler.create_table(SPEC)
+    assert [address for address, request in cluster.asked if isinstance(request, CreateTable)] == ["host:0", "host:1"]
+
+
+def test_one_that_stays_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_SHARD_PATIENCE_SECONDS", 0.0)
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.unreachable["host:1"] = 1
+    with pytest.raises(errors.ShardUnavailable, match=r"shard 1 cannot be told of the table.*'geartrain status'"):
+        cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.create_table(SPEC)
