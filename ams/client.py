@@ -163,11 +163,11 @@ class ShardCalls:
         timeout_seconds: float | None,
         patience: _Patience,
     ) -> list[Outcome]:
-        attempt = partial(self._attempt, context=context, timeout_seconds=timeout_seconds)
-        futures = []
-        for shard, request in calls:
+        def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
             patience.require_a_caller()
-            futures.append(attempt(shard, request, alone=len(calls) == 1))
+            return self._attempt(shard, request, context=context, timeout_seconds=timeout_seconds, alone=alone)
+
+        futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
         outcomes: list[Outcome] = []
         for (shard, request), future in zip(calls, futures, strict=True):
             try:
@@ -263,7 +263,6 @@ class ShardCalls:
                     # The shard answers: it is this client that has not heard, and no waiting would tell it.
                     has_looked = True
                     self._look_again(shard)
-                    patience.require_a_caller()
                     future = again()
                     continue
                 if patience.is_fresh:
@@ -277,7 +276,6 @@ class ShardCalls:
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from exc
                 self._look_again(shard)
-                patience.require_a_caller()
                 future = again()
 
     def _look_again(self, shard: int) -> None:
@@ -328,7 +326,7 @@ class _Patience:
         # Jitter keeps the workers of a job from knocking all at once.
         self._given_up.wait(min(left, self._backoff * random.uniform(0.5, 1.0)))
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
-        return not self._has_ended
+        return True
 
 
 class Table:
@@ -407,11 +405,12 @@ class Table:
         With ``required_sync``, raises StepMismatch unless exactly the group's writes before it are applied.
         """
         checked = ids_array(ids, self.spec.num_rows)
-        wanted = f"it must be a numpy array of {self.spec.numpy_dtype} ({len(checked)}, {self.spec.dim})"
-        if not isinstance(out, np.ndarray):
-            raise InvalidArgument(f"out is a {type(out).__name__}; {wanted}")
-        if out.shape != (len(checked), self.spec.dim) or out.dtype != self.spec.numpy_dtype:
-            raise InvalidArgument(f"out is {out.dtype} {out.shape}; {wanted}")
+        is_array = isinstance(out, np.ndarray)
+        if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self.spec.numpy_dtype:
+            found = f"{out.dtype} {out.shape}" if is_array else f"a {type(out).__name__}"
+            raise InvalidArgument(
+                f"out is {found}; it must be a numpy array of {self.spec.numpy_dtype} ({len(checked)}, {self.spec.dim})"
+            )
         if not out.flags.carray:
             raise InvalidArgument("out must be writable, aligned and C-contiguous; pass a fresh array")
         self._read(checked, out, required_sync=required_sync)
