@@ -71,11 +71,11 @@ def aside(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None =
     """
     if not is_on_main_thread() or sys.is_finalizing():
         return work()
+    jobs = _thread_with_nothing_to_do()
+    if jobs is None:
+        return work()
     job = _Job(work)
     try:
-        jobs = _thread_with_nothing_to_do()
-        if jobs is None:
-            return work()
         jobs.put(job)  # type: ignore[arg-type]
         while not job.is_undone.acquire(timeout=_LOOK_SECONDS):
             pass
