@@ -146,7 +146,7 @@ class ShardService:
             reply = b""
         else:
             ids = framing.ids_from(raw.get(14))
-            self._check_reply(len(ids), spec.row_bytes + 1)
+            self._check_size("one reply", len(ids), spec.row_bytes + 1)
             present = np.zeros(len(ids), np.bool_) if header.with_present else None
             if header.HasField("bulk"):
                 reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
@@ -349,9 +349,6 @@ class ShardService:
         piece = np.frombuffer(data if data is not None else b"", np.uint8)
         whole = self._whole(header, (np.empty(0, np.int64), piece))
         return (None, False) if whole is None else (whole[1].data, True)
-
-    def _check_reply(self, num_ids: int, bytes_per_id: int) -> None:
-        self._check_size("one reply", num_ids, bytes_per_id)
 
     def _check_size(self, what: str, num_ids: int, bytes_per_id: int) -> None:
         size = num_ids * bytes_per_id + _OVERHEAD_BYTES

@@ -313,11 +313,12 @@ class GrpcCarrier:
             if first.acquire(blocking=False):
                 work()
 
+        with self._lock:
+            if self._movers is None:
+                self._movers = ThreadPoolExecutor(_MOVERS, thread_name_prefix="geartrain-rows")
+            movers = self._movers
         try:
-            with self._lock:
-                if self._movers is None:
-                    self._movers = ThreadPoolExecutor(_MOVERS, thread_name_prefix="geartrain-rows")
-                self._movers.submit(once)
+            movers.submit(once)
         except RuntimeError:
             once()
 
@@ -588,12 +589,13 @@ class _BulkUse:
 
     def end(self, *, is_over: bool) -> None:  # noqa: ARG002
         """Leave the connection: to the next call if all has moved, for else there may be more on it."""
-        if self._has_moved:
-            self._has_moved = False
-            self._pool.give_back(self._connection)
-        elif not self._has_left:
-            self._connection.close()
+        if self._has_left:
+            return  # it has ended already
         self._has_left = True
+        if self._has_moved:
+            self._pool.give_back(self._connection)
+        else:
+            self._connection.close()
 
     def _break_off(self, call: Any) -> None:
         if call.code() is not grpc.StatusCode.OK:
