@@ -6,16 +6,15 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
-from geartrain.ams.aside import Leave, held
+from geartrain.ams.aside import held
 from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB, split_address
 from geartrain.ams.errors import (
     BulkConnectionLost,
@@ -54,8 +53,9 @@ from geartrain.ams.transport.carrier import (
     AttemptFailed,
     gather,
 )
+from geartrain.ams.transport.grpc_beside import Beside, BulkUse, Room, Unpack
 from geartrain.ams.transport.grpc_status import error_from
-from geartrain.ams.transport.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in, bytes_needed
+from geartrain.ams.transport.shared_memory import Segment, SegmentPool, bytes_needed
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ SHARD_METHODS = (
 )
 
 _OFFER_SECONDS = 5.0
-_NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 _MOVERS = 8
 """Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
 
@@ -241,7 +240,7 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool = False,
-        beside: _Beside | None = None,
+        beside: Beside | None = None,
         may_retire: bool = True,
     ) -> Future[Reply]:
         """Begin a call.
@@ -283,7 +282,7 @@ class GrpcCarrier:
             else:
                 future.set_result(outcome)
 
-        if alone and not isinstance(beside, _BulkUse):
+        if alone and not isinstance(beside, BulkUse):
             settle(lambda: _unless_closed(send, data, timeout_seconds))
             return future
         try:
@@ -296,7 +295,7 @@ class GrpcCarrier:
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
-        if not isinstance(beside, _BulkUse):
+        if not isinstance(beside, BulkUse):
             # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
             call.add_done_callback(lambda call: settle(call.result))
         elif alone:
@@ -338,14 +337,14 @@ class GrpcCarrier:
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
 
-        def send(start: int, end: int, beside: _Beside | None) -> Future[Reply]:
+        def send(start: int, end: int, beside: Beside | None) -> Future[Reply]:
             header = shard_pb2.PullRequest(
                 context=codec.context_to_pb(context),
                 table=pull.table,
                 required_sync=codec.group_to_pb(pull.required_sync),
                 with_present=pull.present is not None,
             )
-            if isinstance(beside, _Room):
+            if isinstance(beside, Room):
                 beside.arrays.ids[:] = pull.ids[start:end]
                 header.shared.CopyFrom(beside.named)
                 data = header.SerializeToString()
@@ -353,8 +352,8 @@ class GrpcCarrier:
                 if beside is not None:
                     header.bulk.CopyFrom(beside.named)
                 data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            unpack = _Unpack(pull, start, end, beside)
-            if isinstance(beside, _BulkUse):
+            unpack = Unpack(pull, start, end, beside)
+            if isinstance(beside, BulkUse):
                 beside.move, beside.leave = unpack.receive, pull.leave
             return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, beside=beside)
 
@@ -368,16 +367,16 @@ class GrpcCarrier:
         rows = write.gradients if isinstance(write, Push) else write.rows
         method = "Push" if isinstance(write, Push) else "Assign"
 
-        def send(index: int, start: int, end: int, beside: _Beside | None) -> Future[Reply]:
+        def send(index: int, start: int, end: int, beside: Beside | None) -> Future[Reply]:
             header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            if isinstance(beside, _Room):
+            if isinstance(beside, Room):
                 with held(write.leave):
                     beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
                 header.shared.CopyFrom(beside.named)
                 data = header.SerializeToString()
-            elif isinstance(beside, _BulkUse):
+            elif isinstance(beside, BulkUse):
                 header.bulk.CopyFrom(beside.named)
                 data = framing.encode_framed(header, [(14, write.ids[start:end])])
                 beside.move = lambda connection, use, _: connection.send(use, rows[start:end])
@@ -395,7 +394,7 @@ class GrpcCarrier:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _beside(
-        self, send: Callable[[_Beside | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
+        self, send: Callable[[Beside | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
     ) -> Future[Reply]:
         """Send with the rows beside the message if that can be, and in it if not, or if the shard lost the other way.
 
@@ -428,19 +427,19 @@ class GrpcCarrier:
         attempt.add_done_callback(settled)
         return future
 
-    def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> _Room | None:
+    def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> Room | None:
         """Shared memory for a call; None: its bytes travel in the messages."""
         if self._segments is None:
             return None
         segment = self._segments.take(bytes_needed(num_ids, dim, dtype))
-        return None if segment is None else _Room(self._segments, segment, num_ids, dim, dtype)
+        return None if segment is None else Room(self._segments, segment, num_ids, dim, dtype)
 
-    def _bulk_use(self, num_bytes: int) -> _BulkUse | None:
+    def _bulk_use(self, num_bytes: int) -> BulkUse | None:
         """A bulk connection for a call's rows; None: they travel in the message."""
         if self._bulk is None or (self._segments is not None and not self._segments.is_off):
             return None
         connection = self._bulk.take(num_bytes)
-        return None if connection is None else _BulkUse(self._bulk, connection)
+        return None if connection is None else BulkUse(self._bulk, connection)
 
     def _open_bulk(self) -> BulkConnection:
         """Make a bulk connection. Raises NotOffered or whatever else prevents it."""
@@ -516,143 +515,6 @@ def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float
         return send(data, timeout=timeout_seconds)
     except ValueError as exc:  # how gRPC says it
         raise _ChannelClosed from exc
-
-
-class _Room:
-    """Shared memory in use by one call."""
-
-    def __init__(self, segments: SegmentPool, segment: Segment, num_ids: int, dim: int, dtype: np.dtype[Any]) -> None:
-        self._segments = segments
-        self._segment: Segment | None = segment
-        self._arrays: SharedArrays | None = arrays_in(segment.memory, num_ids, dim, dtype)
-        self.named = shard_pb2.SharedBytes(
-            name=segment.name, num_ids=num_ids, use=segment.num_uses, dim=dim, dtype=codec.dtype_to_pb(dtype)
-        )
-
-    @property
-    def arrays(self) -> SharedArrays:
-        """What the call carries. Only before its end."""
-        assert self._arrays is not None
-        return self._arrays
-
-    def end(self, *, is_over: bool) -> None:
-        """Leave the memory: to the next call, or to nobody if the shard may still be at work in it."""
-        segment, self._segment, self._arrays = self._segment, None, None
-        if segment is None:
-            return  # it has ended already
-        if is_over:
-            self._segments.give_back(segment)
-        else:
-            segment.close()
-
-
-class _BulkUse:
-    """A bulk connection in use by one call."""
-
-    def __init__(self, pool: BulkPool, connection: BulkConnection) -> None:
-        self._pool, self._connection = pool, connection
-        self.named = shard_pb2.BulkBytes(connection=connection.number, use=connection.num_uses)
-        self.move: Callable[[BulkConnection, int, float | None], None]
-        """Sends or receives the rows; in so many seconds, for an answer that is there ends nothing."""
-        self.leave: Leave | None = None
-        """Needed for that."""
-        self._has_moved = self._has_left = False
-
-    def moved(self, call: Any, timeout_seconds: float | None) -> bytes:
-        """Move the rows while ``call`` is under way, and return its reply. Raises what the call raises, or
-        BulkConnectionLost.
-        """
-        call.add_done_callback(self._break_off)
-        lost: BulkConnectionLost | None = None
-        try:
-            with held(self.leave, self._connection.abort):
-                self.move(self._connection, self.named.use, timeout_seconds)
-        except BulkConnectionLost as exc:
-            lost = exc  # which may be for the call's error: that says more
-            if self.leave is not None and self.leave.has_ended:
-                call.cancel()
-        except BaseException:
-            call.cancel()
-            raise
-        try:
-            reply: bytes = call.result()
-            if lost is not None:
-                raise lost
-        except (BulkConnectionLost, grpc.RpcError) as exc:
-            if isinstance(exc, BulkConnectionLost) or (isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER):
-                self._pool.distrust()  # another error of the shard's breaks the connection off, and says nothing of it
-            raise
-        finally:
-            lost = None
-        self._has_moved = True
-        return reply
-
-    def end(self, *, is_over: bool) -> None:  # noqa: ARG002
-        """Leave the connection: to the next call if all has moved, for else there may be more on it."""
-        if self._has_left:
-            return  # it has ended already
-        self._has_left = True
-        if self._has_moved:
-            self._pool.give_back(self._connection)
-        else:
-            self._connection.close()
-
-    def _break_off(self, call: Any) -> None:
-        if call.code() is not grpc.StatusCode.OK:
-            self._connection.abort()
-
-
-_Beside = _Room | _BulkUse
-
-
-class _Unpack:
-    """Writes the rows of one reply where the pull wants them."""
-
-    def __init__(self, pull: Pull, start: int, end: int, beside: _Beside | None) -> None:
-        self._pull, self._start, self._end, self._beside = pull, start, end, beside
-        self._received: npt.NDArray[Any] | None = None
-        """What came over a bulk connection; None: it is in its place."""
-
-    def __call__(self, data: bytes) -> Reply:
-        _, raw = framing.decode_framed(data, shard_pb2.PullReply)
-        with held(self._pull.leave):
-            self._unpack(raw)
-        return Done()
-
-    def _unpack(self, raw: Mapping[int, memoryview]) -> None:
-        if isinstance(self._beside, _Room):
-            self._place(self._beside.arrays.rows, self._beside.arrays.present)
-        elif isinstance(self._beside, _BulkUse):
-            self._place(self._received, self._present(raw.get(14)))
-        else:
-            self._place(self._rows(raw.get(15)), self._present(raw.get(14)))
-
-    def receive(self, connection: BulkConnection, use: int, seconds: float | None) -> None:
-        """Receive the rows over a bulk connection, where they shall go if that is one place."""
-        rows = self._pull.out[self._start : self._end]
-        if self._pull.positions is not None or not rows.flags.c_contiguous:
-            rows = self._received = np.empty(rows.shape, rows.dtype)
-        connection.receive(use, rows, seconds)
-
-    def _rows(self, raw: memoryview | None) -> npt.NDArray[Any]:
-        out = self._pull.out
-        return framing.rows_from(raw, self._end - self._start, out.shape[1], out.dtype)
-
-    def _present(self, raw: memoryview | None) -> npt.NDArray[np.bool_] | None:
-        num_ids = self._end - self._start
-        if self._pull.present is None:
-            return None
-        if raw is None or len(raw) != num_ids:
-            raise ProtocolError(f"the shard did not say which of {num_ids} rows exist")
-        return np.frombuffer(raw, np.bool_)
-
-    def _place(self, rows: npt.NDArray[Any] | None, present: npt.NDArray[np.bool_] | None) -> None:
-        pull, start, end = self._pull, self._start, self._end
-        where: Any = slice(start, end) if pull.positions is None else pull.positions[start:end]
-        if rows is not None:
-            pull.out[where] = rows
-        if pull.present is not None:
-            pull.present[where] = present
 
 
 def _push_header(context: CallContext, push: Push) -> shard_pb2.PushRequest:
