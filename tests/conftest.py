@@ -37,6 +37,18 @@ def logs_as_before() -> Iterator[None]:
             root.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """Take back the signal handlers that a test has set: torchrun in this process leaves its own."""
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    }
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
 def pytest_configure() -> None:
     """Let Ctrl-C reach tests and their children where the shell started us in the background, which ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
