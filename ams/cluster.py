@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams import failpoints
 from geartrain.ams.arguments import integer
-from geartrain.ams.client import ShardCalls, Table
+from geartrain.ams.client import Table
 from geartrain.ams.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import (
@@ -27,6 +27,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.gear_messages import Freshness
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import Fence
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot

@@ -5,11 +5,9 @@ Cost: one request per shard and call, all shards at once; the inputs travel to e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
-from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import InternalError
 from geartrain.ams.messages import (
     Arrays,
@@ -17,30 +15,17 @@ from geartrain.ams.messages import (
     Computed,
     ComputeHosted,
     HostedInputs,
-    Reply,
     Request,
     SyncGroup,
     UpdateHosted,
 )
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import ClusterView
 from geartrain.ams.writes import Numbers, Write
 
 InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]
 """The inputs for a shard, by its number."""
-
-
-class _Calls(Protocol):
-    """What is used of ``client.ShardCalls``."""
-
-    config: ClientConfig
-
-    @property
-    def view(self) -> ClusterView: ...
-
-    def deliver(
-        self, calls: Sequence[tuple[int, Request]], context: CallContext, timeout_seconds: float | None = None
-    ) -> list[Reply | BaseException]: ...
 
 
 class HostedCalls:
@@ -50,7 +35,7 @@ class HostedCalls:
     wait meanwhile.
     """
 
-    def __init__(self, spec: TableSpec, model: str, calls: _Calls, numbers: Callable[[], Numbers]) -> None:
+    def __init__(self, spec: TableSpec, model: str, calls: ShardCalls, numbers: Callable[[], Numbers]) -> None:
         self.spec = spec
         self._model = model
         self._calls = calls

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams import failpoints
-from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
     GeartrainError,
     GraphUnavailable,
@@ -30,6 +29,7 @@ from geartrain.ams.errors import (
     TableNotFound,
 )
 from geartrain.ams.messages import CallContext, Done, Freeze, Restore, Thaw, WriteFrozen, Written
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of

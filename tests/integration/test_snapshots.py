@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from geartrain.ams import errors
-from geartrain.ams.client import ShardCalls
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.messages import SyncGroup, Thaw
 from geartrain.ams.server import frozen
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import SGD, Constant, SparseMomentum
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 import grpc
 import pytest
 
-from geartrain.ams import client as client_module
+from geartrain.ams import shard_calls as shard_calls_module
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.embedded import LocalSchedulerCarrier
@@ -301,5 +301,5 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
         clock.now += PAUSE_SECONDS
         return True
 
-    patch.setattr(client_module._Patience, "pause", pause)
+    patch.setattr(shard_calls_module._Patience, "pause", pause)
     return FaultyDisk(patch)

@@ -30,15 +30,16 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     "gear": ("core", "placement", "transport", "pb"),
     "writes": (),
     "streams": ("transport",),
-    "hosted_calls": ("writes", "transport"),
-    "client": ("hosted_calls", "writes", "placement", "transport", "core", "sampling"),
+    "shard_calls": ("transport",),
+    "hosted_calls": ("shard_calls", "writes", "transport"),
+    "client": ("shard_calls", "hosted_calls", "writes", "placement", "core"),
     # What gt.local embeds: the services on threads of the client's process.
     "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
-    "snapshot": ("client", "graph", "storage"),
+    "snapshot": ("shard_calls", "graph", "storage"),
     "cluster_status": ("gear", "transport"),
     "cluster": (
-        *("client", "snapshot", "storage", "streams", "writes", "embedded", "graph", "gear", "placement", "transport"),
-        "cluster_status",
+        *("client", "shard_calls", "snapshot", "storage", "streams", "writes", "embedded", "graph", "gear"),
+        *("transport", "cluster_status"),
     ),
 }
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import NonFinite, ShardUnavailable
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.bridge.dense.layout import Layout
 
 DIM = 8

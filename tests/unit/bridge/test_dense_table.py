@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.client import ShardCalls
 from geartrain.ams.errors import (
     ClusterNotReady,
     InvalidArgument,
@@ -21,6 +20,7 @@ from geartrain.ams.errors import (
     SpecMismatch,
     TableExists,
 )
+from geartrain.ams.shard_calls import ShardCalls
 
 DIM = 16
 
