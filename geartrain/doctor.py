@@ -103,12 +103,15 @@ def check_core() -> Finding:
     """Whether the compiled kernels load, and what they use of this processor."""
     try:
         from geartrain.ams.core import ops
-    except ImportError as exc:
+
+        uses = f"{ops.isa()}, rows ahead in {ops.lookahead()}"
+    except (ImportError, AttributeError) as exc:  # or it is of an earlier version
         return Finding("core", "fail", f"the compiled core does not load: {exc}", "build it anew: pip install -e .")
-    forced = os.environ.get("GEARTRAIN_ISA")
-    found = f"built for {platform.machine()}, uses {ops.isa()}"
-    if forced:
-        return Finding("core", "warn", f"{found}, forced by GEARTRAIN_ISA={forced}", "unset GEARTRAIN_ISA")
+    names = [name for name in ("GEARTRAIN_ISA", "GEARTRAIN_LOOKAHEAD") if os.environ.get(name)]
+    found = f"built for {platform.machine()}, uses {uses}"
+    if names:
+        forced = " and ".join(f"{name}={os.environ[name]}" for name in names)
+        return Finding("core", "warn", f"{found}, forced by {forced}", f"unset {' '.join(names)}")
     return Finding("core", "ok", found)
 
 

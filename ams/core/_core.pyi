@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 isa: str
+lookahead: str
 
 class Refused(ValueError):
     """args are (reason, index): why a request changed nothing, and its first offending place."""

@@ -47,6 +47,11 @@ def isa() -> str:
     return _core.isa
 
 
+def lookahead() -> str:
+    """Name the way rows are asked for ahead: ``bursts`` or ``window`` (``GEARTRAIN_LOOKAHEAD`` forces one)."""
+    return _core.lookahead
+
+
 def checked_ids(ids: Any, label: str = "ids") -> Ids:
     """Return ``ids`` if it is an int64 vector (made contiguous if it is not), else raise :class:`InvalidIds`."""
     if not isinstance(ids, np.ndarray) or ids.dtype != _INT64 or ids.ndim != 1:

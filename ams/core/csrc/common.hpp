@@ -49,6 +49,7 @@ inline void prefetch_bytes(const void* address, size_t bytes) {
     asm volatile("prefetcht1 %0" : : "m"(begin[offset]));
 #else
     __builtin_prefetch(begin + offset, 0, 2);
+    asm volatile("" : : "r"(begin));
 #endif
   }
 }

@@ -3,14 +3,15 @@
 #include <algorithm>
 #include <vector>
 
-#include "bursts.hpp"
+#include "lookahead.hpp"
 
 namespace geartrain {
 
 void gather_rows(const float* rows, int64_t dim, const int64_t* numbers, int64_t count, float* out) {
   const size_t bytes = static_cast<size_t>(dim) * sizeof(float);
-  in_bursts(
-      count, [&](int64_t i) { prefetch_bytes(rows + numbers[i] * dim, bytes); },
+  const Lookahead lookahead;
+  lookahead.each(
+      count, bytes, [&](int64_t i) { lookahead.ask(Use::read, rows + numbers[i] * dim, bytes); },
       [&](int64_t i) { std::copy_n(rows + numbers[i] * dim, dim, out + i * dim); });
 }
 
@@ -22,11 +23,13 @@ int64_t update_rows(float* rows, float* slots, int64_t dim, const int64_t* numbe
   std::vector<float> row(width), slot(width);
   int64_t refused = 0;
   const auto place = [&](int64_t i) { return (numbers != nullptr ? numbers[i] : i) * dim; };
-  in_bursts(
-      count,
+  const Lookahead lookahead;
+  const size_t bytes = width * sizeof(float);
+  lookahead.each(
+      count, slots != nullptr ? 2 * bytes : bytes,
       [&](int64_t i) {
-        prefetch_bytes(rows + place(i), width * sizeof(float));
-        if (slots != nullptr) prefetch_bytes(slots + place(i), width * sizeof(float));
+        lookahead.ask(Use::update, rows + place(i), bytes);
+        if (slots != nullptr) lookahead.ask(Use::update, slots + place(i), bytes);
       },
       [&](int64_t i) {
         const int64_t at = place(i);

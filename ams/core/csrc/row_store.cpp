@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "bursts.hpp"
 #include "fan_out.hpp"
+#include "lookahead.hpp"
 
 namespace geartrain {
 namespace {
@@ -126,19 +126,20 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
   std::vector<float> buffer(static_cast<size_t>(spec_.dim) * 3);
   const size_t bytes = row_bytes();
   const auto copy_streaming = kernels().copy_streaming;
+  const Lookahead lookahead;
   int64_t found[kFoundTogether];
   std::optional<CatchUp> catch_up = new_catch_up();
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, last - begin);
     find_positions(directory_, ids + begin, size, found, [](int64_t, int64_t) {});
     if (catch_up) reach_back(*catch_up, found, size);
-    in_bursts(
-        size,
+    lookahead.each(
+        size, catch_up ? bytes + slot_bytes() : bytes,
         [&](int64_t i) {
           if (catch_up)
-            prefetch_for_write(found[i]);
+            ask_for(lookahead, Use::read, found[i]);
           else if (found[i] >= 0)
-            prefetch_bytes(rows_.at(found[i]), bytes);
+            lookahead.ask(Use::read, rows_.at(found[i]), bytes);
         },
         [&](int64_t i) {
           const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
@@ -193,10 +194,10 @@ Placed RowStore::place(int64_t id) {
   return std::visit([id](auto& directory) { return directory.insert(id); }, directory_);
 }
 
-void RowStore::prefetch_for_write(int64_t position) const {
+void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t position) const {
   if (position < 0) return;
-  prefetch_bytes(rows_.at(position), row_bytes());
-  if (slots_) prefetch_bytes(slots_->at(position), static_cast<size_t>(slots_->item_bytes()));
+  lookahead.ask(use, rows_.at(position), row_bytes());
+  if (slots_) lookahead.ask(use, slots_->at(position), slot_bytes());
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
@@ -279,14 +280,15 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   if (ends) steps_->reserve();
   if (ends) reach_back(*catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
   const int64_t* positions = found.positions.data();
+  const Lookahead lookahead;
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
   fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
     float* buffer = buffers.data() + thread * spec_.dim * 3;
     Bounds seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
-    in_bursts(
-        end - begin, [&](int64_t i) { prefetch_for_write(positions[begin + i]); },
+    lookahead.each(
+        end - begin, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
           update_one(position, row_of(values, begin + i, gradient_bytes), dtype, factors, catch_up ? &*catch_up : nullptr,
@@ -440,8 +442,9 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   before_writes(found.positions);
   int64_t created = 0;
   int64_t* positions = found.positions.data();
-  in_bursts(
-      count, [&](int64_t i) { prefetch_for_write(positions[i]); },
+  const Lookahead lookahead;
+  lookahead.each(
+      count, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[i]); },
       [&](int64_t i) {
         if (positions[i] < 0) {
           const Placed placed = place(ids[i]);
@@ -468,8 +471,10 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions) {
   int64_t count = 0;
   for (int64_t position : positions) count += position >= 0 && frozen_->is_only_in_place(position);
   frozen_->reserve(count);
-  in_bursts(
-      static_cast<int64_t>(positions.size()), [&](int64_t i) { prefetch_for_write(positions[static_cast<size_t>(i)]); },
+  const Lookahead lookahead;
+  lookahead.each(
+      static_cast<int64_t>(positions.size()), row_bytes() + slot_bytes(),
+      [&](int64_t i) { ask_for(lookahead, Use::read, positions[static_cast<size_t>(i)]); },
       [&](int64_t i) {
         const int64_t position = positions[static_cast<size_t>(i)];
         if (position >= 0 && frozen_->is_only_in_place(position))

@@ -13,6 +13,7 @@
 #include "frozen_rows.hpp"
 #include "initial_values.hpp"
 #include "kernels.hpp"
+#include "lookahead.hpp"
 #include "slabs.hpp"
 #include "step_history.hpp"
 
@@ -116,7 +117,7 @@ class RowStore {
                   float* buffer, Bounds& bounds);
   // Updates a float32 row and its slots that had `updates` updates before.
   Bounds update_values(float* row, float* slot, const float* gradient, StepFactors factors, int64_t updates) const;
-  void prefetch_for_write(int64_t position) const;
+  void ask_for(const Lookahead& lookahead, Use use, int64_t position) const;
   int64_t& row_step(int64_t position) const { return *reinterpret_cast<int64_t*>(row_steps_->at(position)); }
   int64_t updates_of(int64_t position) const { return spec_.counts_updates() && position >= 0 ? row_step(position) : 0; }
   // With a window only (row_store_elapsed.cpp):

@@ -1,4 +1,4 @@
-"""The same bits on every instruction set: one script, run in a process for each that this CPU has."""
+"""The same bits on every instruction set, however rows are asked for: one script, run in a process for each."""
 
 import hashlib
 import os
@@ -50,10 +50,10 @@ def digest() -> str:
     return seen.hexdigest()
 
 
-def run_on(instruction_set: str) -> subprocess.CompletedProcess[str]:
+def run_with(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, __file__],
-        env={**os.environ, "GEARTRAIN_ISA": instruction_set},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -63,17 +63,30 @@ def run_on(instruction_set: str) -> subprocess.CompletedProcess[str]:
 def test_every_instruction_set_gives_the_same_bits() -> None:
     here, compared = digest(), 0
     for name in INSTRUCTION_SETS:
-        ran = run_on(name)
+        ran = run_with(GEARTRAIN_ISA=name)
         if "has no more than" in ran.stderr:
             continue
         assert ran.returncode == 0, ran.stderr
-        assert ran.stdout.split() == [name, here]
+        assert ran.stdout.split() == [name, ops.lookahead(), here]
         compared += 1
     assert compared >= 1
 
 
+@pytest.mark.parametrize("lookahead", ["bursts", "window"])
+def test_how_rows_are_asked_for_changes_no_bit(lookahead: str) -> None:
+    ran = run_with(GEARTRAIN_LOOKAHEAD=lookahead)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [ops.isa(), lookahead, digest()]
+
+
+def test_an_unknown_way_to_ask_for_rows_is_refused_by_name() -> None:
+    ran = run_with(GEARTRAIN_LOOKAHEAD="hope")
+    assert ran.returncode != 0
+    assert "GEARTRAIN_LOOKAHEAD=hope is unknown; it must be bursts or window" in ran.stderr
+
+
 def test_an_unknown_instruction_set_is_refused_by_name() -> None:
-    ran = run_on("sse9")
+    ran = run_with(GEARTRAIN_ISA="sse9")
     assert ran.returncode != 0
     assert "GEARTRAIN_ISA=sse9 is unknown; it must be baseline, avx2 or avx512" in ran.stderr
 
@@ -84,4 +97,4 @@ def test_the_best_instruction_set_is_the_default() -> None:
 
 
 if __name__ == "__main__":
-    print(ops.isa(), digest())
+    print(ops.isa(), ops.lookahead(), digest())
