@@ -27,10 +27,10 @@ from _published_partial_fc import PublishedPartialFC
 from _turns import median_seconds
 
 from geartrain.ams.cluster import Cluster, local
+from geartrain.ams.core.ops import has_bfloat16_class_pass
 from geartrain.ams.specs import SparseMomentum
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.native_types import has_fast_bfloat16
 from geartrain.bridge.optimizer import RowOptimizer
 
 NUM_CLASSES = 1_000_000
@@ -53,7 +53,7 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
             for place in ("pull", "ranks"):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), place=place)
                 yield _time_result(f"{_case(select)}, rows={place!r}", ours, theirs, target)
-        if has_fast_bfloat16(torch.device("cpu")):
+        if has_bfloat16_class_pass():
             for select, rate, rounds in ((PartialFC(0.1), 0.1, 4), (FullSoftmax(), 1.0, 1)):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), bfloat16=True)
                 yield _time_result(f"{_case(select)}, bf16 compute", ours, theirs, 8.0)

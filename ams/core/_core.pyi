@@ -94,9 +94,12 @@ def update_rows(
     momentum: float,
     weight_decay: float,
 ) -> int: ...
+def has_bfloat16_class_pass() -> bool: ...
 
 class ClassPass:
-    def __init__(self, features: npt.NDArray[np.float32], *, logit_factor: float, normalised: bool) -> None: ...
+    def __init__(
+        self, features: npt.NDArray[np.float32], *, logit_factor: float, normalised: bool, bfloat16: bool = False
+    ) -> None: ...
     def forward(
         self,
         rows: npt.NDArray[np.float32],

@@ -52,6 +52,11 @@ def lookahead() -> str:
     return _core.lookahead
 
 
+def has_bfloat16_class_pass() -> bool:
+    """Whether :class:`ClassPass` can make its products in bfloat16: on a CPU with AMX."""
+    return _core.has_bfloat16_class_pass()
+
+
 def checked_ids(ids: Any, label: str = "ids") -> Ids:
     """Return ``ids`` if it is an int64 vector (made contiguous if it is not), else raise :class:`InvalidIds`."""
     if not isinstance(ids, np.ndarray) or ids.dtype != _INT64 or ids.ndim != 1:

@@ -2,8 +2,8 @@
 
 The second follows from what the first learned. With g_bj = dloss/dcos_bj (formulas of ``softmax.py``):
     dloss/dŵ_j = Σ_b g_bj x̂_b,   dloss/dw = (dŵ − (dŵ·ŵ) ŵ) / |w|
-:class:`CompiledPass` is one walk of C++ over the chunk, for float32 on a CPU (``docs/decisions/0007``);
-:class:`TensorPass` is PyTorch, for every other type and device. Threads may share a pass.
+:class:`CompiledPass` is one walk of C++ over the chunk, for float32 on a CPU (``docs/decisions/0007``) and for products
+in bfloat16 on one with AMX; :class:`TensorPass` is PyTorch, for every other type and device. Threads may share a pass.
 Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from geartrain.ams.core.ops import ClassPass
+from geartrain.ams.core.ops import ClassPass, has_bfloat16_class_pass
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, DeviceTargets, Targets, Workspace, chunk_rows_for, inverse_lengths
 from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
@@ -50,7 +50,9 @@ def pass_for(batch: Batch) -> ChunkPass:
     arithmetic = batch.arithmetic
     if isinstance(batch.targets, DeviceTargets):
         return TensorPass(batch)
-    if arithmetic.device.type == "cpu" and arithmetic.matmul == arithmetic.compute == torch.float32 and batch.size > 0:
+    is_host = arithmetic.device.type == "cpu" and arithmetic.compute == torch.float32
+    in_bfloat16 = arithmetic.matmul == torch.bfloat16 and has_bfloat16_class_pass()
+    if is_host and (arithmetic.matmul == torch.float32 or in_bfloat16) and batch.size > 0:
         return CompiledPass(batch)
     return TensorPass(batch)
 
@@ -70,7 +72,12 @@ class CompiledPass:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         features = batch.features_BD.numpy()
-        self._compiled = ClassPass(features, logit_factor=batch.logit_factor, normalised=batch.margin is not None)
+        self._compiled = ClassPass(
+            features,
+            logit_factor=batch.logit_factor,
+            normalised=batch.margin is not None,
+            bfloat16=batch.arithmetic.matmul == torch.bfloat16,
+        )
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :class:`ChunkPass`."""

@@ -16,8 +16,9 @@ namespace geartrain {
 struct PackedBatch {
   int64_t batch;
   int64_t dim;
-  const float* query;  // x̂ times what makes logits to base 2
-  const float* key;    // x̂
+  const float* features;  // x̂ [B, D]
+  const float* query;  // x̂ times what makes logits to base 2; as `pack` wrote it, at a multiple of 64 bytes
+  const float* key;    // x̂, the same
 };
 
 // Which cells of the chunk belong to a sample's own class.
@@ -63,5 +64,8 @@ struct ClassPass {
 };
 
 const ClassPass& class_pass();
+
+// The same with products of bfloat16 and sums in float32; null where this CPU has no matrix unit for them (AMX), or may not use it.
+const ClassPass* bfloat16_class_pass();
 
 }  // namespace geartrain

@@ -2,6 +2,10 @@
 // internal linkage, and no inline function of another header is used: it might be merged with that of a lesser CPU.
 #include "class_pass.hpp"
 
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+
 namespace geartrain {
 namespace {
 
@@ -18,10 +22,9 @@ typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Unaligned __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(float))));
 
-constexpr int64_t kDepth = 256;      // products over more than this are done in pieces: a panel piece is 16 KiB
 constexpr int64_t kSamples = 256;    // samples worked on at a time
 constexpr int64_t kTileFloats = 192 * 128;  // about a tile's unit rows
-constexpr int64_t kMostRows = 192, kFewestRows = 48;  // of a tile; multiples of kTileRows
+constexpr int64_t kMostRows = 192;  // of a tile
 constexpr int64_t kSkew = 16;        // floats that keep the rows of a tile from sharing cache sets
 
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -32,74 +35,12 @@ constexpr int64_t padded(int64_t width) { return panels(width) * kPanel; }
 Vector load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 void store(float* at, Vector value) { *reinterpret_cast<Unaligned*>(at) = value; }
 
-// C[0..M, 0..columns] (= or +=) A[M, depth] * B[depth, kPanel]
-template <int M>
-void product_tile(const float* a, ptrdiff_t a_row, ptrdiff_t a_depth, const float* b, ptrdiff_t b_depth, int64_t depth,
-                  float* c, ptrdiff_t c_row, int64_t columns, bool add) {
-  Vector sums[M][2] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    const Vector low = load(b), high = load(b + kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) {
-      const Vector value = a[i * a_row] - Vector{};
-      sums[i][0] += value * low;
-      sums[i][1] += value * high;
-    }
-    a += a_depth;
-    b += b_depth;
-  }
-  if (columns == kPanel) {
-#pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) {
-      float* out = c + i * c_row;
-      if (add) {
-        sums[i][0] += load(out);
-        sums[i][1] += load(out + kLanes);
-      }
-      store(out, sums[i][0]);
-      store(out + kLanes, sums[i][1]);
-    }
-    return;
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < M; ++i) {
-    float row[kPanel];
-    store(row, sums[i][0]);
-    store(row + kLanes, sums[i][1]);
-    for (int64_t j = 0; j < columns; ++j) c[i * c_row + j] = add ? c[i * c_row + j] + row[j] : row[j];
-  }
-}
-
-using ProductTile = void (*)(const float*, ptrdiff_t, ptrdiff_t, const float*, ptrdiff_t, int64_t, float*, ptrdiff_t,
-                             int64_t, bool);
-constexpr ProductTile kProductTiles[] = {
-    &product_tile<1>, &product_tile<2>, &product_tile<3>, &product_tile<4>, &product_tile<5>, &product_tile<6>,
-#if defined(__AVX512F__)
-    &product_tile<7>, &product_tile<8>, &product_tile<9>, &product_tile<10>, &product_tile<11>, &product_tile<12>,
+#if defined(__AMX_BF16__)
+#include "class_pass_products_bfloat16.hpp"
+#else
+#include "class_pass_products_float32.hpp"
 #endif
-};
-
-struct Operand {
-  const float* data;
-  ptrdiff_t row;    // for A: from row to row; for B: from panel to panel
-  ptrdiff_t depth;  // from one summand to the next
-};
-
-// C[rows, columns] (= or +=) A * B; B is read in whole panels, C written in `columns` columns.
-void product(int64_t rows, int64_t columns, int64_t depth, Operand a, Operand b, float* c, ptrdiff_t c_row, bool add) {
-  for (int64_t from = 0; from < depth; from += kDepth) {
-    const int64_t piece = least(kDepth, depth - from);
-    for (int64_t j = 0; j < panels(columns); ++j) {
-      const float* panel = b.data + j * b.row + from * b.depth;
-      for (int64_t i = 0; i < rows; i += kTileRows) {
-        const int64_t height = least(kTileRows, rows - i);
-        kProductTiles[height - 1](a.data + i * a.row + from * a.depth, a.row, a.depth, panel, b.depth, piece,
-                                  c + i * c_row + j * kPanel, c_row, least(kPanel, columns - j * kPanel),
-                                  add || from > 0);
-      }
-    }
-  }
-}
+static_assert(kFewestRows % kRowStep == 0 && kMostRows % kRowStep == 0, "products write whole steps of rows");
 
 // 2^x within 2e-7, 0 below about 2^-126, infinity from about 2^127.5 on; NaN stays. Minimax polynomial on [-1/2, 1/2].
 Vector exp2(Vector x) {
@@ -129,21 +70,26 @@ int64_t stride_of(int64_t dim) { return padded(dim) + kSkew; }
 constexpr int64_t kLogitStride = kSamples + kSkew;
 
 int64_t tile_rows_for(int64_t dim) {
-  return least(kMostRows, most(kFewestRows, kTileFloats / stride_of(dim) / 12 * 12 + 12));
+  return least(kMostRows, most(kFewestRows, kTileFloats / stride_of(dim) / kRowStep * kRowStep + kRowStep));
 }
 
 // What a tile needs in a core's cache.
 struct Tile {
-  Tile(int64_t dim, float* scratch) : rows(tile_rows_for(dim)), stride(stride_of(dim)) {
-    unit = scratch;
+  Tile(int64_t dim, float* scratch)
+      : rows(tile_rows_for(dim)), stride(stride_of(dim)), products(rows, dim, scratch) {
+    unit = scratch + Products::size(rows, dim);
     gradient = unit + rows * stride;
     logits = gradient + rows * stride;
     inverse = logits + rows * kLogitStride;
   }
-  static int64_t size(int64_t dim) { return tile_rows_for(dim) * (2 * stride_of(dim) + kLogitStride + 1); }
+  static int64_t size(int64_t dim) {
+    const int64_t rows = tile_rows_for(dim);
+    return Products::size(rows, dim) + rows * (2 * stride_of(dim) + kLogitStride + 1);
+  }
 
   int64_t rows;
   int64_t stride;
+  Products products;
   float* unit;      // [rows, stride], columns beyond D are 0
   float* gradient;  // [rows, stride]
   float* logits;    // [rows, kLogitStride], of up to kSamples samples
@@ -185,9 +131,7 @@ void for_targets(const Targets& targets, int64_t first, int64_t count, int64_t s
 }
 
 void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sample, int64_t samples) {
-  product(count, padded(samples), batch.dim, {tile.unit, tile.stride, 1},
-          {batch.query + sample * batch.dim, kPanel * batch.dim, kPanel}, tile.logits, kLogitStride,
-          false);
+  tile.products.logits(batch, tile.unit, tile.stride, count, sample, samples, tile.logits, kLogitStride);
 }
 
 // Raises shift to the tile's largest logits and shrinks the sums to match.
@@ -272,6 +216,7 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
   for (int64_t first = 0; first < chunk.num_rows; first += tile.rows) {
     const int64_t count = least(tile.rows, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
+    tile.products.take_units(tile.unit, tile.stride, count, true, chunk.weighted != nullptr);
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
@@ -288,8 +233,8 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
                    samples, next);
       if (keeps && !shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       if (chunk.weighted != nullptr)
-        product(samples, dim, count, {tile.logits, 1, kLogitStride}, {tile.unit, kPanel, tile.stride},
-                chunk.weighted + sample * dim, dim, true);
+        tile.products.add_weighted(tile.logits, kLogitStride, tile.unit, tile.stride, count, samples, dim,
+                                   chunk.weighted + sample * dim);
     }
   }
 }
@@ -324,6 +269,7 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
   for (int64_t first = 0; first < chunk.num_rows; first += tile.rows) {
     const int64_t count = least(tile.rows, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
+    tile.products.take_units(tile.unit, tile.stride, count, chunk.kept == nullptr, false);
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
@@ -335,26 +281,22 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
       else
         exponentiate(tile, count, logits, stride, chunk.log_sum + sample, nullptr, samples, next);
       for_targets(chunk.targets, first, count, sample, samples,
-                  [&](int64_t row, int64_t b) { tile.logits[row * kLogitStride + b - sample] = chunk.target_weight[b]; });
-      product(count, padded(dim), samples, {tile.logits, kLogitStride, 1},
-              {batch.key + sample * kPanel, batch.batch * kPanel, kPanel}, tile.gradient, tile.stride, sample > 0);
+                  [&](int64_t row, int64_t b) {
+                    tile.logits[row * kLogitStride + b - sample] = Products::kRounds ? 0.0f : chunk.target_weight[b];
+                  });
+      tile.products.gradients(batch, tile.logits, kLogitStride, count, sample, samples, tile.gradient, tile.stride, sample > 0);
+      // The targets' part is the largest by far, and most of it goes with the direction of the row: it is not rounded.
+      if (Products::kRounds)
+        for_targets(chunk.targets, first, count, sample, samples, [&](int64_t row, int64_t b) {
+          for (int64_t d = 0; d < dim; ++d)
+            tile.gradient[row * tile.stride + d] += chunk.target_weight[b] * batch.features[b * dim + d];
+        });
     }
     for (int64_t r = 0; r < count; ++r)
       check += fold_row(tile.gradient + r * tile.stride, tile.unit + r * tile.stride, tile.inverse[r], chunk, dim,
                         chunk.rows + (first + r) * dim);
   }
   return check;
-}
-
-int64_t packed_size(int64_t depth, int64_t width) { return depth * padded(width); }
-
-// out[panel][k][j] = scale * in[k, panel * kPanel + j], 0 beyond the width.
-void pack(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride, float scale,
-          float* out) {
-  for (int64_t first = 0; first < padded(width); first += kPanel)
-    for (int64_t k = 0; k < depth; ++k)
-      for (int64_t j = first; j < first + kPanel; ++j)
-        *out++ = j < width ? scale * in[k * depth_stride + j * width_stride] : 0.0f;
 }
 
 }  // namespace

@@ -20,32 +20,48 @@ using DoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cp
 
 constexpr int64_t kPieceRows = 2880;  // dealt out at a time; a multiple of what a tile holds at usual widths
 
-// Memory of one thread that is used again, cache-line aligned: fresh pages would cost more than the arithmetic.
+struct Free {
+  void operator()(float* at) const { ::operator delete[](at, std::align_val_t{64}); }
+};
+using AlignedFloats = std::unique_ptr<float[], Free>;  // at whole cache lines
+
+AlignedFloats aligned_floats(int64_t count) {
+  return AlignedFloats(static_cast<float*>(::operator new[](static_cast<size_t>(count) * sizeof(float), std::align_val_t{64})));
+}
+
+// Memory of one thread that is used again: fresh pages would cost more than the arithmetic.
 float* scratch_of(int64_t floats) {
-  struct Free {
-    void operator()(float* at) const { ::operator delete[](at, std::align_val_t{64}); }
-  };
-  thread_local std::unique_ptr<float[], Free> memory;
+  thread_local AlignedFloats memory;
   thread_local int64_t size = 0;
   if (size < floats) {
     memory.reset();
     size = 0;
-    memory.reset(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * sizeof(float), std::align_val_t{64})));
+    memory = aligned_floats(floats);
     size = floats;
   }
   return memory.get();
 }
 
+const ClassPass& pass_in(bool bfloat16) {
+  if (!bfloat16) return class_pass();
+  require(bfloat16_class_pass() != nullptr, "this CPU has no products in bfloat16 (AMX)");
+  return *bfloat16_class_pass();
+}
+
 // One batch, packed for the products; any number of threads may run it over chunks.
 class PackedClassPass {
  public:
-  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised)
-      : batch_(static_cast<int64_t>(features.shape(0))), dim_(static_cast<int64_t>(features.shape(1))), normalised_(normalised) {
+  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16)
+      : pass_(pass_in(bfloat16)),
+        batch_(static_cast<int64_t>(features.shape(0))),
+        dim_(static_cast<int64_t>(features.shape(1))),
+        normalised_(normalised) {
     require(batch_ >= 1 && dim_ >= 1, "features must be [B, D], neither 0");
-    query_.resize(static_cast<size_t>(class_pass().packed_size(dim_, batch_)));
-    key_.resize(static_cast<size_t>(class_pass().packed_size(batch_, dim_)));
-    class_pass().pack(features.data(), dim_, batch_, 1, dim_, logit_factor, query_.data());
-    class_pass().pack(features.data(), batch_, dim_, dim_, 1, 1.0f, key_.data());
+    features_.assign(features.data(), features.data() + batch_ * dim_);
+    query_ = aligned_floats(pass_.packed_size(dim_, batch_));
+    key_ = aligned_floats(pass_.packed_size(batch_, dim_));
+    pass_.pack(features.data(), dim_, batch_, 1, dim_, logit_factor, query_.get());
+    pass_.pack(features.data(), batch_, dim_, dim_, 1, 1.0f, key_.get());
   }
 
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
@@ -72,7 +88,7 @@ class PackedClassPass {
       FlushDenormals float_mode;
       const auto add = [&](int64_t first, int64_t last, float* logits) {
         if (first >= last) return;
-        class_pass().forward(view(),
+        pass_.forward(view(),
                              {.rows = rows.data() + first * dim_,
                               .num_rows = last - first,
                               .normalised = normalised_,
@@ -115,7 +131,7 @@ class PackedClassPass {
       const int64_t first = is_kept ? piece * kPieceRows : num_kept + (piece - kept_pieces) * kPieceRows;
       const int64_t last = std::min(first + kPieceRows, is_kept ? num_kept : num_rows);
       checks[static_cast<size_t>(thread)] +=
-          class_pass().gradient(view(),
+          pass_.gradient(view(),
                                 {.rows = rows.data() + first * dim_,
                                  .num_rows = last - first,
                                  .normalised = normalised_,
@@ -133,7 +149,7 @@ class PackedClassPass {
   }
 
  private:
-  PackedBatch view() const { return {.batch = batch_, .dim = dim_, .query = query_.data(), .key = key_.data()}; }
+  PackedBatch view() const { return {.batch = batch_, .dim = dim_, .features = features_.data(), .query = query_.get(), .key = key_.get()}; }
 
   int64_t checked_rows(const FloatRows& rows) const {
     require(static_cast<int64_t>(rows.shape(1)) == dim_, "rows must be as wide as the features");
@@ -147,7 +163,7 @@ class PackedClassPass {
               "a target lies outside the chunk or the batch");
     return {.rows = rows.data(), .samples = samples.data(), .count = static_cast<int64_t>(rows.size())};
   }
-  int64_t scratch_room() const { return (class_pass().scratch_size(dim_) + 15) / 16 * 16; }  // in whole cache lines
+  int64_t scratch_room() const { return (pass_.scratch_size(dim_) + 15) / 16 * 16; }  // in whole cache lines
   static Targets from_row(Targets targets, int64_t first) {
     targets.first_row = first;
     return targets;
@@ -167,19 +183,22 @@ class PackedClassPass {
     return kept.data();
   }
 
+  const ClassPass& pass_;
   int64_t batch_;
   int64_t dim_;
   bool normalised_;
-  std::vector<float> query_;
-  std::vector<float> key_;
+  std::vector<float> features_;
+  AlignedFloats query_;
+  AlignedFloats key_;
 };
 
 }  // namespace
 
 void bind_class_pass(nb::module_& m) {
+  m.def("has_bfloat16_class_pass", [] { return bfloat16_class_pass() != nullptr; });
   nb::class_<PackedClassPass>(m, "ClassPass")
-      .def(nb::init<const FloatRows&, float, bool>(), nb::arg("features").noconvert(), nb::arg("logit_factor"),
-           nb::arg("normalised"))
+      .def(nb::init<const FloatRows&, float, bool, bool>(), nb::arg("features").noconvert(), nb::arg("logit_factor"),
+           nb::arg("normalised"), nb::arg("bfloat16") = false)
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),

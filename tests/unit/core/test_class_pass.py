@@ -8,9 +8,11 @@ import subprocess
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,12 +22,23 @@ Floats = npt.NDArray[Any]
 FACTOR = 12.0
 NO_TARGETS = {"target_rows": np.empty(0, np.int64), "target_samples": np.empty(0, np.int64)}
 SHAPES = [(128, 128, 400), (1, 1, 1), (7, 5, 13), (300, 33, 201), (33, 520, 250), (513, 16, 97)]
+WIDE = [(40, 737, 130), (300, 1024, 100), (20, 2048, 200)]  # of which a tile holds the fewest rows
 
 
 class Case:
     """One batch of B samples and one chunk of N rows of width D, with what the formulas give for them."""
 
-    def __init__(self, batch: int, dim: int, num_rows: int, *, normalised: bool, shifted: bool, seed: int = 0) -> None:
+    def __init__(
+        self,
+        batch: int,
+        dim: int,
+        num_rows: int,
+        *,
+        normalised: bool,
+        shifted: bool,
+        seed: int = 0,
+        bfloat16: bool = False,
+    ) -> None:
         random = np.random.default_rng(seed)
         self.features = random.standard_normal((batch, dim)).astype(np.float32)
         self.features /= np.linalg.norm(self.features, axis=1, keepdims=True)
@@ -33,11 +46,15 @@ class Case:
         self.samples = np.arange(0, batch, 3)
         self.targets = random.integers(num_rows, size=len(self.samples))
         self.normalised, self.shifted = normalised, shifted
+        self.bfloat16 = bfloat16
         wide = self.rows.astype(np.float64)
         self.inverse = 1 / np.linalg.norm(wide, axis=1) if normalised else np.ones(num_rows)
         self.unit = wide * self.inverse[:, None]
         self.logits = self.features.astype(np.float64) @ self.unit.T * FACTOR
         self.target_weight = random.standard_normal(batch).astype(np.float32)
+
+    def compiled(self) -> ops.ClassPass:
+        return ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised, bfloat16=self.bfloat16)
 
     def forward(
         self, *, chunks: int = 1, parts: int = 1, num_kept: int | None = None, threads: int = 1
@@ -48,7 +65,7 @@ class Case:
         sums = {"sum": np.zeros((parts, batch)), "weighted": np.zeros((parts, batch, dim), np.float32)}
         target_out = np.zeros((batch, dim), np.float32)
         kept = np.zeros((len(self.rows) if num_kept is None else num_kept, batch), np.float32)
-        compiled = ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised)
+        compiled = self.compiled()
         for low, high in itertools.pairwise(np.linspace(0, len(self.rows), chunks + 1).astype(int)):
             here = (self.targets >= low) & (self.targets < high)
             compiled.forward(
@@ -77,10 +94,20 @@ class Case:
             exponentials = np.exp2(self.logits - shift[:, None])
         exponentials[self.samples, self.targets] = 0
         num_kept = len(out["kept"])
-        close(out["kept"], (self.logits.T if self.shifted else exponentials.T)[:num_kept])
-        close(out["sum"], exponentials.sum(1))
-        close(out["weighted"], exponentials @ self.unit)
+        self.close(out["kept"], (self.logits.T if self.shifted else exponentials.T)[:num_kept])
+        self.close(out["sum"], exponentials.sum(1))
+        self.close(out["weighted"], exponentials @ self.unit, exponentials @ np.abs(self.unit))
         close(out["target_out"][self.samples], self.unit[self.targets])
+
+    def close(
+        self, found: Floats, expected: Floats, terms: Floats | None = None, *, scale: Floats | None = None
+    ) -> None:
+        """``terms``: the sums of magnitudes whose sums, with signs, are compared; what rounding is measured by."""
+        if self.bfloat16:  # numbers of 8 bits, multiplied by FACTOR and exponentiated
+            largest = np.abs(expected if terms is None else terms).max(initial=0)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=0.06 * largest + 1e-12)
+        else:
+            close(found, expected, scale)
 
     def check_gradient(self, kept: Floats | None, *, threads: int = 1) -> None:
         log_sum = np.log2(np.exp2(self.logits).sum(1)).astype(np.float32)
@@ -91,7 +118,7 @@ class Case:
         if self.normalised:
             expected -= 0.5 * self.inverse[:, None] * (unit_gradient * self.unit).sum(1, keepdims=True) * self.unit
         rows = self.rows.copy()
-        compiled = ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised)
+        compiled = self.compiled()
         check = compiled.overwrite(
             rows,
             target_rows=self.targets,
@@ -104,19 +131,20 @@ class Case:
             threads=threads,
         )
         assert check == 0
-        close(rows, expected, scale=np.abs(unit_gradient * self.inverse[:, None]).max())
+        terms = np.abs(probabilities).T @ np.abs(self.features)
+        self.close(rows, expected, terms * self.inverse[:, None], scale=unit_gradient * self.inverse[:, None])
 
 
-def close(found: Floats, expected: Floats, scale: float | None = None) -> None:
-    largest = float(np.abs(expected).max(initial=0)) if scale is None else scale
+def close(found: Floats, expected: Floats, scale: Floats | None = None) -> None:
+    largest = np.abs(expected if scale is None else scale).max(initial=0)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest + 1e-12)
 
 
-def check_all() -> None:
-    for shape in SHAPES:
+def check_all(*, bfloat16: bool = False) -> None:
+    for shape in SHAPES + WIDE:
         for normalised in (True, False):
             for shifted in (True, False):
-                case = Case(*shape, normalised=normalised, shifted=shifted)
+                case = Case(*shape, normalised=normalised, shifted=shifted, bfloat16=bfloat16)
                 out = case.forward()
                 case.check_forward(out)
                 case.check_gradient(out["kept"])
@@ -137,8 +165,65 @@ def test_every_instruction_set_follows_the_formulas(instruction_set: str) -> Non
     assert ran.returncode == 0, ran.stderr
 
 
+needs_amx = pytest.mark.skipif(not ops.has_bfloat16_class_pass(), reason="this CPU has no AMX, or may not use it")
+
+
+@needs_amx
+def test_products_in_bfloat16_follow_the_formulas() -> None:
+    check_all(bfloat16=True)
+
+
+@needs_amx
+def test_products_in_bfloat16_are_those_of_rounded_operands() -> None:
+    """To the accuracy of float32: nothing else is rounded."""
+    case = Case(96, 80, 500, normalised=False, shifted=True, bfloat16=True)
+    case.features = case.features.astype(ml_dtypes.bfloat16).astype(np.float32)
+    case.rows = case.rows.astype(ml_dtypes.bfloat16).astype(np.float32)
+    query = (case.features * np.float32(FACTOR)).astype(ml_dtypes.bfloat16).astype(np.float64)
+    close(case.forward()["kept"], case.rows.astype(np.float64) @ query.T)
+
+
+@needs_amx
+def test_the_part_of_the_targets_is_not_rounded() -> None:
+    """It is the largest, and most of it is taken out again: what lies along the row."""
+    case = Case(30, 64, 50, normalised=True, shifted=False, bfloat16=True)
+    rows = case.rows.copy()
+    close_by = 0.999 * case.unit[case.targets] + 0.04 * case.features[case.samples]
+    case.features[case.samples] = close_by / np.linalg.norm(close_by, axis=1, keepdims=True)
+    case.compiled().overwrite(
+        rows,
+        target_rows=case.targets,
+        target_samples=case.samples,
+        log_sum=np.full(30, 1000, np.float32),  # so that the other classes have no part
+        target_weight=case.target_weight,
+        kept=None,
+        factor=1.0,
+    )
+    unit_gradient = np.zeros_like(case.unit)
+    np.add.at(unit_gradient, case.targets, case.target_weight[case.samples, None] * case.features[case.samples])
+    along = (unit_gradient * case.unit).sum(1, keepdims=True) * case.unit
+    close(rows, case.inverse[:, None] * (unit_gradient - along), scale=case.inverse[:, None] * unit_gradient)
+
+
+@needs_amx
+def test_the_matrix_unit_is_left_as_it_was_found() -> None:
+    left, right = torch.randn(64, 96).bfloat16(), torch.randn(96, 64).bfloat16()
+    before = left @ right  # by the same unit, set up by another library
+    case = Case(40, 24, 300, normalised=True, shifted=False, bfloat16=True)
+    for _ in range(3):
+        case.check_forward(case.forward())
+        assert torch.equal(left @ right, before)
+
+
+@pytest.mark.skipif(ops.has_bfloat16_class_pass(), reason="this CPU has AMX")
+def test_products_in_bfloat16_are_refused_without_a_unit_for_them() -> None:
+    with pytest.raises(ValueError, match="no products in bfloat16"):
+        ops.ClassPass(np.ones((1, 1), np.float32), logit_factor=1.0, normalised=True, bfloat16=True)
+
+
 @settings(deadline=None, max_examples=120)
 @given(
+    bfloat16=st.sampled_from([False, True] if ops.has_bfloat16_class_pass() else [False]),
     batch=st.integers(1, 70),
     dim=st.integers(1, 70),
     num_rows=st.integers(1, 260),
@@ -150,6 +235,7 @@ def test_every_instruction_set_follows_the_formulas(instruction_set: str) -> Non
     kept=st.floats(0, 1),
 )
 def test_sums_over_chunks_and_parts_are_those_over_all_rows(
+    bfloat16: bool,
     batch: int,
     dim: int,
     num_rows: int,
@@ -160,7 +246,7 @@ def test_sums_over_chunks_and_parts_are_those_over_all_rows(
     threads: int,
     kept: float,
 ) -> None:
-    case = Case(batch, dim, num_rows, normalised=normalised, shifted=shifted)
+    case = Case(batch, dim, num_rows, normalised=normalised, shifted=shifted, bfloat16=bfloat16)
     out = case.forward(chunks=chunks, parts=parts, num_kept=int(kept * num_rows), threads=threads)
     case.check_forward(out)
     case.check_gradient(out["kept"], threads=threads)
