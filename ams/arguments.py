@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
 from numbers import Real
+from pathlib import Path
+
+import numpy as np
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.words import quoted
@@ -21,6 +25,26 @@ def integer(name: str, value: object, least: int, most: int | None = None) -> in
         bounds = f">= {least}" if most is None else f"from {least} to {most}"
         raise InvalidArgument(f"{name} is {quoted(value)}; it must be an integer {bounds}")
     return number
+
+
+def boolean(name: str, value: object) -> bool:
+    """Return ``value``, True or False of Python or numpy, as a bool. Raises InvalidArgument."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidArgument(f"{name} is {quoted(value)}; it must be True or False")
+    return bool(value)
+
+
+def path_name(name: str, value: object, what: str) -> str | Path:
+    """Return ``value`` as a Path if it is one, else as text; ``what`` it must be. Raises InvalidArgument."""
+    if isinstance(value, Path):
+        return value
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = ""
+    if not isinstance(text, str) or not text:
+        raise InvalidArgument(f"{name} is {quoted(value)}; it must be {what}")
+    return text
 
 
 def real_number(name: str, value: object) -> float:

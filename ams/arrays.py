@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.errors import InvalidIds, InvalidRows
+from geartrain.ams.errors import GeartrainError, InvalidIds, InvalidRows
 from geartrain.ams.specs import DTYPES, Ids
+from geartrain.ams.words import counted
 
 
 def _torch_of(value: Any) -> Any:
@@ -19,11 +20,17 @@ def _torch_of(value: Any) -> Any:
     return torch if torch is not None and isinstance(value, torch.Tensor) else None
 
 
-def _as_array(value: Any) -> npt.NDArray[Any]:
+def _as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[Any]:
     torch = _torch_of(value)
     if torch is None:
-        return np.asarray(value)
-    tensor = value.detach().cpu()
+        try:
+            return np.asarray(value)
+        except (TypeError, ValueError) as exc:
+            raise error(f"{what} are no array of numbers: {exc}") from exc
+    if value.layout != torch.strided or value.device.type == "meta":
+        kind = "a meta tensor" if value.device.type == "meta" else f"a tensor of layout {value.layout}"
+        raise error(f"{what} are {kind}; they must be a dense tensor with values")
+    tensor = value.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own to receive
         bits: npt.NDArray[Any] = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
@@ -31,9 +38,22 @@ def _as_array(value: Any) -> npt.NDArray[Any]:
     return array
 
 
+def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> None:
+    """Look at masked arrays, and lists of them: numpy would take the numbers beneath their masks."""
+    # Not np.ma, which would import it for everybody; while another thread does, the module has no class yet.
+    kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if kind is None:
+        return
+    arrays = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, kind)]
+    if number := sum(int(np.count_nonzero(np.ma.getmaskarray(one))) for one in arrays):
+        found = counted(number, "masked value")
+        raise error(f"{what} hold {found}, which stand for nothing; leave them out, or fill them (.filled(0))")
+
+
 def ids_array(value: Any, num_rows: int | None) -> Ids:
     """Return ``value`` as int64 [N], C-contiguous, checked. Raises InvalidIds naming the offender and the range."""
-    array = _as_array(value)
+    _require_unmasked(value, InvalidIds, "ids")
+    array = _as_array(value, InvalidIds, "ids")
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidIds(f"ids have dtype {array.dtype}; they must be integers (int64)")
     if array.ndim != 1:
@@ -56,12 +76,13 @@ def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | Non
 
     ``dtype`` is the one required; None admits every storage type.
     """
+    _require_unmasked(value, InvalidRows, "rows")
     if isinstance(value, list | tuple):  # of Python's numbers, which have no width of their own
         try:
             value = np.asarray(value, np.float32 if dtype is None else dtype)
         except (TypeError, ValueError) as exc:
             raise InvalidRows(f"rows are no rectangle of numbers [{num_ids}, {dim}]: {exc}") from exc
-    array = _as_array(value)
+    array = _as_array(value, InvalidRows, "rows")
     if array.shape != (num_ids, dim):
         raise InvalidRows(f"rows have shape {array.shape}; {num_ids} ids of dim {dim} need ({num_ids}, {dim})")
     allowed = [dtype] if dtype is not None else list(DTYPES.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
 from geartrain.ams.storage.snapshot_manifest import GRAPH, FileEntry, Parent
 from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
+from geartrain.ams.words import quoted
 
 if TYPE_CHECKING:
     from geartrain.ams.graph.calls import GraphCalls
@@ -56,6 +57,16 @@ class JobState:
     """JSON values: cursors, settings."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Opaque bytes by name, such as a backbone's safetensors."""
+
+    def __post_init__(self) -> None:
+        for label, value in (("values", self.values), ("files", self.files)):
+            if not isinstance(value, Mapping):
+                raise InvalidArgument(f"{label} is {quoted(value)}; it must be a dict, or None")
+        for name, data in self.files.items():
+            if not isinstance(name, str):
+                raise InvalidArgument(f"a file is called {quoted(name)}; its name must be a string")
+            if not isinstance(data, bytes | bytearray | memoryview):
+                raise InvalidArgument(f"file {name!r} is {type(data).__name__}; it must be bytes")
 
 
 class PendingSnapshot:
@@ -101,9 +112,6 @@ def begin_snapshot(
     older = None if parent is None else _parent(root, parent)
     before = existing()
     chosen = None if tables is None else _chosen(tables, [spec.name for spec in before], "cluster")
-    for label, data in job.files.items():
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidArgument(f"file {label!r} is {type(data).__name__}; it must be bytes")
     staging = new_staging(root, name)
     try:
         parent_id = "" if older is None else older.manifest.moment_id
@@ -225,7 +233,7 @@ def _tell(calls: ShardCalls, thaw: Thaw) -> None:
 
 def _chosen(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:
     """The names, each once. Raises TableNotFound if one does not exist, InvalidArgument if there are none."""
-    if isinstance(names, str) or not names:
+    if isinstance(names, str) or not isinstance(names, Collection) or len(names) == 0:
         raise InvalidArgument(f"tables is {names!r}; it must be a list of names, or None for all tables")
     unknown = [name for name in names if name not in existing]
     if unknown:

@@ -184,6 +184,7 @@ class ClientStream:
                 "stream='job/rank0' to connect()"
             )
         low = max(self.acknowledged, 1)
+        sequence = integer("sequence", sequence, 1)
         if not low <= sequence < low + WRITE_WINDOW:
             raise InvalidArgument(
                 f"sequence {sequence} is outside [{low}, {low + WRITE_WINDOW}): shards remember {WRITE_WINDOW} writes "

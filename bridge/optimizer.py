@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geartrain.ams.arguments import real_number
 from geartrain.ams.errors import InvalidArgument
 from geartrain.bridge.gear.slow_gear import SlowGear
 from geartrain.bridge.heads.class_head import ClassHead
@@ -32,6 +33,10 @@ class RowOptimizer(torch.optim.Optimizer):
         flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
         if not flat or not all(isinstance(head, ClassHead | SlowGear) for head in flat):
             raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads or SlowGears; it was given {heads!r}")
+        if len({id(head) for head in flat}) < len(flat):
+            raise InvalidArgument("a head was given to RowOptimizer twice; give each once")
+        if lr is not None:
+            lr = real_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
         self._updates: dict[int, PendingUpdate[Any]] = {id(head.row_update.carrier): head.row_update for head in flat}
         groups = [
             {

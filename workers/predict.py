@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from geartrain.ams.arguments import integer
 from geartrain.ams.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, open_picture
 from geartrain.workers.evaluate import best_centers
@@ -44,8 +45,7 @@ def image_files(paths: Iterable[Path]) -> list[Path]:
 
 def predict(model: Model, files: list[Path], k: int) -> Iterator[Prediction]:
     """Name each image, in order. A file that cannot be read has an error instead of answers."""
-    if not 1 <= k <= len(model.class_names):
-        raise InvalidArgument(f"k is {k}; it must lie in [1, {len(model.class_names)}], the number of classes")
+    k = integer("k", k, 1, len(model.class_names))
     unit_centers_CD = functional.normalize(model.centers, dim=1)
     for start in range(0, len(files), _AT_ONCE):
         bitmaps, errors = {}, {}

@@ -30,6 +30,7 @@ from typing import Any
 import fsspec
 
 from geartrain.ams import failpoints
+from geartrain.ams.arguments import path_name
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.storage.durable import create_folders, disk, remove_quietly, sync_folder, write_file
 from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, MARKS
@@ -42,7 +43,9 @@ _STAGING, _TRASH = ".staging-", ".trash-"
 
 
 def place(path: str | Path) -> Place:
-    """Return the place that a path or URL names. Raises InvalidArgument for a URL that fsspec cannot serve."""
+    """Return the place that a path or URL names. Raises InvalidArgument for what is neither, and for a URL that
+    fsspec cannot serve."""
+    path = path_name("path", path, "the name of a folder, or a URL")
     if isinstance(path, Path) or not _URL.match(path):
         return Path(path).absolute()
     with _typed_argument(path):
@@ -68,9 +71,9 @@ def name_of(folder: Place) -> str:
     return folder.name if isinstance(folder, Path) else folder.rpartition("/")[2]
 
 
-def is_name(name: str) -> bool:
+def is_name(name: object) -> bool:
     """Whether a snapshot may be called so."""
-    return _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def store_of(folder: Place) -> SnapshotStore:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.arguments import integer
-from geartrain.ams.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.arguments import boolean, integer
+from geartrain.ams.errors import InvalidArgument, InvalidIds, SpecMismatch
 from geartrain.ams.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.storage.snapshot_store import Place
-from geartrain.bridge.heads.checks import check_class_ids, check_features, check_labels, check_margin
+from geartrain.ams.words import quoted
+from geartrain.bridge.heads.checks import check_class_ids, check_features, check_margin
 from geartrain.bridge.heads.class_changes import add_classes, retire_classes
 from geartrain.bridge.heads.cluster_place import ClusterPlace
 from geartrain.bridge.heads.eager import runs_eagerly
@@ -102,6 +103,8 @@ class ClassHead(nn.Module):
                 f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...)"
             )
         num_classes = integer("num_classes", num_classes, 1)
+        reuse, sync = boolean("reuse", reuse), boolean("sync", sync)
+        rows_cache_bytes = integer("rows_cache_bytes", rows_cache_bytes, 0)
         self.num_classes = num_classes
         self.dim = dim
         self.margin = margin
@@ -127,9 +130,10 @@ class ClassHead(nn.Module):
                 f"rows is {rows!r}; the places are 'pull' (rows travel here), 'hosted' (features travel to the shards) "
                 "and 'ranks' (rows are here)"
             )
-        elif cluster is None:
+        elif cluster is None or not hasattr(cluster, "create_table"):
             raise InvalidArgument(
-                f"cluster is None; rows={rows!r} needs one (gt.local(), gt.connect(...)), rows='ranks' none"
+                f"cluster is {quoted(cluster)}; rows={rows!r} needs one (gt.local(), gt.connect(...)), "
+                "rows='ranks' none"
             )
         else:
             self._place = ClusterPlace(
@@ -252,10 +256,11 @@ class ClassHead(nn.Module):
         """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
 
         Best first; the margin plays no part. Streams all C rows once per 1,024 samples; hosted rows do not travel.
+        Raises InvalidRows, InvalidArgument, and NonFinite for features on the CPU, unless
+        ranks hold the rows: there the scores are NaN.
         """
         check_features(features, self.dim)
-        if not 1 <= k <= self.num_living:
-            raise InvalidArgument(f"k is {k!r}; it must lie in [1, {self.num_living}], the number of classes")
+        k = integer("k", k, 1, self.num_living)
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             return self._place.predict(features, k)
 
@@ -287,8 +292,11 @@ class ClassHead(nn.Module):
             wanted = np.arange(self.num_classes, dtype=np.int64)
             inverse = None
         else:
-            wanted, inverse = np.unique(check_labels(ids, len(ids), self.num_classes), return_inverse=True)
-            check_class_ids(wanted, self.num_classes, "class id")
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1:
+                found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else quoted(ids)
+                raise InvalidIds(f"ids are {found}; they must be a torch.int64 tensor [N], or None for all classes")
+            checked = check_class_ids(as_numpy(ids.cpu()), self.num_classes, "class id")
+            wanted, inverse = np.unique(checked, return_inverse=True)
         rows = torch.empty(len(wanted), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
         self.table.pull_into(wanted, as_numpy(rows))
         return rows if inverse is None else rows[torch.from_numpy(inverse)]
@@ -336,6 +344,13 @@ class ClassHead(nn.Module):
                 "of its tables"
             )
         return self.row_update.table, self.row_update
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Neither copy nor pickle: rows are trained in one place."""
+        raise InvalidArgument(
+            f"ClassHead {self.name!r} cannot be copied or pickled: its rows are not in the module. Copy the "
+            "backbone alone (for averaged weights, too); state_dict() and a snapshot save a head"
+        )
 
     def get_extra_state(self) -> dict[str, Any]:
         """Table name, size, step, retired classes and settings; the rows themselves are in snapshots."""

@@ -132,6 +132,7 @@ class ClusterPlace:
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""
+        check_finite(features)
         normalised = self._settings.margin is not None
         if self._hosted is not None:
             return hosted_top_classes(self._hosted, features, k, living=self.living, normalised=normalised)

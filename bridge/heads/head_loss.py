@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from geartrain.ams.errors import InvalidArgument
 from geartrain.bridge.heads.row_update import PendingUpdate
@@ -89,9 +88,13 @@ class HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None]:
         """Scale the feature gradient of the forward pass; make the row gradients."""
+        if torch.is_grad_enabled():  # by create_graph=True: the gradient would silently count as a constant
+            raise InvalidArgument(
+                "a ClassHead has no second derivatives: create_graph=True cannot go through its loss; take the "
+                "gradient of the loss without it, or compute a gradient penalty on another loss"
+            )
         with torch.autocast(upstream.device.type, enabled=False):
             ctx.call.queue_row_gradients(upstream)
             saved = ctx.saved_tensors

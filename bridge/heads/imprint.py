@@ -15,7 +15,7 @@ import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor, nn
 
-from geartrain.ams.errors import NonFinite
+from geartrain.ams.errors import InvalidArgument, NonFinite
 from geartrain.bridge.heads.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.checks import check_features, check_labels
 from geartrain.bridge.heads.living import LivingClasses
@@ -49,6 +49,12 @@ def imprint_rows(
             sums_PD = torch.zeros(min(part_classes, num_classes - first), dim)
             failure: Exception | None = None  # of any kind: the other ranks wait for this one
             try:
+                if part_classes < num_classes and isinstance(loader, Iterator):
+                    raise InvalidArgument(
+                        f"loader can be read only once, and the sums of {num_classes:,} classes of dim {dim} take "
+                        f"{4 * dim * num_classes:,} bytes; pass a DataLoader or a list, or memory_bytes of as much "
+                        f"(it is {memory_bytes:,})"
+                    )
                 for features_ND, labels_N in _features(loader, backbone, dim, living):
                     inside = (labels_N >= first) & (labels_N < first + len(sums_PD))
                     sums_PD.index_add_(0, labels_N[inside] - first, features_ND[inside])

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from geartrain.ams.arguments import integer
 from geartrain.ams.specs import DTypeName, Initializer, RowOptimizerSpec
 from geartrain.bridge.heads.head_loss import HeadCall
 from geartrain.bridge.heads.knn_selection import KNNSelection, KNNSoftmax
@@ -25,7 +26,7 @@ from geartrain.bridge.heads.tables import ReadableTable
 def logits_bytes(rows: str, given: int | None) -> int:
     """``logits_cache_bytes``, or what is kept unless it is given: less where the active rows are held beside it."""
     if given is not None:
-        return given
+        return integer("logits_cache_bytes", given, 0)
     return (64 if rows == "ranks" else 26) << 20
 
 

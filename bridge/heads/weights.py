@@ -12,7 +12,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from geartrain.ams.arguments import path_name
 from geartrain.ams.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.specs import TableSpec
 from geartrain.bridge.heads.rank_table import RankTable
@@ -104,12 +105,13 @@ def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     """
     table = head.table
     if not isinstance(table, RankTable):
-        return export_rows(table, Path(path))
+        return export_rows(table, _path(path))
     blocks = _blocks(table)
     failure: Exception | None = None
     try:
+        path = _path(path)
         if table.link.rank == 0:
-            _write_file(table.spec, Path(path), blocks)
+            _write_file(table.spec, path, blocks)
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     for _ in blocks:  # every rank takes part in every pull, be the file written or not
@@ -166,7 +168,9 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+        paths = [paths]
+    given = [_path(path) for path in paths]
     if len(given) == 1 and given[0].is_dir():
         folder = given[0]
         given = sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_by_numbers)
@@ -178,6 +182,10 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     if not given:
         raise InvalidArgument("no weight file was given; give one, or those of all ranks in their order")
     return given
+
+
+def _path(path: object) -> Path:
+    return Path(path_name("path", path, "the name of a file or folder"))
 
 
 def _by_numbers(path: Path) -> tuple[list[int], str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import geartrain as gt
-from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, Unavailable
+from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, InvalidIds, InvalidRows, Unavailable
 
 anything: Any = gt
 
@@ -57,6 +59,7 @@ def cluster() -> Iterator[gt.Cluster]:
 
 IDS = np.arange(4)
 ONES = np.ones((4, 3), np.float32)
+HEAD: dict[str, Any] = {"num_classes": 9, "dim": 4}
 READ_ONLY = ONES.copy()
 READ_ONLY.flags.writeable = False
 
@@ -87,12 +90,53 @@ READ_ONLY.flags.writeable = False
             "num_streams is 0; it must be an integer >= 1",
         ),
         (lambda it: it.cluster.snapshot("/nowhere", step=None), "step is None; it must be an integer >= 0"),
+        (lambda it: it.cluster.snapshot(None), "path is None; it must be the name of a folder, or a URL"),
+        (lambda it: it.cluster.snapshot(""), "path is ''"),
+        (lambda it: it.cluster.snapshot("/nowhere", name=3), "name is 3; it must be 1 to 100"),
+        (lambda it: it.cluster.snapshot("/nowhere", tables=3), "tables is 3; it must be a list of names"),
+        (lambda it: it.cluster.snapshot("/nowhere", values=[1]), r"values is \[1\]; it must be a dict"),
+        (lambda it: it.cluster.snapshot("/nowhere", files=["a"]), r"files is \['a'\]; it must be a dict"),
+        (lambda it: it.cluster.snapshot("/nowhere", files={3: b""}), "a file is called 3"),
+        (lambda it: it.cluster.snapshot("/nowhere", parent=4), "path is 4"),
+        (lambda it: it.cluster.restore(5), "path is 5"),
+        (lambda it: it.table.pull([[1], [2, 3]]), "ids are no array of numbers"),
+        (lambda it: it.table.pull(torch.arange(4).to_sparse()), "ids are a tensor of layout torch.sparse_coo"),
+        (lambda it: it.table.push(IDS, torch.ones(4, 3).to_sparse()), "rows are a tensor of layout torch.sparse_coo"),
+        (lambda it: it.table.push(IDS, torch.ones(4, 3, device="meta")), "rows are a meta tensor"),
+        (
+            lambda it: gt.RowOptimizer(*[gt.ClassHead(it.cluster, "r", **HEAD)] * 2),
+            "given to RowOptimizer twice",
+        ),
+        (lambda it: gt.RowOptimizer(gt.ClassHead(it.cluster, "s", **HEAD), lr="a"), "lr is 'a'; it must be a number"),
         (lambda it: it.cluster.acknowledge("x"), "sequence is 'x'"),
         (
             lambda it: gt.ClassHead(it.cluster, "h", num_classes=0, dim=4),
             "num_classes is 0; it must be an integer >= 1",
         ),
         (lambda it: gt.ClassHead(it.cluster, "h", num_classes="9", dim=4), "num_classes is '9'"),
+        (lambda _: gt.ClassHead("host:1", "h", num_classes=9, dim=4), r"cluster is 'host:1'; .* needs one \(gt.local"),
+        (
+            lambda it: gt.ClassHead(it.cluster, "h", **HEAD, sync="x"),
+            "sync is 'x'; it must be True or False",
+        ),
+        (lambda it: gt.ClassHead(it.cluster, "h", **HEAD, reuse=1), "reuse is 1"),
+        (
+            lambda it: gt.ClassHead(it.cluster, "h", **HEAD, rows_cache_bytes="1"),
+            "rows_cache_bytes is '1'",
+        ),
+        (
+            lambda it: gt.ClassHead(it.cluster, "h", **HEAD, logits_cache_bytes=-1),
+            "logits_cache_bytes is -1",
+        ),
+        (lambda it: gt.ClassHead(it.cluster, "k", num_classes=9, dim=4).predict(torch.ones(1, 4), "1"), "k is '1'"),
+        (
+            lambda it: gt.export_class_weights(gt.ClassHead(it.cluster, "e", num_classes=9, dim=4), None),
+            "path is None; it must be the name of a file",
+        ),
+        (
+            lambda it: gt.import_class_weights(gt.ClassHead(it.cluster, "i", num_classes=9, dim=4), None),
+            "path is None; it must be the name of a file",
+        ),
         (lambda _: gt.PartialFC("0.1"), "sample_rate is '0.1'; it must be a number"),
     ],
 )
@@ -102,11 +146,44 @@ def test_arguments_of_calls_are_named(cluster: gt.Cluster, call: Callable[[Any],
         call(SimpleNamespace(cluster=cluster, table=table))
 
 
+def test_masked_values_are_no_numbers(cluster: gt.Cluster) -> None:
+    table = cluster.create_table("masked", dim=3, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
+    some = np.ma.masked_array(ONES, mask=ONES * np.arange(4)[:, None] == 2)
+    with pytest.raises(InvalidRows, match="rows hold 3 masked values"):
+        table.push(IDS, some)
+    with pytest.raises(InvalidRows, match="rows hold 3 masked values"):
+        table.assign(IDS, some)
+    with pytest.raises(InvalidRows, match="rows hold 3 masked values"):
+        table.assign(IDS, list(some))
+    with pytest.raises(InvalidIds, match="ids hold 1 masked value,"):
+        table.pull(np.ma.masked_array(IDS, mask=IDS == 2))
+    assert not table.present(IDS).any()
+
+    table.assign(IDS, np.ma.masked_array(ONES, mask=False))  # none of which is masked
+    assert (table.pull(IDS) == 1).all()
+
+
+def test_a_module_of_masked_arrays_that_is_half_imported_is_none_yet(
+    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = cluster.create_table("half", dim=3, optimizer=gt.SGD(1.0))
+    monkeypatch.setitem(sys.modules, "numpy.ma", ModuleType("numpy.ma"))  # as another thread that imports it leaves it
+    table.push(IDS, ONES)
+
+
 def test_lists_of_numbers_are_rows(cluster: gt.Cluster) -> None:
     table = cluster.create_table("lists", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
     table.push([1, 2], [[1, 2], [3, 4]])
     table.assign([1], [[7.0, 8.0]])
     assert table.pull([1, 2]).tolist() == [[7, 8], [-3, -4]]
+
+
+def test_tensors_that_wait_to_be_negated_are_rows(cluster: gt.Cluster) -> None:
+    table = cluster.create_table("negated", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
+    waits = torch.complex(torch.zeros(1, 2), torch.ones(1, 2)).conj().imag
+    assert waits.is_neg()
+    table.push([1], waits)
+    assert table.pull([1]).tolist() == [[1, 1]]
 
 
 def test_integers_of_numpy_are_integers(cluster: gt.Cluster) -> None:

@@ -24,12 +24,24 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batches(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """All images once, in order: bitmaps [B, K, S, S] uint8 on ``device`` and labels [B] on the host."""
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            yield self.bitmaps[part].to(device), self.labels[part]
+    def batches(self, size: int, device: torch.device) -> Batches:
+        """All images in order, as often as they are read: bitmaps [B, K, S, S] uint8 on ``device``, labels [B] here."""
+        return Batches(self, size, device)
 
     def part(self, rank: int, world_size: int) -> ImageSet:
         """Every ``world_size``-th image, from ``rank`` on."""
         return ImageSet(self.bitmaps[rank::world_size], self.labels[rank::world_size])
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a set, in order. A class head with many classes reads them several times."""
+
+    images: ImageSet
+    size: int
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(self.images), self.size):
+            part = slice(start, start + self.size)
+            yield self.images.bitmaps[part].to(self.device), self.images.labels[part]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from geartrain.ams.cluster import local
+from geartrain.ams.core.ops import has_bfloat16_class_pass
 from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
 from geartrain.ams.specs import SGD
 from geartrain.bridge import native_types
+from geartrain.bridge.heads import batch as batch_module
+from geartrain.bridge.heads import chunk_pass
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CosFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
@@ -118,9 +124,43 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_head_is_not_copied(copied: Callable[[object], object]) -> None:
+    head, _ = make_head()
+    with pytest.raises(InvalidArgument, match="cannot be copied or pickled: its rows are not in the module"):
+        copied(nn.Sequential(nn.Linear(2, 8), head))
+
+
+@pytest.mark.parametrize("ids", [3, [1, 2], torch.tensor([1.0]), torch.tensor([[1]])])
+def test_ids_of_weights_are_a_vector_of_int64(ids: Any) -> None:
+    with pytest.raises(InvalidIds, match=r"ids are .*; they must be a torch.int64 tensor \[N\], or None"):
+        make_head()[0].weights(ids)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """A gradient penalty would silently count for nothing."""
+    head, table = make_head()
+    features, labels = batch()
+    loss = head(features, labels)
+    with pytest.raises(InvalidArgument, match="no second derivatives"):
+        torch.autograd.grad(loss, features, create_graph=True)
+    loss.backward()  # without them the same loss still goes
+    RowOptimizer(head).step()
+    assert len(table.pushes) == 1
+
+
+def test_predict_refuses_features_that_are_not_finite() -> None:
+    head, _ = make_head()
+    features, _ = batch()
+    with torch.no_grad():
+        features[3, 0] = torch.nan
+    with pytest.raises(NonFinite, match="first at index 3"):
+        head.predict(features)
+
+
 @pytest.mark.parametrize("select", [FullSoftmax(), PartialFC(0.3)])
 def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_types, "has_fast_bfloat16", lambda _: True)
+    monkeypatch.setattr(batch_module, "product_type", lambda _device, wanted, _compute: wanted)  # as on a GPU
     exact, exact_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     rough, rough_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     features, labels = batch(64)
@@ -140,10 +180,10 @@ def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, m
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_a_cpu_that_is_slower_in_the_products_of_autocast_makes_them_in_float32(
+def test_on_a_cpu_without_amx_the_products_of_autocast_are_made_in_float32(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_types, "has_fast_bfloat16", lambda _: False)
+    monkeypatch.setattr(native_types, "has_bfloat16_class_pass", lambda: False)
     heads = [make_head(select=FullSoftmax())[0] for _ in range(2)]
     features, labels = batch(16)
     expected = heads[0](features, labels)
@@ -151,12 +191,28 @@ def test_a_cpu_that_is_slower_in_the_products_of_autocast_makes_them_in_float32(
         assert torch.equal(heads[1](features, labels), expected)
 
 
+@pytest.mark.skipif(not has_bfloat16_class_pass(), reason="this CPU has no AMX, or may not use it")
+@pytest.mark.parametrize("select", [FullSoftmax(), PartialFC(0.3)])
+def test_with_amx_the_products_of_autocast_are_the_compiled_ones_in_bfloat16(
+    select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = [make_head(select=select)[0] for _ in range(2)]
+    features, labels = batch(64)
+    expected = heads[0](features, labels)
+    monkeypatch.setattr(chunk_pass, "TensorPass", None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = heads[1](features, labels)
+    assert loss.dtype == torch.float32
+    assert 0 < float((loss.detach() - expected.detach()).abs() / expected.detach()) < 0.02
+    with torch.autocast("cpu", dtype=torch.float16):  # for which there is no unit
+        assert torch.equal(heads[0](features, labels), expected)
+
+
 @pytest.mark.parametrize("has_amx", [False, True])
-def test_a_cpu_multiplies_in_bfloat16_only_with_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_networks_run_in_bfloat16_only_with_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    wanted = torch.bfloat16 if has_amx else torch.float32
-    assert native_types.product_type(torch.device("cpu"), torch.bfloat16, torch.float32) == wanted
+    assert native_types.has_fast_bfloat16(torch.device("cpu")) == has_amx
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -211,6 +267,16 @@ def test_imprinted_centers_are_the_unit_mean_features() -> None:
     in_parts, parted_table = make_head(num_classes=6, dim=4)
     assert in_parts.imprint(loader, backbone, memory_bytes=2 * 4 * 4) == 3
     np.testing.assert_array_equal(parted_table.rows, table.rows)
+
+
+def test_what_can_be_read_only_once_is_not_imprinted_in_parts() -> None:
+    head, table = make_head(num_classes=6, dim=4)
+    before = table.rows.copy()
+    loader = [(torch.ones(1, 4), torch.tensor([5]))]
+    with pytest.raises(InvalidArgument, match="read only once, and the sums of 6 classes of dim 4 take 96 bytes"):
+        head.imprint(iter(loader), nn.Identity(), memory_bytes=2 * 4 * 4)
+    np.testing.assert_array_equal(table.rows, before)
+    assert head.imprint(iter(loader), nn.Identity()) == 1
 
 
 def test_weights_come_in_the_order_asked_for() -> None:

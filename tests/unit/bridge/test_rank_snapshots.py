@@ -220,6 +220,10 @@ def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
         (folder / "file").write_bytes(b"")
     with pytest.raises(OSError if rank == 0 else SyncError):
         export_class_weights(head, blocked)
+    for wrong in range(ranks):
+        nowhere: Any = None
+        with pytest.raises(InvalidArgument if rank == wrong else SyncError):
+            export_class_weights(head, nowhere if rank == wrong else path)
     with pytest.raises(InvalidArgument if rank == 1 else SyncError):
         import_class_weights(head, path if rank == 0 else folder / "nowhere.npy")
     assert torch.equal(head.weights(), expected)

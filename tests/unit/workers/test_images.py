@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
+import geartrain as gt
 from geartrain.ams.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.data.images import ImageSet
@@ -27,6 +29,27 @@ def test_ranks_share_out_the_images() -> None:
     images = ImageSet(torch.zeros(7, 1, 32, 32, dtype=torch.uint8), torch.arange(7))
     parts = [images.part(rank, 2).labels.tolist() for rank in (0, 1)]
     assert sorted(parts[0] + parts[1]) == list(range(7))
+
+
+def test_batches_can_be_read_again() -> None:
+    """A head whose sums do not fit into memory is imprinted in parts, each a pass over the images."""
+    images = ImageSet(torch.zeros(5, 1, 32, 32, dtype=torch.uint8), torch.arange(5))
+    batches = images.batches(2, torch.device("cpu"))
+    for _ in range(2):
+        assert [labels.tolist() for _, labels in batches] == [[0, 1], [2, 3], [4]]
+
+    with gt.local() as cluster:
+        head = gt.ClassHead(cluster, "h", num_classes=5, dim=1024)
+        assert head.imprint(batches, Scaled(), memory_bytes=1) == 0  # black pictures have no direction
+        white = ImageSet(images.bitmaps + 255, images.labels).batches(2, torch.device("cpu"))
+        assert head.imprint(white, Scaled(), memory_bytes=2 * 4 * 1024) == 5
+
+
+class Scaled(nn.Module):
+    """Bitmaps as features."""
+
+    def forward(self, bitmaps: torch.Tensor) -> torch.Tensor:
+        return bitmaps.float().flatten(1) / 255
 
 
 def test_a_recipe_survives_json_and_refuses_nonsense() -> None:
