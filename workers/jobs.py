@@ -45,6 +45,12 @@ def train_folder(options: JobOptions, *, folder: Path | None, held_out: float, c
             "which images? Give --data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
         )
     images = folder
+    out, whole = options.out.resolve(), images.resolve()
+    if out == whole or whole in out.parents:
+        raise ConfigError(
+            f"--out {options.out} lies in the images' folder {images}, where its own folders would be taken for "
+            "classes; give an --out beside it"
+        )
 
     def load(console: Console) -> JobData:
         data = load_folder(images, options.preprocessing, held_out=held_out, seed=seed, console=console)

@@ -320,6 +320,12 @@ class TrainingRun:
             steps = counted(self._loss.step - step, "step")
             lost = f": {steps} ({self._loss.unix_seconds - taken:.0f} s) were lost"
         self._say(f"Going on at step {step}{lost}")
+        asked, stage = self._options.resume_steps, self._trainer.progress
+        if asked is not None and asked != stage.stage_steps:
+            self._say(
+                f"--steps {asked} is for a run that has ended; this one had not, and goes on to step "
+                f"{stage.stage_start + stage.stage_steps} as it was to"
+            )
 
     def _is_due(self) -> bool:
         """Whether the clock says that it is time for a snapshot; the first rank decides."""

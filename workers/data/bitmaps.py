@@ -52,7 +52,7 @@ class Preprocessing:
 
     def bitmap(self, picture: Image.Image) -> Bitmap:
         """[K, S, S] uint8 of a picture in any mode. Raises InvalidArgument if ``ink`` finds none."""
-        opaque = flatten(picture)
+        opaque = flatten(picture, keeps_range=self.kind == "photo")
         if self.kind == "photo":
             mode = "L" if self.channels == 1 else "RGB"
             scaled = opaque.convert(mode).resize((self.size, self.size), Image.Resampling.BILINEAR)
@@ -64,13 +64,18 @@ class Preprocessing:
         return cropped[None]
 
 
-def flatten(picture: Image.Image) -> Image.Image:
-    """The picture without transparency, as it would look on white paper."""
+def flatten(picture: Image.Image, *, keeps_range: bool = True) -> Image.Image:
+    """The picture without transparency, as it would look on white paper, in a mode of 8 bits.
+
+    Greys of 16 bits keep their shade, unless ``keeps_range`` is false; those of other ranges are stretched to theirs.
+    """
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         colours = picture.convert("RGBA")
         paper = Image.new("RGBA", colours.size, (255, 255, 255, 255))
         return Image.alpha_composite(paper, colours).convert("RGB")
-    if picture.mode.startswith(("I", "F")):  # 16-bit greys and floats have no fixed range
+    if picture.mode.startswith("I;16") and keeps_range:  # else at full contrast, however few of its shades are used
+        return Image.fromarray((np.asarray(picture).astype(np.uint16) / 257).round().astype(np.uint8))
+    if picture.mode.startswith(("I", "F")):  # greys of 32 bits, integers and floats, have no fixed range
         values = np.asarray(picture, dtype=np.float32)
         spread = max(float(values.max() - values.min()), 1e-6)
         return Image.fromarray(((values - values.min()) * (255.0 / spread)).astype(np.uint8))
