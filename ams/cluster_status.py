@@ -67,7 +67,7 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     Raises ConfigError or SchedulerUnavailable.
     """
     config = config or ClientConfig()
-    scheduler, open_carrier = dial(address, config)
+    scheduler, open_carrier = dial(address, config, once=True)
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
     except AttemptFailed as exc:
@@ -82,7 +82,7 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
     Raises ConfigError or SchedulerUnavailable.
     """
     config = config or ClientConfig()
-    scheduler, _ = dial(address, config)
+    scheduler, _ = dial(address, config, once=True)
     from geartrain.ams.transport.grpc_gear import GrpcGearCarrier  # as dial: not before it is needed
 
     seconds = config.connect_timeout_seconds

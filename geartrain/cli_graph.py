@@ -147,6 +147,7 @@ def _service(file: Path | None, address: str | None) -> Iterator[RemoteGraphs]:
 
     service = RemoteGraphs(config.graph, config)
     try:
+        service.await_first_answer()
         yield service
     finally:
         service.close()

@@ -37,6 +37,11 @@ class RemoteGraphs:
         self._carrier = GrpcGraphCarrier(address, max_message_bytes=config.max_message_bytes)
         self._remedy = f"start it with 'geartrain graph --listen {address}', or correct client.graph"
 
+    def await_first_answer(self) -> None:
+        """Wait for the service as long as the first connection to a role may take. Raises GraphUnavailable."""
+        seconds = self._config.connect_timeout_seconds
+        self._until_answered(lambda: self._carrier.describe(seconds), seconds)
+
     def build(
         self,
         table: str,
@@ -131,6 +136,6 @@ class RemoteGraphs:
                 if silent >= wait:
                     raise GraphUnavailable(f"{exc} (for {silent:.1f} s); {self._remedy}") from exc
                 if not told:
-                    logger.warning("%s; trying again for up to %.0f s. Else %s", exc, wait, self._remedy)
+                    logger.warning("%s; trying again for up to %g s. Else %s", exc, wait, self._remedy)
                     told = True
             time.sleep(_AGAIN_SECONDS)

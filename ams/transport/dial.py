@@ -12,16 +12,22 @@ REMEDY = "start a cluster with 'geartrain up', or correct the address"
 """What to do if nobody answers."""
 
 
-def dial(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
+def dial(
+    address: str, config: ClientConfig, *, once: bool = False
+) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
     """Return a carrier to the scheduler at ``address`` ("host:port"), and what opens one to a shard. Nothing is sent.
+
+    With ``once``, calls will not be repeated: they wait for a connection for ``connect_timeout_seconds``.
 
     Raises ConfigError if the address is malformed.
     """
     if split_address(address)[1] == 0:
         raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
     # An embedded cluster never loads gRPC.
-    from geartrain.ams.transport.grpc_client import GrpcCarrier
+    from geartrain.ams.transport.grpc_client import CONNECT_SECONDS, GrpcCarrier
     from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
+
+    connect_seconds = config.connect_timeout_seconds if once else CONNECT_SECONDS
 
     def open_carrier(shard_address: str) -> ShardCarrier:
         return GrpcCarrier(
@@ -30,6 +36,10 @@ def dial(address: str, config: ClientConfig) -> tuple[SchedulerCarrier, Callable
             max_message_bytes=config.max_message_bytes,
             shared_memory=config.shared_memory,
             bulk_connections=config.bulk_connections,
+            connect_seconds=connect_seconds,
         )
 
-    return GrpcSchedulerCarrier(address, max_message_bytes=config.max_message_bytes), open_carrier
+    scheduler = GrpcSchedulerCarrier(
+        address, max_message_bytes=config.max_message_bytes, connect_seconds=connect_seconds
+    )
+    return scheduler, open_carrier

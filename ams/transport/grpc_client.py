@@ -83,7 +83,14 @@ _MOVERS = 8
 """Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
 
 
-def channel_options(max_message_bytes: int, connect_seconds: float = 0.1) -> list[tuple[str, Any]]:
+CONNECT_SECONDS = 1.0
+"""How long a call waits for a connection if its caller repeats it.
+
+That one is refused is known at once; one to a loaded machine, or a distant one, takes several tenths of a second.
+"""
+
+
+def channel_options(max_message_bytes: int, connect_seconds: float = CONNECT_SECONDS) -> list[tuple[str, Any]]:
     """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects.
 
     A connection that does not come about in ``connect_seconds`` is tried anew.
@@ -131,7 +138,7 @@ class GrpcCarrier:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         shared_memory: bool = False,
         bulk_connections: bool = False,
-        connect_seconds: float = 0.1,
+        connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
         self._address = address
         self._part_bytes = part_bytes

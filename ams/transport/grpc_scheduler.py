@@ -28,7 +28,7 @@ from geartrain.ams.transport.carrier import (
     StreamLease,
     StreamRenewal,
 )
-from geartrain.ams.transport.grpc_client import channel_options
+from geartrain.ams.transport.grpc_client import CONNECT_SECONDS, channel_options
 from geartrain.ams.transport.grpc_status import error_from
 
 SCHEDULER_SERVICE = "geartrain.ams.v1.Scheduler"
@@ -46,11 +46,17 @@ def _reader(job: str, worker: str, incarnation: int) -> scheduler_pb2.StreamRead
 
 
 class GrpcSchedulerCarrier:
-    """The way to the scheduler over gRPC."""
+    """The way to the scheduler over gRPC. A call waits ``connect_seconds`` for a connection, as with GrpcCarrier."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes, connect_seconds))
 
     def describe(self, timeout_seconds: float | None) -> ClusterView:
         """See :class:`SchedulerCarrier`."""

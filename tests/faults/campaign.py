@@ -119,7 +119,7 @@ class Campaign:
                 console.print(f"{fault.name}: skipped, {fault.skip}")
 
     def run(self, budget_seconds: float) -> None:
-        """Use up the budget; on KeyboardInterrupt end what runs and return."""
+        """Use up the budget, with one run at least; on KeyboardInterrupt end what runs and return."""
         deadline = time.monotonic() + budget_seconds
         columns = (
             TextColumn("{task.description:>10}"),
@@ -136,7 +136,7 @@ class Campaign:
             }
             try:
                 while True:
-                    is_over = time.monotonic() >= deadline
+                    is_over = any(self._begun.values()) and time.monotonic() >= deadline
                     while not is_over and len(under_way) < self._jobs and (fault := self._neediest()) is not None:
                         seed = self._begin(fault)
                         under_way[pool.submit(run_apart, fault, seed, self._stop)] = fault, time.monotonic()

@@ -186,6 +186,16 @@ def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> No
     assert "UNAVAILABLE" not in done.stderr and "ipv4" not in done.stderr
 
 
+def test_a_graph_service_that_is_not_there_is_not_waited_for_as_one_that_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GEARTRAIN_CLIENT__CONNECT_TIMEOUT_SECONDS", "0.3")
+    done = geartrain("graph", "list", "--graph", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "trying again for up to 0.3 s" in done.stderr
+    assert "error: graph service at 127.0.0.1:1 does not answer: connection refused (for 0." in done.stderr
+
+
 @pytest.mark.parametrize("name", ["scheduler", "server"])
 def test_a_port_in_use_is_a_one_line_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)

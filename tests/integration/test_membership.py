@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -118,6 +121,52 @@ def test_connecting_waits_for_the_last_shard() -> None:
     finally:
         server.stop(0)
         scheduler.stop(0)
+
+
+@contextmanager
+def far_away(address: str, seconds: float) -> Iterator[str]:
+    """An address where connections to ``address`` are taken, and carried on only after some time."""
+    host, port = address.rsplit(":", 1)
+    carried: list[threading.Thread] = []
+
+    def pipe(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def carry(near: socket.socket) -> None:
+        time.sleep(seconds)  # this is the distance
+        with near, socket.create_connection((host, int(port))) as far:
+            back = threading.Thread(target=pipe, args=(far, near))
+            back.start()
+            pipe(near, far)
+            back.join()
+
+    def accept() -> None:
+        with suppress(OSError):  # it was shut down
+            while True:
+                near, _ = listener.accept()
+                carried.append(threading.Thread(target=carry, args=(near,)))
+                carried[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join()
+            for thread in carried:
+                thread.join()
+
+
+def test_a_scheduler_to_which_a_connection_takes_long_is_asked_for_the_status(served: Callable[..., object]) -> None:
+    with far_away(served(1).address, 0.6) as address:  # type: ignore[attr-defined]
+        assert cluster_status(address).ready
+        with pytest.raises(errors.SchedulerUnavailable, match="connection"):
+            cluster_status(address, config=IMPATIENT)
 
 
 def test_a_scheduler_that_is_not_there_is_named() -> None:
