@@ -31,12 +31,14 @@ class Table:
     """A table of the cluster: pull, push, assign. Thread-safe.
 
     ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim]. numpy arrays and
-    torch tensors are taken, and answered in kind.
+    torch tensors are taken, and answered in kind. Once the table was dropped, every method raises TableNotFound, also
+    where another was made under its name; unless this process has restored it in its place.
     """
 
     def __init__(self, spec: TableSpec, calls: ShardCalls, stream: ClientStream) -> None:
         self.spec = spec
         self._calls = calls
+        self._deliver = partial(calls.deliver, table=spec)
         self._stream = stream
 
     def __repr__(self) -> str:
@@ -88,12 +90,14 @@ class Table:
         first_ids = np.arange(min(self.spec.num_rows or NUM_BUCKETS, NUM_BUCKETS), dtype=np.int64)
         is_dense = self.spec.num_rows is not None
         shards = [shard for shard, _ in self._routes(first_ids)] if is_dense else range(self._calls.view.num_shards)
-        return tuple(self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards]))
+        replies = self._calls.read([(shard, Describe()) for shard in shards])
+        meant = self._calls.incarnation_of(self.spec)
+        return tuple(self._writes_in(reply, meant) for reply in replies)
 
-    def _writes_in(self, reply: Reply) -> int:
+    def _writes_in(self, reply: Reply, incarnation: int) -> int:
         assert isinstance(reply, ShardState)
         for table in reply.tables:
-            if table.spec.name == self.spec.name:
+            if table.spec.name == self.spec.name and table.spec.incarnation == incarnation:
                 return table.pushes
         raise TableNotFound(f"shard {reply.shard} has no table {self.spec.name!r} any more; was it dropped?")
 
@@ -222,7 +226,7 @@ class Table:
             )
             for shard, part, part_rows in self._split(merged, rows, every_shard=every_shard)
         ]
-        return Write(self._stream.numbers(self.spec.name, sequence), requests, self._calls.deliver)
+        return Write(self._stream.numbers(self.spec.name, sequence), requests, self._deliver)
 
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
         """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct.
@@ -243,7 +247,7 @@ class Table:
             for shard, part, part_rows in self._split(checked, values, every_shard=False)
         ]
         numbers = self._stream.numbers(self.spec.name, sequence)
-        return _send_once(Write(numbers, requests, self._calls.deliver))
+        return _send_once(Write(numbers, requests, self._deliver))
 
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.hosted`."""
@@ -274,7 +278,7 @@ class Table:
                 required_sync=required_sync,
             )
             calls.append((shard, pull))
-        self._calls.read(calls)
+        self._calls.read(calls, table=self.spec)
 
     def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         view = self._calls.view

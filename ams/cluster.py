@@ -184,13 +184,12 @@ class Cluster:
             dtype=dtype,
             slot_dtype=slot_dtype,
         )
-        self._create(spec, reuse=reuse)
-        return Table(spec, self._calls, self._stream)
+        return Table(self._create(spec, reuse=reuse), self._calls, self._stream)
 
-    def _create(self, spec: TableSpec, *, reuse: bool) -> None:
+    def _create(self, spec: TableSpec, *, reuse: bool) -> TableSpec:
         self._calls.require_usable()
         try:
-            self._scheduler.create_table(
+            return self._scheduler.create_table(
                 spec,
                 reuse=reuse,
                 timeout_seconds=self._config.attempt_timeout_seconds,
@@ -354,7 +353,7 @@ class Cluster:
         """
 
         def create(spec: TableSpec) -> None:
-            self._create(spec, reuse=False)
+            self._calls.restored(self._create(spec, reuse=False))
 
         return restore_snapshot(
             self._calls,

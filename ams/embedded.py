@@ -41,9 +41,11 @@ class LocalSchedulerCarrier:
         reuse: bool,
         timeout_seconds: float | None,  # noqa: ARG002
         caller: CallContext | None = None,
-    ) -> None:
+    ) -> TableSpec:
         """See :class:`SchedulerCarrier`."""
-        self._scheduler.create_table(spec, reuse=reuse, require_current=lambda: self._streams.require_current(caller))
+        return self._scheduler.create_table(
+            spec, reuse=reuse, require_current=lambda: self._streams.require_current(caller)
+        ).spec
 
     def drop_table(
         self,

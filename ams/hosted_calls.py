@@ -40,6 +40,7 @@ class HostedCalls:
         self._model = model
         self._calls = calls
         self._numbers = numbers
+        self._deliver = partial(calls.deliver, timeout_seconds=calls.config.hosted_timeout_seconds, table=spec)
 
     @property
     def part_bytes(self) -> int:
@@ -69,7 +70,7 @@ class HostedCalls:
             )
             for shard in range(self.view.num_shards)
         ]
-        outcomes = self._calls.deliver(calls, CallContext(), self._calls.config.hosted_timeout_seconds)
+        outcomes = self._deliver(calls, CallContext())
         answers = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -96,5 +97,4 @@ class HostedCalls:
             )
             for shard in range(self.view.num_shards)
         ]
-        deliver = partial(self._calls.deliver, timeout_seconds=self._calls.config.hosted_timeout_seconds)
-        return Write(self._numbers(), requests, deliver)
+        return Write(self._numbers(), requests, self._deliver)

@@ -44,6 +44,8 @@ class CallContext:
     """The shard the client means; 0 if it does not mind."""
     cluster_version: int = 0
     """The cluster the client means; 0 if it does not mind."""
+    table_incarnation: int = 0
+    """Which table of its name the client means; 0 if it does not mind."""
 
 
 @dataclass(frozen=True, kw_only=True)

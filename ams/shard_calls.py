@@ -23,6 +23,7 @@ from geartrain.ams.errors import (
     Unavailable,
 )
 from geartrain.ams.messages import Assign, CallContext, Pull, Push, Reply, Request
+from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
 
 Outcome = Reply | BaseException
@@ -56,6 +57,8 @@ class ShardCalls:
         self._is_closing = self._closed = False
         self._process = os.getpid()
         self._given_up = threading.Event()
+        self._restored: dict[str, int] = {}
+        """Incarnations of tables, by name."""
         self._lock = threading.Lock()
 
     @property
@@ -93,17 +96,21 @@ class ShardCalls:
         timeout_seconds: float | None = None,
         *,
         recovery_seconds: float | None = None,
+        table: TableSpec | None = None,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
+        ``table`` is the one that the calls mean: a shard refuses them (TableNotFound) if it has another of that name.
 
         Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
         second one does not wait for that): what is under way is not sent again then, and whether it was done is
         unknown.
         """
         self.require_usable()
+        if table is not None:
+            context = replace(context, table_incarnation=self.incarnation_of(table))
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
@@ -146,14 +153,22 @@ class ShardCalls:
                 outcomes.append(exc)
         return outcomes
 
-    def read(self, calls: Sequence[tuple[int, Request]]) -> list[Reply]:
-        """Make calls that change nothing; raises the first error."""
+    def read(self, calls: Sequence[tuple[int, Request]], *, table: TableSpec | None = None) -> list[Reply]:
+        """Make calls that change nothing; raises the first error. ``table`` is that of :meth:`deliver`."""
         replies: list[Reply] = []
-        for outcome in self.deliver(calls, CallContext()):
+        for outcome in self.deliver(calls, CallContext(), table=table):
             if isinstance(outcome, BaseException):
                 raise outcome
             replies.append(outcome)
         return replies
+
+    def restored(self, table: TableSpec) -> None:
+        """Note that this process has restored a table: who had it open before goes on with it."""
+        self._restored[table.name] = table.incarnation
+
+    def incarnation_of(self, table: TableSpec) -> int:
+        """Which table of its name is meant: the one that was opened, or that this process has restored in its place."""
+        return max(table.incarnation, self._restored.get(table.name, 0))
 
     def on_all_shards(
         self,
@@ -215,6 +230,7 @@ class ShardCalls:
             oldest_unacknowledged=context.oldest_unacknowledged,
             shard_incarnation=self._view.shards[shard].incarnation,
             cluster_version=self._view.cluster_version,
+            table_incarnation=context.table_incarnation,
         )
         timeout_seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
         return self._carriers[shard].submit(fenced, request, timeout_seconds, alone=alone)

@@ -219,6 +219,8 @@ class TableSpec:
     """Storage type of the rows; arithmetic is float32."""
     slot_dtype: DTypeName = "float32"
     """Storage type of the slots (momentum); Adam's are float32."""
+    incarnation: int = field(default=0, compare=False, repr=False)
+    """Which table of this name it is, as the scheduler numbers them; 0: not known. Not part of what is agreed on."""
 
     def __post_init__(self) -> None:
         _require(
@@ -288,9 +290,11 @@ class TableSpec:
         return self.dim * self.numpy_dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON values; optimizer and initializer with their ``kind``."""
+        """All that is agreed on as JSON values; optimizer and initializer with their ``kind``."""
+        agreed = asdict(self)
+        del agreed["incarnation"]
         return {
-            **asdict(self),
+            **agreed,
             "optimizer": {"kind": type(self.optimizer).__name__, **_as_json(asdict(self.optimizer))},
             "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
         }
@@ -322,7 +326,7 @@ def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
     if mine == theirs:
         return
     if is_dataclass(mine) and type(mine) is type(theirs):
-        for one in fields(mine):
+        for one in (one for one in fields(mine) if one.compare):
             name = f"{path}.{one.name}" if path else one.name
             yield from _differences(name, getattr(mine, one.name), getattr(theirs, one.name))
     else:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import (
@@ -66,6 +67,14 @@ class Beat:
     """Another process holds the shard now."""
 
 
+class MadeTable(NamedTuple):
+    """A table that was asked for."""
+
+    spec: TableSpec
+    """With its incarnation."""
+    existed: bool
+
+
 class Scheduler:
     """Membership, cluster version and schemas. Thread-safe."""
 
@@ -96,6 +105,8 @@ class Scheduler:
         self._stops = OwnStops(lease_seconds / 2, clock)
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
+        self._last_table = max((schema.spec.incarnation for schema in self._state.schemas.values()), default=0)
+        """The highest incarnation of a table that is known."""
         self._changing: str | None = None
         """The table that is being made or dropped."""
 
@@ -151,8 +162,9 @@ class Scheduler:
         """Return the schemas as they are once a shard has said which tables it holds."""
         changed = {}
         for spec in tables:
+            self._last_table = max(self._last_table, spec.incarnation)
             schema = self._state.schemas.get(spec.name, Schema(spec))
-            if schema.spec == spec:
+            if schema.spec == spec and schema.spec.incarnation == spec.incarnation:
                 changed[spec.name] = replace(schema, holders=schema.holders | {shard: incarnation})
         return changed
 
@@ -186,8 +198,8 @@ class Scheduler:
 
     def create_table(
         self, spec: TableSpec, *, reuse: bool = False, require_current: Callable[[], None] = lambda: None
-    ) -> bool:
-        """Make a table on every shard; return whether it existed.
+    ) -> MadeTable:
+        """Make a table on every shard, and number it, unless it exists.
 
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
         begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
@@ -200,9 +212,10 @@ class Scheduler:
                 existing = self._state.schemas.get(spec.name)
             if existing is not None and not existing.is_unsettled:
                 self._check_reuse(existing, spec, reuse, view)
-                return True
+                return MadeTable(existing.spec, existed=True)
             if existing is not None:  # an earlier change was cut short: some shards may hold the table
                 self._on_all_shards(view, DropTable(table=spec.name))
+            spec = replace(spec, incarnation=self._next_table_incarnation())
             self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
             try:
                 failpoints.reach("table.create.before")
@@ -214,7 +227,7 @@ class Scheduler:
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}
             self._keep_schema(spec.name, Schema(spec, holders))
-            return False
+            return MadeTable(spec, existed=False)
 
     def drop_table(self, name: str, *, require_current: Callable[[], None] = lambda: None) -> None:
         """Remove a table from every shard. Idempotent. ``require_current`` is that of :meth:`create_table`."""
@@ -228,6 +241,12 @@ class Scheduler:
             self._on_all_shards(view, DropTable(table=name))
             if existing is not None:
                 self._keep_schema(name, None)
+
+    def _next_table_incarnation(self) -> int:
+        """Higher than that of any table before; of those that earlier schedulers made and dropped, by the clock."""
+        with self._lock:
+            self._last_table = max(self._last_table + 1, time.time_ns())
+            return self._last_table
 
     @contextmanager
     def _change_of(self, table: str) -> Iterator[None]:

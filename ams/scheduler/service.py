@@ -116,12 +116,14 @@ class SchedulerService:
         """Make a table on all shards."""
         request = framing.parse(data, scheduler_pb2.CreateClusterTableRequest)
         caller = codec.context_from_pb(request.caller)
-        existed = self._scheduler.create_table(
+        made = self._scheduler.create_table(
             codec.spec_from_pb(request.spec),
             reuse=request.reuse,
             require_current=lambda: self._streams.require_current(caller),
         )
-        return scheduler_pb2.CreateClusterTableReply(existed=existed).SerializeToString()
+        return scheduler_pb2.CreateClusterTableReply(
+            existed=made.existed, incarnation=made.spec.incarnation
+        ).SerializeToString()
 
     def drop_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Remove a table from all shards."""

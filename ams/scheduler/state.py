@@ -131,7 +131,7 @@ class State:
                 self.members[shard] = Member(**fields, is_heard=False)
             elif kind == "schema":
                 fields = _parsed(key, value)
-                spec = TableSpec.from_dict(fields["spec"])
+                spec = TableSpec.from_dict(fields["spec"] | {"incarnation": fields.get("incarnation", 0)})
                 holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
                 self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"])
 
@@ -145,7 +145,12 @@ def key_of(kind: str, name: str) -> str:
 
 
 def _schema_json(schema: Schema) -> bytes:
-    return _json(spec=schema.spec.to_dict(), holders=schema.holders, is_unsettled=schema.is_unsettled)
+    return _json(
+        spec=schema.spec.to_dict(),
+        incarnation=schema.spec.incarnation,
+        holders=schema.holders,
+        is_unsettled=schema.is_unsettled,
+    )
 
 
 def _json(**fields: Any) -> bytes:

@@ -288,16 +288,17 @@ class Shard:
     def _answer(self, context: CallContext, request: Request) -> Reply:
         match request:
             case Pull():
+                table = self._table_meant(request.table, context)
                 if request.required_sync is not None:
                     self._groups.require_step(request.table, request.required_sync)
-                table = self._table(request.table)
                 with held(request.leave):
                     table.rows.pull(request.ids, request.out, request.positions, request.present)
                 return Done()
             case ComputeHosted():
+                table = self._table_meant(request.table, context)
                 if request.required_sync is not None:
                     self._groups.require_step(request.table, request.required_sync)
-                return self._hosting.compute(self._table(request.table).rows, request)
+                return self._hosting.compute(table.rows, request)
             case CreateTable():
                 return self._create(request.spec)
             case DropTable():
@@ -322,7 +323,7 @@ class Shard:
         try:
             if not isinstance(request, Assign):
                 _check_settings(request)
-            table = self._table(request.table)
+            table = self._table_meant(request.table, call.context)
             failpoints.reach("shard.apply.before")
             if not isinstance(request, Assign) and request.group is not None:
                 self._write_jointly(call.context, request, table)
@@ -379,6 +380,8 @@ class Shard:
         if existing is not None:
             if existing.spec != spec:
                 raise SpecMismatch(f"table {spec.name!r} exists with other settings: its {existing.spec.unlike(spec)}")
+            if spec.incarnation not in (0, existing.spec.incarnation):
+                raise TableExists(f"shard {self.shard} has another table of the name {spec.name!r}; drop it first")
             return Done(duplicate=True)
         self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets, threads=self._threads), spec)
         self._specs = {name: table.spec for name, table in self._tables.items()}
@@ -523,6 +526,15 @@ class Shard:
             raise self._no_table(name) from None
         if table.rows.torn:
             raise InternalError(table.rows.torn)
+        return table
+
+    def _table_meant(self, name: str, context: CallContext) -> _Table:
+        table = self._table(name)
+        if context.table_incarnation not in (0, table.spec.incarnation):
+            raise TableNotFound(
+                f"the table {name!r} that is meant was dropped, and another was made under its name since; "
+                f"open that one: cluster.table({name!r})"
+            )
         return table
 
     def _no_table(self, name: str) -> TableNotFound:

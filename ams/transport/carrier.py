@@ -132,8 +132,10 @@ class SchedulerCarrier(Protocol):
 
     def create_table(
         self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
-    ) -> None:
-        """Make a table on all shards. Raises StaleClient if ``caller`` is of a job that was taken over."""
+    ) -> TableSpec:
+        """Make a table on all shards; return its spec with its incarnation. Raises StaleClient if ``caller`` is of a
+        job that was taken over.
+        """
 
     def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
         """Remove a table from all shards. Raises StaleClient as :meth:`create_table`."""

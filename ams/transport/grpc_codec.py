@@ -52,6 +52,7 @@ def context_to_pb(context: CallContext) -> types_pb2.CallContext:
         oldest_unacknowledged=context.oldest_unacknowledged,
         shard_incarnation=context.shard_incarnation,
         cluster_version=context.cluster_version,
+        table_incarnation=context.table_incarnation,
     )
 
 
@@ -64,6 +65,7 @@ def context_from_pb(pb: types_pb2.CallContext) -> CallContext:
         oldest_unacknowledged=pb.oldest_unacknowledged,
         shard_incarnation=pb.shard_incarnation,
         cluster_version=pb.cluster_version,
+        table_incarnation=pb.table_incarnation,
     )
 
 
@@ -111,6 +113,7 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
         seed=spec.seed,
         dtype=_DTYPE_CODES[spec.dtype],
         slot_dtype=_DTYPE_CODES[spec.slot_dtype],
+        incarnation=spec.incarnation,
     )
     match spec.optimizer:
         case SGD() as sgd:
@@ -164,6 +167,7 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
         seed=pb.seed,
         dtype=dtype_from_pb(pb.dtype),
         slot_dtype=dtype_from_pb(pb.slot_dtype),
+        incarnation=pb.incarnation,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,12 +89,13 @@ class GrpcSchedulerCarrier:
 
     def create_table(
         self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
-    ) -> None:
+    ) -> TableSpec:
         """See :class:`SchedulerCarrier`."""
         request = scheduler_pb2.CreateClusterTableRequest(
             spec=codec.spec_to_pb(spec), reuse=reuse, caller=codec.context_to_pb(caller or CallContext())
         )
-        self._call("CreateClusterTable", request, scheduler_pb2.CreateClusterTableReply, timeout_seconds)
+        reply = self._call("CreateClusterTable", request, scheduler_pb2.CreateClusterTableReply, timeout_seconds)
+        return replace(spec, incarnation=reply.incarnation)
 
     def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
         """See :class:`SchedulerCarrier`."""

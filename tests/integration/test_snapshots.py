@@ -250,6 +250,29 @@ def test_a_job_goes_back_over_the_rows_that_are_there(cluster: Cluster, tmp_path
     assert not cluster.table("hashed").present(np.array([10**9])).any(), "a row of the dropped table came back"
 
 
+def test_who_restored_a_table_goes_on_with_it_and_others_open_it_again(
+    served: Callable[..., Any], tmp_path: Path
+) -> None:
+    address = served(2).address
+    with connect(address) as ours, connect(address) as theirs:
+        table = ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0))
+        other = theirs.table("t")
+        everything, ones = np.arange(50), np.ones((50, 2), np.float32)
+        table.push(everything, ones)
+        path = ours.snapshot(tmp_path).result(60)
+        other.push(everything, ones)
+        ours.restore(path, replace=True)
+        with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
+            other.push(everything, ones)
+        table.push(everything, ones)
+        np.testing.assert_array_equal(table.pull(everything), np.full((50, 2), -2, np.float32))
+        assert table.version() == theirs.table("t").version() == 2
+        ours.drop_table("t")
+        ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0))
+        with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
+            table.pull(everything)
+
+
 def test_a_damaged_snapshot_costs_no_live_row(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from geartrain.ams import errors
+from geartrain.ams.client import Table
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.specs import SGD, Constant, Normal, SparseMomentum
 
@@ -145,6 +146,35 @@ def test_a_table_is_not_reused_by_accident(cluster: Cluster) -> None:
     cluster.drop_table("t")
     with pytest.raises(errors.TableNotFound, match="'t'"):
         cluster.table("t")
+
+
+ONE_ROW = np.array([3]), np.ones((1, 4), np.float32)
+STALE_CALLS = {
+    "pull": lambda t: t.pull(ONE_ROW[0]),
+    "present": lambda t: t.present(ONE_ROW[0]),
+    "push": lambda t: t.push(*ONE_ROW),
+    "assign": lambda t: t.assign(*ONE_ROW),
+    "compute": lambda t: t.hosted("softmax").compute("logits", lambda _: ()),
+    "update": lambda t: t.hosted("softmax").prepare_update(lambda _: ()).send(),
+}
+
+
+@pytest.mark.parametrize("name", STALE_CALLS)
+def test_whoever_has_a_dropped_table_open_does_not_touch_the_next_one_of_its_name(cluster: Cluster, name: str) -> None:
+    def made() -> Table:
+        return cluster.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=100, initializer=Constant(0.0))
+
+    stale = made()
+    stale.push(*ONE_ROW)
+    cluster.drop_table("t")
+    table = made()
+    with pytest.raises(errors.TableNotFound, match="the table 't' that is meant was dropped, and another"):
+        STALE_CALLS[name](stale)
+    with pytest.raises(errors.TableNotFound, match="'t'"):
+        stale.version()
+    assert (table.version(), table.present(np.arange(100)).any()) == (0, False)
+    table.push(*ONE_ROW)
+    np.testing.assert_array_equal(cluster.table("t").pull(ONE_ROW[0]), -ONE_ROW[1])
 
 
 BAD_CALLS = {

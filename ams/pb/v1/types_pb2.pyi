@@ -85,6 +85,7 @@ class CallContext(_message.Message):
     OLDEST_UNACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     SHARD_INCARNATION_FIELD_NUMBER: _builtins.int
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
+    TABLE_INCARNATION_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """Names the sequence of writes this call belongs to. Any unique text; required for writes."""
     incarnation: _builtins.int
@@ -97,6 +98,10 @@ class CallContext(_message.Message):
     """The incarnation of the shard that the caller means; 0 if it does not mind."""
     cluster_version: _builtins.int
     """The cluster version that the caller means; 0 if it does not mind."""
+    table_incarnation: _builtins.int
+    """The incarnation of the table that the caller means (TableSpec.incarnation); 0 if it does not mind. It fences calls that
+    read or write rows, also by hosted models.
+    """
     def __init__(
         self,
         *,
@@ -106,10 +111,11 @@ class CallContext(_message.Message):
         oldest_unacknowledged: _builtins.int = ...,
         shard_incarnation: _builtins.int = ...,
         cluster_version: _builtins.int = ...,
+        table_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "incarnation", b"incarnation", "oldest_unacknowledged", b"oldest_unacknowledged", "sequence", b"sequence", "shard_incarnation", b"shard_incarnation", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "incarnation", b"incarnation", "oldest_unacknowledged", b"oldest_unacknowledged", "sequence", b"sequence", "shard_incarnation", b"shard_incarnation", "stream", b"stream", "table_incarnation", b"table_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,6 +379,7 @@ class TableSpec(_message.Message):
     CONSTANT_FIELD_NUMBER: _builtins.int
     UNIFORM_FIELD_NUMBER: _builtins.int
     NORMAL_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 200 printable characters."""
     dim: _builtins.int
@@ -385,6 +392,10 @@ class TableSpec(_message.Message):
     """Storage type of the rows."""
     slot_dtype: Global___DType.ValueType
     """Storage type of the slots (momentum)."""
+    incarnation: _builtins.int
+    """Which table of this name it is: chosen by the scheduler when it is made, higher than that of any before. Ignored in a
+    request to make one; 0: not known.
+    """
     @_builtins.property
     def sgd(self) -> Global___Sgd: ...
     @_builtins.property
@@ -415,10 +426,11 @@ class TableSpec(_message.Message):
         constant: Global___Constant | None = ...,
         uniform: Global___Uniform | None = ...,
         normal: Global___Normal | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "initializer", b"initializer", "momentum", b"momentum", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "sgd", b"sgd", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "initializer", b"initializer", "momentum", b"momentum", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "sgd", b"sgd", "slot_dtype", b"slot_dtype", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "incarnation", b"incarnation", "initializer", b"initializer", "momentum", b"momentum", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "sgd", b"sgd", "slot_dtype", b"slot_dtype", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -133,7 +135,7 @@ def test_a_table_whose_rows_a_restarted_shard_lost_is_not_offered() -> None:
     with pytest.raises(errors.TableExists):
         cluster.scheduler.create_table(SPEC)
     cluster.scheduler.drop_table("t")
-    assert not cluster.scheduler.create_table(SPEC)
+    assert not cluster.scheduler.create_table(SPEC).existed
     assert cluster.scheduler.describe().incomplete_tables == ()
 
 
@@ -221,6 +223,33 @@ def test_a_restarted_scheduler_gives_no_shard_away_before_a_whole_lease_unless_i
     assert second.scheduler.register("new:0", 0, incarnation=10).shard == 0
 
 
+def test_every_table_has_a_higher_incarnation_than_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FakeCluster()
+    first.register_both()
+    made = first.scheduler.create_table(SPEC)
+    assert first.scheduler.create_table(SPEC, reuse=True) == (made.spec, True)
+    assert [request.spec.incarnation for _, request in first.asked] == [made.spec.incarnation] * 2  # type: ignore[attr-defined]
+    second = FakeCluster(store=first.store)
+    second.register_both()
+    assert [spec.incarnation for spec in second.scheduler.describe().tables] == [made.spec.incarnation]
+    monkeypatch.setattr(time, "time_ns", lambda: 1)  # the clock was set back
+    second.scheduler.drop_table("t")
+    second.scheduler.create_table(replace(SPEC, name="u"))
+    again = second.scheduler.create_table(SPEC)
+    assert again.spec == made.spec
+    assert again.spec.incarnation > made.spec.incarnation
+
+
+def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_hold() -> None:
+    cluster = FakeCluster()
+    held = replace(SPEC, incarnation=7)
+    cluster.scheduler.register("host:0", 0, incarnation=100, cluster_version=1, tables=[held])
+    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[replace(SPEC, incarnation=5)])
+    assert cluster.scheduler.describe().tables == ()  # not of one table
+    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[held])
+    assert [spec.incarnation for spec in cluster.scheduler.describe().tables] == [7]
+
+
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_table_whose_making_was_cut_short_is_made_anew(kept: int) -> None:
     store = FailingStore()
@@ -233,7 +262,7 @@ def test_a_table_whose_making_was_cut_short_is_made_anew(kept: int) -> None:
     second = FakeCluster(store=store)
     assert second.scheduler.describe().tables == ()
     other = TableSpec(name="t", dim=8, optimizer=SGD(0.1))
-    assert not second.scheduler.create_table(other)
+    assert not second.scheduler.create_table(other).existed
     dropped_first = [DropTable(table="t")] * 2 * kept  # what the shards may still hold
     assert [request for _, request in second.asked] == [*dropped_first, *[CreateTable(spec=other)] * 2]
 
