@@ -182,6 +182,18 @@ def test_an_interrupted_run_resumes_to_the_very_same_state(
     assert_same_state(straight, broken)
 
 
+def test_steps_for_a_run_that_had_not_ended_are_said_to_be_for_later(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "interruption", stop_after(1))
+    train(tmp_path / "run", images, recipe=replace(RECIPE, steps=2))
+    monkeypatch.undo()
+    text = io.StringIO()
+    more = options(tmp_path / "run", resume=True, resume_steps=7)
+    assert jobs.train_folder(more, folder=None, held_out=0.25, console=Console(file=text, width=200)).step == 2
+    assert "--steps 7 is for a run that has ended; this one had not, and goes on to step 2" in text.getvalue()
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "geartrain", "worker", "classify", "--data", str(images), "--out", str(out)]

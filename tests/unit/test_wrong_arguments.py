@@ -191,6 +191,21 @@ def test_integers_of_numpy_are_integers(cluster: gt.Cluster) -> None:
     assert type(table.spec.dim) is int and type(table.spec.num_rows) is int
 
 
+def test_values_of_numpy_and_torch_are_what_they_hold(cluster: gt.Cluster) -> None:
+    gt.ClassHead(cluster, "v", **HEAD, reuse=np.True_)
+    head = gt.ClassHead(cluster, "v", **HEAD, reuse=np.bool_(True), sync=np.False_)  # type: ignore[arg-type]
+    assert gt.RowOptimizer(head, lr=torch.tensor(0.25)).param_groups[0]["lr"] == 0.25  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sequence", [1.0, True, "1", 0])
+def test_a_number_of_a_write_is_an_integer(sequence: Any) -> None:
+    with gt.local(stream="job/rank0") as cluster:
+        table = cluster.create_table("t", dim=3, optimizer=gt.SGD(1.0))
+        with pytest.raises(InvalidArgument, match=f"sequence is {sequence!r}; it must be an integer"):
+            table.push(IDS, ONES, sequence=sequence)
+        assert not table.present(IDS).any()
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -201,6 +201,23 @@ def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     run_ranks(fail_on_one_rank, 2, tmp_path)
 
 
+def predict_nonsense_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    head = make_head("ranks")
+    features = torch.randn(3, DIM, generator=torch.Generator().manual_seed(rank))
+    expected = head.predict(features, 2)
+    if rank == 1:
+        features[1] = torch.nan
+    scores, ids = head.predict(features, 2)  # were they refused there, the other would wait
+    whole = [0, 1, 2] if rank == 0 else [0, 2]
+    assert torch.equal(scores[whole], expected[0][whole]) and torch.equal(ids[whole], expected[1][whole])
+    assert scores[1].isnan().all() == (rank == 1)
+
+
+def test_features_of_one_rank_that_are_not_finite_strand_no_other(tmp_path: Path) -> None:
+    run_ranks(predict_nonsense_on_one_rank, 2, tmp_path)
+
+
 def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
     head = make_head("ranks", dtype="float16")
     if rank == 0:  # as partial FC saves them, of another number of ranks
