@@ -206,7 +206,7 @@ def test_a_service_that_is_not_there_is_named(
     with connected(address, gone, recovery_timeout_seconds=0.3) as cluster:
         with pytest.raises(GraphUnavailable, match=f"geartrain graph --listen {gone}"):
             cluster.graph.describe()
-        assert caplog.text.count("trying again for up to 0 s. Else start it") == 1, "who waits is told why, once"
+        assert caplog.text.count("trying again for up to 0.3 s. Else start it") == 1, "who waits is told why, once"
         with pytest.raises(GraphUnavailable):
             cluster.graph.build("faces", 3)
     with pytest.raises(SystemExit, match="1"):

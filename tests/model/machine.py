@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,10 @@ class ClusterMachine(RuleBasedStateMachine):
                 values = np.frombuffer(raw[15], np.float32).reshape(len(them), DIM)
                 return shard.write(message.method, context, header.table, them, values, part)
             case "Pull":
-                return None if header.table in shard.tables else Refused("there is no such table")
+                held = shard.tables.get(header.table)
+                if held is None or not held.is_meant_by(context):
+                    return Refused("there is no such table, or another is meant")
+                return None
             case "CreateTable":
                 spec = codec.spec_from_pb(header.spec)
                 shard.tables.setdefault(spec.name, OracleTable(spec))
@@ -238,7 +242,10 @@ class ClusterMachine(RuleBasedStateMachine):
         self.network.script.extend(script_of(script))
         try:
             self._table(client, table).assign(np.array(chosen), rows)
-        except (ShardUnavailable, Fenced, TableNotFound):
+        except TableNotFound:
+            client.opened.clear()
+            return
+        except (ShardUnavailable, Fenced):
             return
         finally:
             self.network.script.clear()
@@ -251,10 +258,14 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(which=small, table=tables, them=ids, script=fates)
     def pull(self, which: int, table: str, them: int, script: int) -> None:
+        client = self._client(which)
         self.network.script.extend(script_of(script))
         try:
-            found = self._table(self._client(which), table).pull(np.array(ids_of(them)))
-        except (ShardUnavailable, Fenced, TableNotFound):
+            found = self._table(client, table).pull(np.array(ids_of(them)))
+        except TableNotFound:
+            client.opened.clear()
+            return
+        except (ShardUnavailable, Fenced):
             return
         finally:
             self.network.script.clear()
@@ -280,7 +291,8 @@ class ClusterMachine(RuleBasedStateMachine):
         taken_over = [one for one in self.pending if one.client is old]
         self.pending = [one for one in self.pending if one.client is not old]
         for one in taken_over:
-            one.write._numbers, one.write._deliver = new.stream, new.cluster._calls.deliver
+            meant = one.write._deliver.keywords["table"]  # type: ignore[attr-defined]
+            one.write._numbers, one.write._deliver = new.stream, partial(new.cluster._calls.deliver, table=meant)
             one.client = new
             new.stream._open.add(one.sequence)
         self.clients[position] = new
@@ -454,6 +466,7 @@ class ClusterMachine(RuleBasedStateMachine):
             self.pending.append(pending)
             return
         except (Fenced, TableNotFound):
+            pending.client.opened.clear()
             pending.write.abandon()
             return
         finally:
@@ -477,9 +490,13 @@ class ClusterMachine(RuleBasedStateMachine):
         return self.oracle[shard_of(one, spec, self.cluster.num_shards)].tables[table]
 
     def _table(self, client: Client, name: str) -> Any:
+        """The table as the client has it open: the one there was when it first used it, or was last refused."""
         from geartrain.ams.client import Table
 
-        return Table(next(spec for spec in SPECS if spec.name == name), client.cluster._calls, client.stream)
+        if name not in client.opened:
+            client.opened.update({spec.name: spec for spec in self.cluster.scheduler.describe().tables})
+        incomplete = next(spec for spec in SPECS if spec.name == name)  # means whichever there is
+        return Table(client.opened.get(name, incomplete), client.cluster._calls, client.stream)
 
     def _client(self, which: int) -> Client:
         return self.clients[which % len(self.clients)]

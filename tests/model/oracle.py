@@ -42,6 +42,9 @@ class OracleTable:
     restored_from: str = ""
     """The folder whose rows it has, or is being given."""
 
+    def is_meant_by(self, context: CallContext) -> bool:
+        return context.table_incarnation in (0, self.spec.incarnation)
+
     def initial(self) -> Row:
         assert isinstance(self.spec.initializer, Constant)
         value = np.full(self.spec.dim, self.spec.initializer.value, np.float32)
@@ -129,6 +132,8 @@ class OracleShard:
         number = context.stream, context.sequence
         if number in self.applied and self.applied[number] is not held:
             return EITHER  # the table was dropped since: known or not, it is not applied to the new one
+        if not held.is_meant_by(context):
+            return Refused("another table of the name is meant")
         if number not in self.applied:
             self.applied[number] = held
             held.push(ids, values) if kind == "Push" else held.assign(ids, values)

@@ -28,6 +28,7 @@ from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
+from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.durable import Disk, disk
 from geartrain.ams.storage.kv import MemoryStore
 from geartrain.ams.transport.grpc_client import GrpcCarrier
@@ -274,6 +275,8 @@ class Client:
         view = carrier.describe(None)
         self.cluster = Cluster(carrier, view, cluster.open_carrier, CONFIG, stream=ClientStream(8), remote=True)
         self.stream = OneStream(8, stream, incarnation)
+        self.opened: dict[str, TableSpec] = {}
+        """Tables as they were when it opened them."""
         self.deferred: deque[Callable[[], None]] = deque()
         self.cluster._calls.background = self._background  # type: ignore[method-assign]
 
