@@ -7,6 +7,7 @@ travels: it lies in memory that both share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -19,9 +20,20 @@ from geartrain.ams.arrays import ids_array, like, rows_array
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.hosted_calls import HostedCalls
-from geartrain.ams.messages import Assign, Describe, Done, Pull, Push, Reply, Request, ShardState, SyncGroup
+from geartrain.ams.messages import (
+    Assign,
+    CallContext,
+    Describe,
+    Done,
+    Pull,
+    Push,
+    Reply,
+    Request,
+    ShardState,
+    SyncGroup,
+)
 from geartrain.ams.placement import NUM_BUCKETS, split_by_shard
-from geartrain.ams.shard_calls import ShardCalls
+from geartrain.ams.shard_calls import Outcome, ShardCalls
 from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.words import counted
 from geartrain.ams.writes import ClientStream, Write
@@ -32,13 +44,12 @@ class Table:
 
     ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim]. numpy arrays and
     torch tensors are taken, and answered in kind. Once the table was dropped, every method raises TableNotFound, also
-    where another was made under its name; unless this process has restored it in its place.
+    where another was made under its name. Restored with ``replace=True`` it is the same table, at an earlier moment.
     """
 
     def __init__(self, spec: TableSpec, calls: ShardCalls, stream: ClientStream) -> None:
         self.spec = spec
         self._calls = calls
-        self._deliver = partial(calls.deliver, table=spec)
         self._stream = stream
 
     def __repr__(self) -> str:
@@ -90,14 +101,12 @@ class Table:
         first_ids = np.arange(min(self.spec.num_rows or NUM_BUCKETS, NUM_BUCKETS), dtype=np.int64)
         is_dense = self.spec.num_rows is not None
         shards = [shard for shard, _ in self._routes(first_ids)] if is_dense else range(self._calls.view.num_shards)
-        replies = self._calls.read([(shard, Describe()) for shard in shards])
-        meant = self._calls.incarnation_of(self.spec)
-        return tuple(self._writes_in(reply, meant) for reply in replies)
+        return tuple(self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards]))
 
-    def _writes_in(self, reply: Reply, incarnation: int) -> int:
+    def _writes_in(self, reply: Reply) -> int:
         assert isinstance(reply, ShardState)
         for table in reply.tables:
-            if table.spec.name == self.spec.name and table.spec.incarnation == incarnation:
+            if table.spec.name == self.spec.name and table.spec.incarnation == self.spec.incarnation:
                 return table.pushes
         raise TableNotFound(f"shard {reply.shard} has no table {self.spec.name!r} any more; was it dropped?")
 
@@ -252,6 +261,9 @@ class Table:
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.hosted`."""
         return HostedCalls(self.spec, model, self._calls, partial(self._stream.numbers, self.spec.name, None))
+
+    def _deliver(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
+        return self._calls.deliver(calls, context, table=self.spec)
 
     def _pulled(self, ids: Ids) -> npt.NDArray[Any]:
         out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)

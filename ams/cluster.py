@@ -344,7 +344,8 @@ class Cluster:
 
         The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
         All or nothing: if anything fails, none of its tables stays. With ``replace=True`` (a job that goes back) tables
-        of these names are dropped first, but only after every byte of the snapshot was read and found sound. A write
+        of these names are dropped first, but only after every byte of the snapshot was read and found sound; a
+        :class:`Table` that any process has open goes on with the restored rows, if the specs are equal. A write
         that the restored rows hold is recognised if it is sent again (exactly where the number of shards is the same,
         at a step boundary where it is not), and sync groups go on at their step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
@@ -352,8 +353,13 @@ class Cluster:
         written), ShardUnavailable. Graphs come back to where :attr:`graph` keeps them, if it was used or is a service.
         """
 
+        present = {spec.name: spec for spec in self._describe().tables} if replace else {}
+
         def create(spec: TableSpec) -> None:
-            self._calls.restored(self._create(spec, reuse=False))
+            replaced = present.get(spec.name)
+            self._create(
+                replaced if replaced == spec else spec, reuse=False
+            )  # it stays that table: see the incarnation
 
         return restore_snapshot(
             self._calls,

@@ -5,8 +5,7 @@ Cost: one request per shard and call, all shards at once; the inputs travel to e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from geartrain.ams.errors import InternalError
 from geartrain.ams.messages import (
@@ -19,7 +18,7 @@ from geartrain.ams.messages import (
     SyncGroup,
     UpdateHosted,
 )
-from geartrain.ams.shard_calls import ShardCalls
+from geartrain.ams.shard_calls import Outcome, ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import ClusterView
 from geartrain.ams.writes import Numbers, Write
@@ -40,7 +39,6 @@ class HostedCalls:
         self._model = model
         self._calls = calls
         self._numbers = numbers
-        self._deliver = partial(calls.deliver, timeout_seconds=calls.config.hosted_timeout_seconds, table=spec)
 
     @property
     def part_bytes(self) -> int:
@@ -98,3 +96,6 @@ class HostedCalls:
             for shard in range(self.view.num_shards)
         ]
         return Write(self._numbers(), requests, self._deliver)
+
+    def _deliver(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
+        return self._calls.deliver(calls, context, self._calls.config.hosted_timeout_seconds, table=self.spec)

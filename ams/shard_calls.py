@@ -57,8 +57,6 @@ class ShardCalls:
         self._is_closing = self._closed = False
         self._process = os.getpid()
         self._given_up = threading.Event()
-        self._restored: dict[str, int] = {}
-        """Incarnations of tables, by name."""
         self._lock = threading.Lock()
 
     @property
@@ -110,7 +108,7 @@ class ShardCalls:
         """
         self.require_usable()
         if table is not None:
-            context = replace(context, table_incarnation=self.incarnation_of(table))
+            context = replace(context, table_incarnation=table.incarnation)
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
@@ -161,14 +159,6 @@ class ShardCalls:
                 raise outcome
             replies.append(outcome)
         return replies
-
-    def restored(self, table: TableSpec) -> None:
-        """Note that this process has restored a table: who had it open before goes on with it."""
-        self._restored[table.name] = table.incarnation
-
-    def incarnation_of(self, table: TableSpec) -> int:
-        """Which table of its name is meant: the one that was opened, or that this process has restored in its place."""
-        return max(table.incarnation, self._restored.get(table.name, 0))
 
     def on_all_shards(
         self,

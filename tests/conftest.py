@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -47,6 +48,13 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_of_its_own() -> None:
+    """Give every test the same random numbers of torch, whichever ran before it in its process."""
+    if (torch := sys.modules.get("torch")) is not None:  # else its generator is as it begins
+        torch.manual_seed(0)
 
 
 def pytest_configure() -> None:

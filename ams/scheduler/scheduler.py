@@ -199,7 +199,8 @@ class Scheduler:
     def create_table(
         self, spec: TableSpec, *, reuse: bool = False, require_current: Callable[[], None] = lambda: None
     ) -> MadeTable:
-        """Make a table on every shard, and number it, unless it exists.
+        """Make a table on every shard, unless it exists, and number it; with the incarnation of an earlier table it
+        goes on as that one.
 
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
         begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
@@ -215,7 +216,7 @@ class Scheduler:
                 return MadeTable(existing.spec, existed=True)
             if existing is not None:  # an earlier change was cut short: some shards may hold the table
                 self._on_all_shards(view, DropTable(table=spec.name))
-            spec = replace(spec, incarnation=self._next_table_incarnation())
+            spec = replace(spec, incarnation=self._table_incarnation(spec))
             self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
             try:
                 failpoints.reach("table.create.before")
@@ -242,9 +243,13 @@ class Scheduler:
             if existing is not None:
                 self._keep_schema(name, None)
 
-    def _next_table_incarnation(self) -> int:
-        """Higher than that of any table before; of those that earlier schedulers made and dropped, by the clock."""
+    def _table_incarnation(self, spec: TableSpec) -> int:
+        """That of an earlier table, or one higher than all before; than those that were dropped before this scheduler
+        began, by the clock.
+        """
         with self._lock:
+            if 0 < spec.incarnation <= self._last_table:
+                return spec.incarnation
             self._last_table = max(self._last_table + 1, time.time_ns())
             return self._last_table
 

@@ -250,7 +250,7 @@ def test_a_job_goes_back_over_the_rows_that_are_there(cluster: Cluster, tmp_path
     assert not cluster.table("hashed").present(np.array([10**9])).any(), "a row of the dropped table came back"
 
 
-def test_who_restored_a_table_goes_on_with_it_and_others_open_it_again(
+def test_who_has_a_table_open_goes_on_with_it_after_it_was_restored_in_place(
     served: Callable[..., Any], tmp_path: Path
 ) -> None:
     address = served(2).address
@@ -262,15 +262,19 @@ def test_who_restored_a_table_goes_on_with_it_and_others_open_it_again(
         path = ours.snapshot(tmp_path).result(60)
         other.push(everything, ones)
         ours.restore(path, replace=True)
-        with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
-            other.push(everything, ones)
-        table.push(everything, ones)
-        np.testing.assert_array_equal(table.pull(everything), np.full((50, 2), -2, np.float32))
-        assert table.version() == theirs.table("t").version() == 2
+        for handle in (table, other):
+            handle.push(everything, ones)
+        np.testing.assert_array_equal(table.pull(everything), np.full((50, 2), -3, np.float32))
+        assert table.version() == other.version() == 3
+
         ours.drop_table("t")
-        ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0))
+        ours.create_table("t", dim=2, optimizer=SGD(0.5), num_rows=50, initializer=Constant(0))
+        for handle in (table, other):
+            with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
+                handle.push(everything, ones)
+        ours.restore(path, replace=True)  # which is of other settings
         with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
-            table.pull(everything)
+            other.pull(everything)
 
 
 def test_a_damaged_snapshot_costs_no_live_row(cluster: Cluster, tmp_path: Path) -> None:

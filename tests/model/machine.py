@@ -74,6 +74,8 @@ class Pending:
     table: str
     ids: list[int]
     sequence: int
+    opened: TableSpec
+    """The table as the client had it open."""
 
 
 @dataclass
@@ -224,8 +226,9 @@ class ClusterMachine(RuleBasedStateMachine):
         if _would_wait(client):
             return
         sequence = client.stream._next
-        write = self._table(client, table).prepare_push(np.array(chosen), gradients)
-        self._send(Pending(client, write, table, chosen, sequence), script)
+        opened = self._table(client, table)
+        write = opened.prepare_push(np.array(chosen), gradients)
+        self._send(Pending(client, write, table, chosen, sequence, opened.spec), script)
 
     @rule(which=small, table=tables, them=ids, seed=small, script=fates)
     def push_again(self, which: int, table: str, them: int, seed: int, script: int) -> None:
@@ -291,8 +294,8 @@ class ClusterMachine(RuleBasedStateMachine):
         taken_over = [one for one in self.pending if one.client is old]
         self.pending = [one for one in self.pending if one.client is not old]
         for one in taken_over:
-            meant = one.write._deliver.keywords["table"]  # type: ignore[attr-defined]
-            one.write._numbers, one.write._deliver = new.stream, partial(new.cluster._calls.deliver, table=meant)
+            deliver = partial(new.cluster._calls.deliver, table=one.opened)
+            one.write._numbers, one.write._deliver = new.stream, deliver
             one.client = new
             new.stream._open.add(one.sequence)
         self.clients[position] = new

@@ -221,8 +221,8 @@ def test_who_comes_while_the_first_makes_the_tables_waits_for_both(
             assert may_go_on.wait(30)
         return create_table(self, name, **settings)
 
-    def looked(self: ShardCalls, calls: Any) -> Any:
-        replies = version(self, calls)
+    def looked(self: ShardCalls, calls: Any, **keywords: Any) -> Any:
+        replies = version(self, calls, **keywords)
         may_go_on.set()  # the second has looked for values, and found none
         return replies
 
