@@ -7,7 +7,6 @@ travels: it lies in memory that both share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ from geartrain.ams.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.hosted_calls import HostedCalls
 from geartrain.ams.messages import (
     Assign,
-    CallContext,
     Describe,
     Done,
     Pull,
@@ -33,10 +31,10 @@ from geartrain.ams.messages import (
     SyncGroup,
 )
 from geartrain.ams.placement import NUM_BUCKETS, split_by_shard
-from geartrain.ams.shard_calls import Outcome, ShardCalls
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import Ids, TableSpec
 from geartrain.ams.words import counted
-from geartrain.ams.writes import ClientStream, Write
+from geartrain.ams.writes import ClientStream, Deliver, Write
 
 
 class Table:
@@ -44,7 +42,7 @@ class Table:
 
     ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim]. numpy arrays and
     torch tensors are taken, and answered in kind. Once the table was dropped, every method raises TableNotFound, also
-    where another was made under its name. Restored with ``replace=True`` it is the same table, at an earlier moment.
+    where another was made under its name, unless this process has restored that one.
     """
 
     def __init__(self, spec: TableSpec, calls: ShardCalls, stream: ClientStream) -> None:
@@ -55,6 +53,11 @@ class Table:
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
         return f"Table({self.spec.name!r}, {rows}, dim={self.spec.dim}, {self.spec.dtype}, {self.spec.optimizer})"
+
+    @property
+    def incarnation(self) -> int:
+        """Which table of its name it is; that of the restored one after this process has restored it. 0: not known."""
+        return self._calls.incarnation_of(self.spec)
 
     def pull(self, ids: Any) -> Any:
         """Read rows: [N] -> [N, dim] of the table's dtype. A row never written has its initial value; none is created.
@@ -106,9 +109,16 @@ class Table:
     def _writes_in(self, reply: Reply) -> int:
         assert isinstance(reply, ShardState)
         for table in reply.tables:
-            if table.spec.name == self.spec.name and table.spec.incarnation == self.spec.incarnation:
+            if table.spec.name == self.spec.name and self._is_meant(table.spec):
                 return table.pushes
-        raise TableNotFound(f"shard {reply.shard} has no table {self.spec.name!r} any more; was it dropped?")
+        raise TableNotFound(
+            f"shard {reply.shard} has no table {self.spec.name!r} any more, or another: it was dropped; if there is "
+            f"one again, open that: cluster.table({self.spec.name!r})"
+        )
+
+    def _is_meant(self, found: TableSpec) -> bool:
+        """Whether it is the table of this name; a shard or scheduler of an earlier version does not tell."""
+        return self.incarnation in (0, found.incarnation) or found.incarnation == 0
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Read rows into ``out`` [N, dim] of the table's dtype, C-contiguous, without further copies.
@@ -235,7 +245,7 @@ class Table:
             )
             for shard, part, part_rows in self._split(merged, rows, every_shard=every_shard)
         ]
-        return Write(self._stream.numbers(self.spec.name, sequence), requests, self._deliver)
+        return Write(self._stream.numbers(self.spec.name, sequence), requests, self._deliver())
 
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
         """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct.
@@ -256,14 +266,15 @@ class Table:
             for shard, part, part_rows in self._split(checked, values, every_shard=False)
         ]
         numbers = self._stream.numbers(self.spec.name, sequence)
-        return _send_once(Write(numbers, requests, self._deliver))
+        return _send_once(Write(numbers, requests, self._deliver()))
 
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.hosted`."""
         return HostedCalls(self.spec, model, self._calls, partial(self._stream.numbers, self.spec.name, None))
 
-    def _deliver(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
-        return self._calls.deliver(calls, context, table=self.spec)
+    def _deliver(self) -> Deliver:
+        # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
+        return partial(self._calls.deliver, table_incarnation=self.incarnation)
 
     def _pulled(self, ids: Ids) -> npt.NDArray[Any]:
         out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)
@@ -290,7 +301,7 @@ class Table:
                 required_sync=required_sync,
             )
             calls.append((shard, pull))
-        self._calls.read(calls, table=self.spec)
+        self._calls.read(calls, table_incarnation=self.incarnation)
 
     def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         view = self._calls.view

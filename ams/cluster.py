@@ -127,13 +127,15 @@ class Cluster:
         # Only a process that has slow gears loads them.
         from geartrain.ams.gear.partitions import job_of
         from geartrain.ams.gear.remote import RemoteGears
+        from geartrain.ams.transport.grpc_client import CONNECT_SECONDS
         from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
 
         holders = self.streams(job_of(name), worker="fast gear").holders
         limit = self._config.max_message_bytes
+        connect_seconds = min(CONNECT_SECONDS, self._config.attempt_timeout_seconds / 2)
 
         def open_carrier(address: str, on_wait: Callable[[], None]) -> GrpcGearCarrier:
-            return GrpcGearCarrier(address, max_message_bytes=limit, on_wait=on_wait)
+            return GrpcGearCarrier(address, max_message_bytes=limit, connect_seconds=connect_seconds, on_wait=on_wait)
 
         return RemoteGears(name, dim, holders, open_carrier, self._config, wait=wait, freshness=freshness)
 
@@ -344,8 +346,9 @@ class Cluster:
 
         The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
         All or nothing: if anything fails, none of its tables stays. With ``replace=True`` (a job that goes back) tables
-        of these names are dropped first, but only after every byte of the snapshot was read and found sound; a
-        :class:`Table` that any process has open goes on with the restored rows, if the specs are equal. A write
+        of these names are dropped first, but only after every byte of the snapshot was read and found sound. What
+        this process has open of them (tables, heads) goes on with the restored rows; other processes must open theirs
+        anew (:meth:`table`): until then they get TableNotFound, so that nobody writes into what is restored. A write
         that the restored rows hold is recognised if it is sent again (exactly where the number of shards is the same,
         at a step boundary where it is not), and sync groups go on at their step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
@@ -353,15 +356,13 @@ class Cluster:
         written), ShardUnavailable. Graphs come back to where :attr:`graph` keeps them, if it was used or is a service.
         """
 
-        present = {spec.name: spec for spec in self._describe().tables} if replace else {}
+        made: list[TableSpec] = []
 
-        def create(spec: TableSpec) -> None:
-            replaced = present.get(spec.name)
-            self._create(
-                replaced if replaced == spec else spec, reuse=False
-            )  # it stays that table: see the incarnation
+        def create(spec: TableSpec) -> TableSpec:
+            made.append(self._create(spec, reuse=False))
+            return made[-1]
 
-        return restore_snapshot(
+        snapshot = restore_snapshot(
             self._calls,
             path,
             create,
@@ -371,6 +372,8 @@ class Cluster:
             caller=self._stream.caller,
             graphs=self._graphs_to_restore,
         )
+        self._calls.restored(made)
+        return snapshot
 
     def _graphs_to_restore(self, there_are_some: bool) -> GraphCalls | None:
         """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""

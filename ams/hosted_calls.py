@@ -5,7 +5,8 @@ Cost: one request per shard and call, all shards at once; the inputs travel to e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from geartrain.ams.errors import InternalError
 from geartrain.ams.messages import (
@@ -18,10 +19,10 @@ from geartrain.ams.messages import (
     SyncGroup,
     UpdateHosted,
 )
-from geartrain.ams.shard_calls import Outcome, ShardCalls
+from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import ClusterView
-from geartrain.ams.writes import Numbers, Write
+from geartrain.ams.writes import Deliver, Numbers, Write
 
 InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]
 """The inputs for a shard, by its number."""
@@ -68,7 +69,7 @@ class HostedCalls:
             )
             for shard in range(self.view.num_shards)
         ]
-        outcomes = self._deliver(calls, CallContext())
+        outcomes = self._deliver()(calls, CallContext())
         answers = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -95,7 +96,11 @@ class HostedCalls:
             )
             for shard in range(self.view.num_shards)
         ]
-        return Write(self._numbers(), requests, self._deliver)
+        return Write(self._numbers(), requests, self._deliver())
 
-    def _deliver(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
-        return self._calls.deliver(calls, context, self._calls.config.hosted_timeout_seconds, table=self.spec)
+    def _deliver(self) -> Deliver:
+        return partial(
+            self._calls.deliver,
+            timeout_seconds=self._calls.config.hosted_timeout_seconds,
+            table_incarnation=self._calls.incarnation_of(self.spec),
+        )

@@ -74,6 +74,8 @@ class DropTable:
     """Remove a table and its rows. Idempotent."""
 
     table: str
+    incarnation: int = 0
+    """Another table of the name stays; 0: whichever there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,8 @@ class Restore:
     folder: str
     tables: tuple[str, ...]
     """None: only see whether the snapshot's manifests and marks can be read."""
+    incarnations: tuple[int, ...] = ()
+    """Of each table: no other one of its name is written to. None: whichever there are."""
 
 
 @dataclass(frozen=True, kw_only=True)

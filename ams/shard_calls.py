@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -57,6 +57,8 @@ class ShardCalls:
         self._is_closing = self._closed = False
         self._process = os.getpid()
         self._given_up = threading.Event()
+        self._restored: dict[str, int] = {}
+        """Incarnations of tables, by name."""
         self._lock = threading.Lock()
 
     @property
@@ -94,21 +96,21 @@ class ShardCalls:
         timeout_seconds: float | None = None,
         *,
         recovery_seconds: float | None = None,
-        table: TableSpec | None = None,
+        table_incarnation: int = 0,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
-        ``table`` is the one that the calls mean: a shard refuses them (TableNotFound) if it has another of that name.
+        With ``table_incarnation`` a shard refuses them (TableNotFound) if it has another table of the name they mean.
 
         Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
         second one does not wait for that): what is under way is not sent again then, and whether it was done is
         unknown.
         """
         self.require_usable()
-        if table is not None:
-            context = replace(context, table_incarnation=table.incarnation)
+        if table_incarnation:
+            context = replace(context, table_incarnation=table_incarnation)
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
@@ -151,14 +153,22 @@ class ShardCalls:
                 outcomes.append(exc)
         return outcomes
 
-    def read(self, calls: Sequence[tuple[int, Request]], *, table: TableSpec | None = None) -> list[Reply]:
-        """Make calls that change nothing; raises the first error. ``table`` is that of :meth:`deliver`."""
+    def read(self, calls: Sequence[tuple[int, Request]], *, table_incarnation: int = 0) -> list[Reply]:
+        """Make calls that change nothing; raises the first error. ``table_incarnation`` is that of :meth:`deliver`."""
         replies: list[Reply] = []
-        for outcome in self.deliver(calls, CallContext(), table=table):
+        for outcome in self.deliver(calls, CallContext(), table_incarnation=table_incarnation):
             if isinstance(outcome, BaseException):
                 raise outcome
             replies.append(outcome)
         return replies
+
+    def restored(self, tables: Iterable[TableSpec]) -> None:
+        """Note that this process has restored tables: what it has open of these names means them from now on."""
+        self._restored.update({table.name: table.incarnation for table in tables})
+
+    def incarnation_of(self, table: TableSpec) -> int:
+        """Which table of its name is meant: the one that was opened, or that this process has restored since."""
+        return max(table.incarnation, self._restored.get(table.name, 0))
 
     def on_all_shards(
         self,

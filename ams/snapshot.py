@@ -245,7 +245,7 @@ def _chosen(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[
 def restore_snapshot(
     calls: ShardCalls,
     path: str | Path,
-    create: Callable[[TableSpec], None],
+    create: Callable[[TableSpec], TableSpec],
     drop: Callable[[str], None],
     *,
     tables: Sequence[str] | None = None,
@@ -270,7 +270,7 @@ def restore_snapshot(
     expected = sum(
         entry.num_rows for spec in specs for layer in layers_of(chain, spec.name) for entry in layer.blocks()
     )
-    created: list[str] = []
+    created: list[TableSpec] = []
     try:
         snapshot.job_files()  # all of it is sound, or nothing of it is used
         if replace:
@@ -281,14 +281,18 @@ def restore_snapshot(
                 drop(spec.name)
         for spec in specs:
             try:
-                create(spec)
+                made = create(spec)
             except TableExists as exc:
                 raise TableExists(
                     f"table {spec.name!r} of the snapshot exists already; drop it, or restore into an empty cluster"
                 ) from exc
-            created.append(spec.name)
+            created.append(made)
             failpoints.reach("restore.create.after")
-        request = Restore(folder=str(snapshot.path), tables=tuple(created))
+        request = Restore(
+            folder=str(snapshot.path),
+            tables=tuple(table.name for table in created),
+            incarnations=tuple(table.incarnation for table in created),
+        )
         replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds, caller=caller))
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
         if restored != expected:
@@ -298,9 +302,9 @@ def restore_snapshot(
         if (service := graphs(there_are_some)) is not None:
             _restore_graphs(service, snapshot, names, there_are_some=there_are_some)
     except BaseException:
-        for name in created:
+        for table in created:
             with suppress(GeartrainError):  # what went wrong first is what the caller must hear
-                drop(name)
+                drop(table.name)
         raise
     return snapshot
 

@@ -40,7 +40,7 @@ class RemoteGraphs:
     def await_first_answer(self) -> None:
         """Wait for the service as long as the first connection to a role may take. Raises GraphUnavailable."""
         seconds = self._config.connect_timeout_seconds
-        self._until_answered(lambda: self._carrier.describe(seconds), seconds)
+        self._until_answered(lambda: self._carrier.greet(seconds), seconds)
 
     def build(
         self,

@@ -199,8 +199,7 @@ class Scheduler:
     def create_table(
         self, spec: TableSpec, *, reuse: bool = False, require_current: Callable[[], None] = lambda: None
     ) -> MadeTable:
-        """Make a table on every shard, unless it exists, and number it; with the incarnation of an earlier table it
-        goes on as that one.
+        """Make a table on every shard, and number it, unless it exists.
 
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
         begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
@@ -216,7 +215,7 @@ class Scheduler:
                 return MadeTable(existing.spec, existed=True)
             if existing is not None:  # an earlier change was cut short: some shards may hold the table
                 self._on_all_shards(view, DropTable(table=spec.name))
-            spec = replace(spec, incarnation=self._table_incarnation(spec))
+            spec = replace(spec, incarnation=self._next_table_incarnation())
             self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
             try:
                 failpoints.reach("table.create.before")
@@ -237,19 +236,19 @@ class Scheduler:
             view = self._ready_view()
             with self._lock:
                 existing = self._state.schemas.get(name)
+            incarnation = 0  # whichever a shard has
             if existing is not None:
+                incarnations = {entry.shard: entry.incarnation for entry in view.shards}
+                if existing.holders == incarnations and not existing.is_unsettled:
+                    incarnation = existing.spec.incarnation
                 self._keep_schema(name, replace(existing, is_unsettled=True))
-            self._on_all_shards(view, DropTable(table=name))
+            self._on_all_shards(view, DropTable(table=name, incarnation=incarnation))
             if existing is not None:
                 self._keep_schema(name, None)
 
-    def _table_incarnation(self, spec: TableSpec) -> int:
-        """That of an earlier table, or one higher than all before; than those that were dropped before this scheduler
-        began, by the clock.
-        """
+    def _next_table_incarnation(self) -> int:
+        """Higher than that of any table before; of those that earlier schedulers made and dropped, by the clock."""
         with self._lock:
-            if 0 < spec.incarnation <= self._last_table:
-                return spec.incarnation
             self._last_table = max(self._last_table + 1, time.time_ns())
             return self._last_table
 

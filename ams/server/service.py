@@ -132,7 +132,8 @@ class ShardService:
     def drop_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Remove a table."""
         request = framing.parse(data, shard_pb2.DropTableRequest)
-        future = self.shard.submit(codec.context_from_pb(request.context), DropTable(table=request.table))
+        drop = DropTable(table=request.table, incarnation=request.incarnation)
+        future = self.shard.submit(codec.context_from_pb(request.context), drop)
         return _encoded(await_reply(future, servicer_context))
 
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
@@ -255,7 +256,7 @@ class ShardService:
     def restore(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows back."""
         request = framing.parse(data, shard_pb2.RestoreRequest)
-        restore = Restore(folder=request.folder, tables=tuple(request.tables))
+        restore = Restore(folder=request.folder, tables=tuple(request.tables), incarnations=tuple(request.incarnations))
         return _encoded(await_reply(self._submit(request.context, restore), servicer_context))
 
     def fence(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
@@ -294,8 +295,9 @@ class ShardService:
 
     def _spec(self, header: _TableHeader) -> TableSpec:
         # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.
-        self.shard.check_fence(codec.context_from_pb(header.context))
-        return self.shard.spec(header.table)
+        context = codec.context_from_pb(header.context)
+        self.shard.check_fence(context)
+        return self.shard.spec(header.table, context)
 
     def _shared(self, named: shard_pb2.SharedBytes, dim: int, dtype: np.dtype[Any]) -> SharedArrays:
         theirs = DTYPES[codec.dtype_from_pb(named.dtype)]

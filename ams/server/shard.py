@@ -181,12 +181,14 @@ class Shard:
             self._turn.release()
         return call.future
 
-    def spec(self, table: str) -> TableSpec:
-        """Return the spec of a table. Raises TableNotFound."""
+    def spec(self, table: str, context: CallContext) -> TableSpec:
+        """Return the spec of the table that a caller means. Raises TableNotFound."""
         try:
-            return self._specs[table]
+            spec = self._specs[table]
         except KeyError:
             raise self._no_table(table) from None
+        _require_meant(spec, context.table_incarnation)
+        return spec
 
     def check_fence(self, context: CallContext) -> None:
         """Raise unless the caller may be answered. Any thread.
@@ -302,7 +304,7 @@ class Shard:
             case CreateTable():
                 return self._create(request.spec)
             case DropTable():
-                return self._drop(request.table)
+                return self._drop(request.table, request.incarnation)
             case Describe():
                 return self._describe()
             case Freeze():
@@ -318,12 +320,14 @@ class Shard:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
     def _write(self, call: _Call, request: Push | Assign | UpdateHosted) -> None:
+        if request.table in self._tables:  # not even as a repetition: the rows of the write it repeats are gone
+            _require_meant(self._tables[request.table].spec, call.context.table_incarnation)
         if not self._marks.admit(call.context, call.future):
             return
         try:
             if not isinstance(request, Assign):
                 _check_settings(request)
-            table = self._table_meant(request.table, call.context)
+            table = self._table(request.table)
             failpoints.reach("shard.apply.before")
             if not isinstance(request, Assign) and request.group is not None:
                 self._write_jointly(call.context, request, table)
@@ -387,7 +391,10 @@ class Shard:
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done()
 
-    def _drop(self, name: str) -> Done:
+    def _drop(self, name: str, incarnation: int) -> Done:
+        table = self._tables.get(name)
+        if table is not None and incarnation not in (0, table.spec.incarnation):
+            return Done(duplicate=True)
         for context, _ in self._groups.drop_table(name):
             self._marks.failed(context, self._no_table(name))
         table = self._tables.pop(name, None)
@@ -448,6 +455,8 @@ class Shard:
         """Begin work on files on a thread of its own: the shard goes on."""
         if isinstance(request, Restore):
             tables = {name: self._table(name) for name in request.tables}
+            for table, incarnation in zip(tables.values(), request.incarnations, strict=bool(request.incarnations)):
+                _require_meant(table.spec, incarnation)
             return self._files.submit(self._restore, request.folder, tables)
         frozen = self._frozen.get(request.snapshot_id)
         if frozen is None:
@@ -530,11 +539,7 @@ class Shard:
 
     def _table_meant(self, name: str, context: CallContext) -> _Table:
         table = self._table(name)
-        if context.table_incarnation not in (0, table.spec.incarnation):
-            raise TableNotFound(
-                f"the table {name!r} that is meant was dropped, and another was made under its name since; "
-                f"open that one: cluster.table({name!r})"
-            )
+        _require_meant(table.spec, context.table_incarnation)
         return table
 
     def _no_table(self, name: str) -> TableNotFound:
@@ -583,6 +588,15 @@ def _joint(parts: list[Push | UpdateHosted]) -> Push | UpdateHosted:
             "ranks of a head the same rows="
         )
     return joint_push(pushes) if pushes else joint_update(updates)
+
+
+def _require_meant(spec: TableSpec, incarnation: int) -> None:
+    """Raise TableNotFound if another table of the name is meant; 0 means any."""
+    if incarnation not in (0, spec.incarnation):
+        raise TableNotFound(
+            f"the table {spec.name!r} that is meant was dropped, and another was made or restored under its name; "
+            f"open that one: cluster.table({spec.name!r})"
+        )
 
 
 def _check_settings(push: Push | UpdateHosted) -> None:

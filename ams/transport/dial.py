@@ -27,7 +27,10 @@ def dial(
     from geartrain.ams.transport.grpc_client import CONNECT_SECONDS, GrpcCarrier
     from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
 
-    connect_seconds = config.connect_timeout_seconds if once else CONNECT_SECONDS
+    # An attempt must not end before its connection does: then nobody could tell that nothing was sent.
+    connect_seconds = (
+        config.connect_timeout_seconds if once else min(CONNECT_SECONDS, config.attempt_timeout_seconds / 2)
+    )
 
     def open_carrier(shard_address: str) -> ShardCarrier:
         return GrpcCarrier(

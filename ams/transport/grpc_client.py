@@ -178,7 +178,9 @@ class GrpcCarrier:
                 )
                 return self._call("CreateTable", create.SerializeToString(), timeout_seconds, _done)
             case DropTable():
-                drop = shard_pb2.DropTableRequest(context=codec.context_to_pb(context), table=request.table)
+                drop = shard_pb2.DropTableRequest(
+                    context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
+                )
                 return self._call("DropTable", drop.SerializeToString(), timeout_seconds, _done)
             case Describe():
                 ask = shard_pb2.DescribeRequest(context=codec.context_to_pb(context))
@@ -201,8 +203,13 @@ class GrpcCarrier:
             case Thaw(snapshot_id=snapshot_id, kept=kept):
                 thaw = shard_pb2.ThawRequest(context=codec.context_to_pb(context), snapshot_id=snapshot_id, kept=kept)
                 return self._call("Thaw", thaw.SerializeToString(), timeout_seconds, _done)
-            case Restore(folder=folder, tables=tables):
-                restore = shard_pb2.RestoreRequest(context=codec.context_to_pb(context), folder=folder, tables=tables)
+            case Restore():
+                restore = shard_pb2.RestoreRequest(
+                    context=codec.context_to_pb(context),
+                    folder=request.folder,
+                    tables=request.tables,
+                    incarnations=request.incarnations,
+                )
                 return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
             case Fence(job=job, incarnation=incarnation, forget=forget):
                 fence = shard_pb2.FenceRequest(

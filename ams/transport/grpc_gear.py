@@ -22,7 +22,7 @@ from geartrain.ams.pb.v1 import gear_pb2
 from geartrain.ams.specs import Ids
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.carrier import AttemptFailed, NotSent
-from geartrain.ams.transport.grpc_client import channel_options
+from geartrain.ams.transport.grpc_client import CONNECT_SECONDS, channel_options
 from geartrain.ams.transport.grpc_status import error_from
 
 GEAR_SERVICE = "geartrain.ams.v1.Gear"
@@ -51,11 +51,12 @@ class GrpcGearCarrier:
         address: str,
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        connect_seconds: float = CONNECT_SECONDS,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self._on_wait = on_wait
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes, connect_seconds))
 
     def features(
         self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout_seconds: float

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from geartrain.ams.aside import aside
 from geartrain.ams.config import MAX_MESSAGE_BYTES
@@ -24,6 +25,7 @@ from geartrain.ams.transport.grpc_client import channel_options
 from geartrain.ams.transport.grpc_status import error_from
 
 GRAPH_SERVICE = "geartrain.ams.v1.Graph"
+HEALTH_SERVICE = "grpc.health.v1.Health"
 CHUNK_BYTES = 1 << 20
 """Of a download: below the least message size that can be configured."""
 _LABELS = _IDS = 14
@@ -46,6 +48,10 @@ class GrpcGraphCarrier:
                 yield GraphBuilt(graph=info_from_pb(reply.built), resumed_pairs=reply.resumed_pairs)
             else:
                 yield _building_from_pb(reply.building)
+
+    def greet(self, timeout_seconds: float) -> None:
+        """Ask for its health: whatever it says, it is there."""
+        self._send("Check", health_pb2.HealthCheckRequest().SerializeToString(), timeout_seconds, HEALTH_SERVICE)
 
     def cancel(self, table: str, timeout_seconds: float) -> bool:
         """End a build."""
@@ -121,8 +127,8 @@ class GrpcGraphCarrier:
     def _call(self, method: str, request: Message, kind: type[framing.M], timeout_seconds: float) -> framing.M:
         return framing.parse(self._send(method, request.SerializeToString(), timeout_seconds), kind)
 
-    def _send(self, method: str, data: bytes, timeout_seconds: float) -> bytes:
-        call: Any = self._channel.unary_unary(f"/{GRAPH_SERVICE}/{method}")
+    def _send(self, method: str, data: bytes, timeout_seconds: float, service: str = GRAPH_SERVICE) -> bytes:
+        call: Any = self._channel.unary_unary(f"/{service}/{method}")
         try:
             reply: bytes = aside(partial(call, data, timeout=timeout_seconds))
         except grpc.RpcError as exc:

@@ -69,6 +69,8 @@ class DenseTable(torch.optim.Optimizer):
         """Take the server's values. Use :func:`attach`."""
         self._versions: tuple[int, ...] = (0,)
         """Writes applied to the parameters by shard, as asked for before they were pulled."""
+        self._incarnation = 0
+        """Of the table they were asked for."""
         self._tensors = tensors
         self._weights = weights
         self._beside = None if beside is None else BesideParameters(beside, tensors)
@@ -153,7 +155,8 @@ class DenseTable(torch.optim.Optimizer):
         What the module changed in its buffers since they were last pushed is kept on top of the server's. Costs one
         small request per shard, and if it moved 4·(P + B) bytes down.
         """
-        if self._weights.table.versions() == self._versions:
+        table = self._weights.table
+        if (table.incarnation, table.versions()) == (self._incarnation, self._versions):
             return False
         self._pull()
         return True
@@ -260,7 +263,7 @@ class DenseTable(torch.optim.Optimizer):
 
     def _pull(self) -> None:
         weights, beside = self._weights, self._beside
-        versions = weights.table.versions()
+        incarnation, versions = weights.table.incarnation, weights.table.versions()
         ahead = None if beside is None else beside.pull()
         try:
             weights.table.pull_into(weights.ids, as_numpy(self._pulled_RD))
@@ -270,7 +273,7 @@ class DenseTable(torch.optim.Optimizer):
         weights.layout.unpack(self._pulled_RD, list(self._tensors.trained.values()))
         if beside is not None and ahead is not None:
             beside.take(ahead[0])
-        self._versions = versions
+        self._incarnation, self._versions = incarnation, versions
 
 
 def attach(

@@ -20,6 +20,7 @@ from geartrain.ams.errors import (
     SampleNotFound,
     SpecMismatch,
     StaleClient,
+    TableNotFound,
 )
 from geartrain.ams.gear_messages import GearState
 from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
@@ -202,7 +203,7 @@ def test_what_does_not_fit_is_refused(gears: GearCluster) -> None:
 
 
 def test_flush_before_a_snapshot_puts_all_gradients_into_it(gears: GearCluster, tmp_path: Any) -> None:
-    gears.start_gear(gradients_per_id=8)
+    gear, _ = gears.start_gear(gradients_per_id=8)
     with connected(gears) as cluster:
         image = gt.SlowGear(cluster, "image", dim=DIM, expire_seconds=0.0)
         rows = gt.RowOptimizer(image)
@@ -218,6 +219,10 @@ def test_flush_before_a_snapshot_puts_all_gradients_into_it(gears: GearCluster, 
         rows.step()
         image.flush()
         cluster.restore(taken, replace=True)
+        with pytest.raises(TableNotFound, match="'image'"):
+            image(torch.arange(IDS))
+        gear.stop(0)
+        gears.start_gear(gradients_per_id=8)
         torch.testing.assert_close(image(torch.arange(IDS)).detach(), trained)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 from geartrain.ams import errors
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.config import ClientConfig
-from geartrain.ams.messages import SyncGroup, Thaw
+from geartrain.ams.messages import DropTable, Restore, SyncGroup, Thaw
 from geartrain.ams.server import frozen
 from geartrain.ams.shard_calls import ShardCalls
-from geartrain.ams.specs import SGD, Constant, SparseMomentum
+from geartrain.ams.specs import SGD, Constant, SparseMomentum, TableSpec
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
 
@@ -250,7 +251,7 @@ def test_a_job_goes_back_over_the_rows_that_are_there(cluster: Cluster, tmp_path
     assert not cluster.table("hashed").present(np.array([10**9])).any(), "a row of the dropped table came back"
 
 
-def test_who_has_a_table_open_goes_on_with_it_after_it_was_restored_in_place(
+def test_who_restored_a_table_goes_on_with_it_and_others_open_it_again(
     served: Callable[..., Any], tmp_path: Path
 ) -> None:
     address = served(2).address
@@ -261,20 +262,55 @@ def test_who_has_a_table_open_goes_on_with_it_after_it_was_restored_in_place(
         table.push(everything, ones)
         path = ours.snapshot(tmp_path).result(60)
         other.push(everything, ones)
+        half = table.prepare_push(everything, ones)
         ours.restore(path, replace=True)
-        for handle in (table, other):
-            handle.push(everything, ones)
-        np.testing.assert_array_equal(table.pull(everything), np.full((50, 2), -3, np.float32))
-        assert table.version() == other.version() == 3
-
+        for late in (half.send, lambda: other.push(everything, ones), lambda: other.pull(everything)):
+            with pytest.raises(errors.TableNotFound, match="was dropped, and another was made or restored"):
+                late()
+        table.push(everything, ones)
+        np.testing.assert_array_equal(table.pull(everything), np.full((50, 2), -2, np.float32))
+        assert table.version() == theirs.table("t").version() == 2
         ours.drop_table("t")
-        ours.create_table("t", dim=2, optimizer=SGD(0.5), num_rows=50, initializer=Constant(0))
-        for handle in (table, other):
-            with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
-                handle.push(everything, ones)
-        ours.restore(path, replace=True)  # which is of other settings
-        with pytest.raises(errors.TableNotFound, match="was dropped, and another was made"):
-            other.pull(everything)
+        ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0))
+        with pytest.raises(errors.TableNotFound, match="was dropped, and another was made or restored"):
+            table.pull(everything)
+
+
+def test_others_who_write_meanwhile_do_not_spoil_a_restore(served: Callable[..., Any], tmp_path: Path) -> None:
+    address = served(2).address
+    with connect(address) as ours, connect(address) as theirs, ThreadPoolExecutor(1) as pool:
+        table = ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0))
+        other, (everything, ones) = theirs.table("t"), (np.arange(50), np.ones((50, 2), np.float32))
+        table.push(everything, ones)
+        path = ours.snapshot(tmp_path).result(60)
+
+        def write_until_refused() -> None:
+            with pytest.raises(errors.TableNotFound):
+                while True:
+                    other.push(everything, ones)
+
+        writing = pool.submit(write_until_refused)
+        ours.restore(path, replace=True)
+        writing.result(60)
+        np.testing.assert_array_equal(table.pull(everything), -ones)
+
+
+def test_what_is_late_does_not_touch_the_next_table_of_a_name(cluster: Cluster, tmp_path: Path) -> None:
+    def made() -> TableSpec:
+        return cluster.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0)).spec
+
+    first = made()
+    cluster.table("t").push(np.arange(50), np.ones((50, 2), np.float32))
+    path = cluster.snapshot(tmp_path).result(60)
+    cluster.drop_table("t")
+    made()
+    calls = cluster._calls
+    for late in (
+        Restore(folder=str(path), tables=("t",), incarnations=(first.incarnation,)),
+        DropTable(table="t", incarnation=first.incarnation),
+    ):
+        calls.on_all_shards(late)
+    assert not cluster.table("t").present(np.arange(50)).any()
 
 
 def test_a_damaged_snapshot_costs_no_live_row(cluster: Cluster, tmp_path: Path) -> None:

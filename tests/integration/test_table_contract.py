@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from geartrain.ams import errors
 from geartrain.ams.client import Table
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.specs import SGD, Constant, Normal, SparseMomentum
+from geartrain.ams.writes import ClientStream
 
 rng = np.random.default_rng(7)
 
@@ -159,22 +162,48 @@ STALE_CALLS = {
 }
 
 
+@pytest.mark.parametrize("dim", [4, 8])
 @pytest.mark.parametrize("name", STALE_CALLS)
-def test_whoever_has_a_dropped_table_open_does_not_touch_the_next_one_of_its_name(cluster: Cluster, name: str) -> None:
-    def made() -> Table:
-        return cluster.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=100, initializer=Constant(0.0))
+def test_whoever_has_a_dropped_table_open_does_not_touch_the_next_one_of_its_name(
+    cluster: Cluster, name: str, dim: int
+) -> None:
+    def made(dim: int) -> Table:
+        return cluster.create_table("t", dim=dim, optimizer=SGD(1.0), num_rows=100, initializer=Constant(0.0))
 
-    stale = made()
+    stale = made(4)
     stale.push(*ONE_ROW)
     cluster.drop_table("t")
-    table = made()
+    table = made(dim)
     with pytest.raises(errors.TableNotFound, match="the table 't' that is meant was dropped, and another"):
         STALE_CALLS[name](stale)
     with pytest.raises(errors.TableNotFound, match="'t'"):
         stale.version()
     assert (table.version(), table.present(np.arange(100)).any()) == (0, False)
-    table.push(*ONE_ROW)
-    np.testing.assert_array_equal(cluster.table("t").pull(ONE_ROW[0]), -ONE_ROW[1])
+    table.push(ONE_ROW[0], np.ones((1, dim), np.float32))
+    np.testing.assert_array_equal(cluster.table("t").pull(ONE_ROW[0]), -np.ones((1, dim)))
+
+
+def test_a_numbered_write_to_a_dropped_table_is_no_repetition_of_one_to_the_next(cluster: Cluster) -> None:
+    calls = cluster._calls
+    stream = ClientStream(8, "job/rank0", 1)
+
+    def made() -> Table:
+        spec = cluster.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=100, initializer=Constant(0.0)).spec
+        return Table(spec, calls, stream)
+
+    stale = made()
+    cluster.drop_table("t")
+    made().push(*ONE_ROW, sequence=5)
+    with pytest.raises(errors.TableNotFound, match="that is meant was dropped"):
+        stale.push(*ONE_ROW, sequence=5)
+
+
+def test_a_table_of_a_peer_that_does_not_number_them_is_whichever_there_is(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=100, initializer=Constant(0.0))
+    unknown = Table(replace(table.spec, incarnation=0), cluster._calls, ClientStream(8))
+    unknown.push(np.arange(100), np.ones((100, 4), np.float32))
+    np.testing.assert_array_equal(unknown.pull(ONE_ROW[0]), -ONE_ROW[1])
+    assert unknown.version() == table.version() == 1
 
 
 BAD_CALLS = {

@@ -176,7 +176,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 spec = codec.spec_from_pb(header.spec)
                 shard.tables.setdefault(spec.name, OracleTable(spec))
             case "DropTable":
-                shard.drop(header.table)
+                shard.drop(header.table, header.incarnation)
             case "Freeze":
                 return shard.freeze(header.snapshot_id)
             case "WriteFrozen":
@@ -188,7 +188,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 shard.thaw(header.snapshot_id)
             case "Restore":
                 content = next((one.content for one in self.taken if str(one.path) == header.folder), None)
-                return shard.restore(header.folder, content, tuple(header.tables))
+                return shard.restore(header.folder, content, tuple(header.tables), tuple(header.incarnations))
         return None
 
     # What holds after every step.
@@ -294,7 +294,7 @@ class ClusterMachine(RuleBasedStateMachine):
         taken_over = [one for one in self.pending if one.client is old]
         self.pending = [one for one in self.pending if one.client is not old]
         for one in taken_over:
-            deliver = partial(new.cluster._calls.deliver, table=one.opened)
+            deliver = partial(new.cluster._calls.deliver, table_incarnation=one.opened.incarnation)
             one.write._numbers, one.write._deliver = new.stream, deliver
             one.client = new
             new.stream._open.add(one.sequence)

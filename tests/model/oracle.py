@@ -108,8 +108,8 @@ class OracleShard:
     ) -> Refused | None:
         """A push or assign arrives, whole or in part; the fence has let it pass."""
         held = self.tables.get(table)
-        if held is None:
-            return Refused("there is no such table")
+        if held is None or not held.is_meant_by(context):
+            return Refused("there is no such table, or another is meant")
         key = (context.stream, context.incarnation, context.sequence)
         if part is not None:
             index, count = part
@@ -132,8 +132,6 @@ class OracleShard:
         number = context.stream, context.sequence
         if number in self.applied and self.applied[number] is not held:
             return EITHER  # the table was dropped since: known or not, it is not applied to the new one
-        if not held.is_meant_by(context):
-            return Refused("another table of the name is meant")
         if number not in self.applied:
             self.applied[number] = held
             held.push(ids, values) if kind == "Push" else held.assign(ids, values)
@@ -147,7 +145,9 @@ class OracleShard:
             self.frozen, self.held = snapshot, list(self.tables.values())
         return None
 
-    def drop(self, table: str) -> None:
+    def drop(self, table: str, incarnation: int) -> None:
+        if table in self.tables and incarnation not in (0, self.tables[table].spec.incarnation):
+            return
         dropped = self.tables.pop(table, None)
         if any(dropped is held for held in self.held):
             self.thaw(self.frozen)
@@ -157,14 +157,16 @@ class OracleShard:
         if self.frozen == snapshot:
             self.frozen, self.held = "", []
 
-    def restore(self, folder: str, content: Content | None, names: tuple[str, ...]) -> Refused | None:
+    def restore(
+        self, folder: str, content: Content | None, names: tuple[str, ...], incarnations: tuple[int, ...]
+    ) -> Refused | None:
         if content is None:
             return Refused("there is no such snapshot")
         if any(name in self.tables and self.tables[name].restored_from not in ("", folder) for name in names):
             return Refused("the table was restored from another folder: two moments must not be mixed")
-        for name in names:
+        for name, incarnation in zip(names, incarnations, strict=True):
             held = self.tables.get(name)
-            if held is None or held.spec != content[name][0]:
+            if held is None or held.spec != content[name][0] or held.spec.incarnation != incarnation:
                 return Refused("the table is not there, or another")
             if held.is_written:
                 return Refused("the table has been written to: a late request must not undo that")

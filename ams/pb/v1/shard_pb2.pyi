@@ -82,7 +82,10 @@ class DropTableRequest(_message.Message):
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     table: _builtins.str
+    incarnation: _builtins.int
+    """TableSpec.incarnation: another table of the name stays. 0: whichever there is."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     def __init__(
@@ -90,10 +93,11 @@ class DropTableRequest(_message.Message):
         *,
         context: _types_pb2.CallContext | None = ...,
         table: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "incarnation", b"incarnation", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1017,22 +1021,28 @@ class RestoreRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """The snapshot's folder."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     @_builtins.property
     def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """TableSpec.incarnation of each, in this order: no other table of the name is written to. Absent: whichever there are."""
+
     def __init__(
         self,
         *,
         context: _types_pb2.CallContext | None = ...,
         folder: _builtins.str = ...,
         tables: _abc.Iterable[_builtins.str] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "folder", b"folder", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "folder", b"folder", "incarnations", b"incarnations", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -393,8 +393,8 @@ class TableSpec(_message.Message):
     slot_dtype: Global___DType.ValueType
     """Storage type of the slots (momentum)."""
     incarnation: _builtins.int
-    """Which table of this name it is: chosen by the scheduler when it is made, higher than that of any before. In a request to
-    make one: the table in whose place, and as which, rows are restored; 0: a new one. Else 0: not known.
+    """Which table of this name it is: chosen by the scheduler when it is made, higher than that of any before. Ignored in a
+    request to the scheduler to make one; 0: not known.
     """
     @_builtins.property
     def sgd(self) -> Global___Sgd: ...

@@ -202,6 +202,20 @@ def test_what_a_module_changed_in_its_buffers_outlives_a_refresh(cluster: gt.Clu
     assert_same(first, second)
 
 
+def test_a_module_follows_a_table_that_went_back_and_on_to_its_version(cluster: gt.Cluster, tmp_path: Path) -> None:
+    first, second = Odd(), Odd()
+    one = gt.attach(first, cluster, name="back", optimizer=gt.SGD(0.1), dim=DIM)
+    path = cluster.snapshot(tmp_path).result(60)
+    train(first, one, range(1))
+    other = gt.attach(second, cluster, name="back", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
+    cluster.restore(path, replace=True)
+    assert one.refresh()
+    train(first, one, range(5, 6))
+    assert other.version == one.version
+    assert other.refresh()
+    assert_same(first, second)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_modules_of_sixteen_bits_have_wide_weights_on_the_server(cluster: gt.Cluster, dtype: torch.dtype) -> None:
     module = nn.Linear(4, 1, bias=False)
