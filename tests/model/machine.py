@@ -496,10 +496,10 @@ class ClusterMachine(RuleBasedStateMachine):
         """The table as the client has it open: the one there was when it first used it, or was last refused."""
         from geartrain.ams.client import Table
 
-        if name not in client.opened:
+        if name not in client.opened and client.tells_tables_apart:
             client.opened.update({spec.name: spec for spec in self.cluster.scheduler.describe().tables})
-        incomplete = next(spec for spec in SPECS if spec.name == name)  # means whichever there is
-        return Table(client.opened.get(name, incomplete), client.cluster._calls, client.stream)
+        whichever = next(spec for spec in SPECS if spec.name == name)
+        return Table(client.opened.get(name, whichever), client.cluster._calls, client.stream)
 
     def _client(self, which: int) -> Client:
         return self.clients[which % len(self.clients)]

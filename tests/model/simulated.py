@@ -275,6 +275,8 @@ class Client:
         view = carrier.describe(None)
         self.cluster = Cluster(carrier, view, cluster.open_carrier, CONFIG, stream=ClientStream(8), remote=True)
         self.stream = OneStream(8, stream, incarnation)
+        self.tells_tables_apart = incarnation // 2 % 2 == 0
+        """Else it is of an earlier version, or not ours, and sends no incarnations of tables."""
         self.opened: dict[str, TableSpec] = {}
         """Tables as they were when it opened them."""
         self.deferred: deque[Callable[[], None]] = deque()
