@@ -110,7 +110,11 @@ def restore(
     allow_fallback: Fallback = False,
     table: Tables = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Drop tables of these names first, once the snapshot was found sound.")
+        bool,
+        typer.Option(
+            "--replace",
+            help="Drop tables of these names first, once the snapshot is known to be sound; others open them anew.",
+        ),
     ] = False,
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
