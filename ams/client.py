@@ -113,7 +113,7 @@ class Table:
                 return table.pushes
         raise TableNotFound(
             f"shard {reply.shard} has no table {self.spec.name!r} any more, or another: it was dropped; if there is "
-            f"one again, open that: cluster.table({self.spec.name!r})"
+            f"one again, open that: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear anew"
         )
 
     def _is_meant(self, found: TableSpec) -> bool:

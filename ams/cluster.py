@@ -347,10 +347,12 @@ class Cluster:
         The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
         All or nothing: if anything fails, none of its tables stays. With ``replace=True`` (a job that goes back) tables
         of these names are dropped first, but only after every byte of the snapshot was read and found sound. What
-        this process has open of them (tables, heads) goes on with the restored rows; other processes must open theirs
-        anew (:meth:`table`): until then they get TableNotFound, so that nobody writes into what is restored. A write
-        that the restored rows hold is recognised if it is sent again (exactly where the number of shards is the same,
-        at a step boundary where it is not), and sync groups go on at their step.
+        this process has open of them with equal settings goes on with the restored rows: tables, and heads of one
+        process; a dense module once it is refreshed (``refresh()``). Heads of several ranks and slow gears are made
+        anew. Other processes must open theirs anew (:meth:`table`): until then they get TableNotFound, so that nobody
+        writes into what is restored. A write that the restored rows hold is recognised if it is sent again (exactly
+        where the number of shards is the same, at a step boundary where it is not), and sync groups go on at their
+        step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
         the snapshot has not), SnapshotNotFound, SnapshotDamaged (naming the file; checked before any of its rows is
         written), ShardUnavailable. Graphs come back to where :attr:`graph` keeps them, if it was used or is a service.

@@ -57,8 +57,8 @@ class ShardCalls:
         self._is_closing = self._closed = False
         self._process = os.getpid()
         self._given_up = threading.Event()
-        self._restored: dict[str, int] = {}
-        """Incarnations of tables, by name."""
+        self._restored: dict[str, TableSpec] = {}
+        """By name."""
         self._lock = threading.Lock()
 
     @property
@@ -164,11 +164,14 @@ class ShardCalls:
 
     def restored(self, tables: Iterable[TableSpec]) -> None:
         """Note that this process has restored tables: what it has open of these names means them from now on."""
-        self._restored.update({table.name: table.incarnation for table in tables})
+        self._restored.update({table.name: table for table in tables})
 
     def incarnation_of(self, table: TableSpec) -> int:
-        """Which table of its name is meant: the one that was opened, or that this process has restored since."""
-        return max(table.incarnation, self._restored.get(table.name, 0))
+        """Which table of its name is meant: the one that was opened, or that this process has restored since, if it is
+        of an equal spec.
+        """
+        restored = self._restored.get(table.name)
+        return table.incarnation if restored != table else max(table.incarnation, restored.incarnation)
 
     def on_all_shards(
         self,

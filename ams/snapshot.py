@@ -284,7 +284,8 @@ def restore_snapshot(
                 made = create(spec)
             except TableExists as exc:
                 raise TableExists(
-                    f"table {spec.name!r} of the snapshot exists already; drop it, or restore into an empty cluster"
+                    f"table {spec.name!r} of the snapshot exists already; drop it, or let replace=True (--replace) do "
+                    "that once the snapshot is known to be sound"
                 ) from exc
             created.append(made)
             failpoints.reach("restore.create.after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -32,6 +33,9 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
     if as_json:
         print(json.dumps([dataclasses.asdict(table) for table in tables]))
         return
+    absent = [f"{one.shard} ({one.state})" for one in found.shards if one.state != "up"]
+    if absent:
+        print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
     for table in tables:
         ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
         rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"

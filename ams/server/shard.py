@@ -200,7 +200,8 @@ class Shard:
         if context.shard_incarnation not in (0, self.incarnation):
             raise ShardRestarted(
                 f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
-                f"{context.shard_incarnation}): rows in its memory are gone; start the job again"
+                f"{context.shard_incarnation}): rows in its memory are gone; connect again and restore "
+                "a snapshot, or start the job again"
             )
         if context.cluster_version not in (0, self.cluster_version):
             raise StaleCluster(
@@ -595,7 +596,7 @@ def _require_meant(spec: TableSpec, incarnation: int) -> None:
     if incarnation not in (0, spec.incarnation):
         raise TableNotFound(
             f"the table {spec.name!r} that is meant was dropped, and another was made or restored under its name; "
-            f"open that one: cluster.table({spec.name!r})"
+            f"open that one: cluster.table({spec.name!r}), or make its head, dense module or slow gear anew"
         )
 
 

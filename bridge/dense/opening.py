@@ -65,7 +65,7 @@ def open_stores(
     made, buffers = [weights], None
     try:
         if others.num_values:
-            buffers = _create(cluster, name + BUFFERS_SUFFIX, others, SGD(1.0))
+            buffers = _create_buffers(cluster, name, others)
             made.append(buffers)
         weight_rows_RD, other_rows_RD = values()
         if buffers is not None:
@@ -76,6 +76,17 @@ def open_stores(
             cluster.drop_table(store.table.spec.name)
         raise
     return weights, buffers
+
+
+def _create_buffers(cluster: Cluster, name: str, layout: Layout) -> Store:
+    try:
+        return _create(cluster, name + BUFFERS_SUFFIX, layout, SGD(1.0))
+    except TableExists as exc:
+        left = name + BUFFERS_SUFFIX
+        raise TableExists(
+            f"table {left!r} is left of an earlier {name!r}, which was dropped without it; drop it, too: "
+            f"cluster.drop_table({left!r})"
+        ) from exc
 
 
 def _create(cluster: Cluster, name: str, layout: Layout, optimizer: RowOptimizerSpec, *, reuse: bool = False) -> Store:

@@ -49,6 +49,18 @@ def test_a_table_that_a_job_left_is_listed_and_dropped_after_asking(served: Call
     assert [table["name"] for table in json.loads(table_command("list", "--json", *at)[1])] == ["kept"]
 
 
+def test_rows_of_a_shard_that_does_not_answer_are_said_not_to_be_counted(served: Callable[..., ServedCluster]) -> None:
+    cluster = served(2)
+    with gt.connect(cluster.address) as connected:
+        connected.create_table("t", dim=4, optimizer=gt.SGD(0.1), num_rows=100)
+    at = ["--scheduler", cluster.address]
+    assert table_command("list", *at)[2] == ""
+    cluster.servers[1].stop(0)
+    _, out, said = table_command("list", *at)
+    assert "t: 0 rows of dim 4" in out
+    assert said == "rows and writes of shard 1 (lost) are not counted\n"
+
+
 def test_a_script_that_runs_twice_is_told_the_command_that_lets_it(served: Callable[..., ServedCluster]) -> None:
     address = served(2).address
     with gt.connect(address) as cluster:

@@ -276,6 +276,17 @@ def test_who_restored_a_table_goes_on_with_it_and_others_open_it_again(
             table.pull(everything)
 
 
+def test_a_table_of_other_settings_that_was_restored_is_none_that_was_open(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50)
+    path = cluster.snapshot(tmp_path).result(60)
+    cluster.drop_table("t")
+    other = cluster.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=60, initializer=Constant(0))
+    cluster.restore(path, replace=True)
+    with pytest.raises(errors.TableNotFound, match="or make its head, dense module or slow gear anew"):
+        other.push(np.arange(50), np.ones((50, 2), np.float32))
+    assert not cluster.table("t").present(np.arange(50)).any()
+
+
 def test_others_who_write_meanwhile_do_not_spoil_a_restore(served: Callable[..., Any], tmp_path: Path) -> None:
     address = served(2).address
     with connect(address) as ours, connect(address) as theirs, ThreadPoolExecutor(1) as pool:

@@ -202,6 +202,17 @@ def test_what_a_module_changed_in_its_buffers_outlives_a_refresh(cluster: gt.Clu
     assert_same(first, second)
 
 
+def test_buffers_that_a_drop_left_are_named(cluster: gt.Cluster) -> None:
+    gt.attach(Odd(), cluster, name="left", optimizer=gt.SGD(0.1), dim=DIM)
+    cluster.drop_table("left")
+    with pytest.raises(
+        TableExists, match=r"'left\.buffers' is left of an earlier 'left'.* cluster\.drop_table\('left\.buf"
+    ):
+        gt.attach(Odd(), cluster, name="left", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
+    cluster.drop_table("left.buffers")
+    gt.attach(Odd(), cluster, name="left", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
+
+
 def test_a_module_follows_a_table_that_went_back_and_on_to_its_version(cluster: gt.Cluster, tmp_path: Path) -> None:
     first, second = Odd(), Odd()
     one = gt.attach(first, cluster, name="back", optimizer=gt.SGD(0.1), dim=DIM)
