@@ -19,17 +19,7 @@ from geartrain.ams.arrays import ids_array, like, rows_array
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.hosted_calls import HostedCalls
-from geartrain.ams.messages import (
-    Assign,
-    Describe,
-    Done,
-    Pull,
-    Push,
-    Reply,
-    Request,
-    ShardState,
-    SyncGroup,
-)
+from geartrain.ams.messages import Assign, Describe, Done, Pull, Push, Reply, Request, ShardState, SyncGroup
 from geartrain.ams.placement import NUM_BUCKETS, split_by_shard
 from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import Ids, TableSpec
@@ -109,16 +99,13 @@ class Table:
     def _writes_in(self, reply: Reply) -> int:
         assert isinstance(reply, ShardState)
         for table in reply.tables:
-            if table.spec.name == self.spec.name and self._is_meant(table.spec):
+            both = self.incarnation, table.spec.incarnation
+            if table.spec.name == self.spec.name and (0 in both or both[0] == both[1]):
                 return table.pushes
         raise TableNotFound(
             f"shard {reply.shard} has no table {self.spec.name!r} any more, or another: it was dropped; if there is "
             f"one again, open that: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear anew"
         )
-
-    def _is_meant(self, found: TableSpec) -> bool:
-        """Whether it is the table of this name; a shard or scheduler of an earlier version does not tell."""
-        return self.incarnation in (0, found.incarnation) or found.incarnation == 0
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Read rows into ``out`` [N, dim] of the table's dtype, C-contiguous, without further copies.

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -127,12 +128,12 @@ class Cluster:
         # Only a process that has slow gears loads them.
         from geartrain.ams.gear.partitions import job_of
         from geartrain.ams.gear.remote import RemoteGears
-        from geartrain.ams.transport.grpc_client import CONNECT_SECONDS
+        from geartrain.ams.transport.grpc_client import seconds_to_connect
         from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
 
         holders = self.streams(job_of(name), worker="fast gear").holders
         limit = self._config.max_message_bytes
-        connect_seconds = min(CONNECT_SECONDS, self._config.attempt_timeout_seconds / 2)
+        connect_seconds = seconds_to_connect(self._config.attempt_timeout_seconds)
 
         def open_carrier(address: str, on_wait: Callable[[], None]) -> GrpcGearCarrier:
             return GrpcGearCarrier(address, max_message_bytes=limit, connect_seconds=connect_seconds, on_wait=on_wait)
@@ -357,25 +358,16 @@ class Cluster:
         the snapshot has not), SnapshotNotFound, SnapshotDamaged (naming the file; checked before any of its rows is
         written), ShardUnavailable. Graphs come back to where :attr:`graph` keeps them, if it was used or is a service.
         """
-
-        made: list[TableSpec] = []
-
-        def create(spec: TableSpec) -> TableSpec:
-            made.append(self._create(spec, reuse=False))
-            return made[-1]
-
-        snapshot = restore_snapshot(
+        return restore_snapshot(
             self._calls,
             path,
-            create,
+            partial(self._create, reuse=False),
             self.drop_table,
             tables=tables,
             replace=replace,
             caller=self._stream.caller,
             graphs=self._graphs_to_restore,
         )
-        self._calls.restored(made)
-        return snapshot
 
     def _graphs_to_restore(self, there_are_some: bool) -> GraphCalls | None:
         """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""

@@ -307,6 +307,7 @@ def restore_snapshot(
             with suppress(GeartrainError):  # what went wrong first is what the caller must hear
                 drop(table.name)
         raise
+    calls.restored(created)
     return snapshot
 
 

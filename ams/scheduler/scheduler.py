@@ -222,7 +222,8 @@ class Scheduler:
                 self._on_all_shards(view, CreateTable(spec=spec))
                 failpoints.reach("table.create.after")
             except (GeartrainError, AttemptFailed):
-                if self._on_all_shards(view, DropTable(table=spec.name), best_effort=True):
+                undo = DropTable(table=spec.name, incarnation=spec.incarnation)
+                if self._on_all_shards(view, undo, best_effort=True):
                     self._keep_schema(spec.name, None)
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}

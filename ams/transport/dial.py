@@ -24,13 +24,11 @@ def dial(
     if split_address(address)[1] == 0:
         raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
     # An embedded cluster never loads gRPC.
-    from geartrain.ams.transport.grpc_client import CONNECT_SECONDS, GrpcCarrier
+    from geartrain.ams.transport.grpc_client import GrpcCarrier, seconds_to_connect
     from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
 
-    # An attempt must not end before its connection does: then nobody could tell that nothing was sent.
-    connect_seconds = (
-        config.connect_timeout_seconds if once else min(CONNECT_SECONDS, config.attempt_timeout_seconds / 2)
-    )
+    attempt_seconds = config.attempt_timeout_seconds
+    connect_seconds = config.connect_timeout_seconds if once else seconds_to_connect(attempt_seconds)
 
     def open_carrier(shard_address: str) -> ShardCarrier:
         return GrpcCarrier(

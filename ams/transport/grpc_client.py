@@ -90,6 +90,14 @@ That one is refused is known at once; one to a loaded machine, or a distant one,
 """
 
 
+def seconds_to_connect(attempt_seconds: float) -> float:
+    """How long an attempt that may take so long waits for a connection.
+
+    It must not end before that does, or nobody could tell that nothing was sent.
+    """
+    return min(CONNECT_SECONDS, attempt_seconds / 2)
+
+
 def channel_options(max_message_bytes: int, connect_seconds: float = CONNECT_SECONDS) -> list[tuple[str, Any]]:
     """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects.
 

@@ -21,14 +21,16 @@ from geartrain.ams.errors import (
     ConfigError,
     GraphNotFound,
     GraphUnavailable,
+    InternalError,
     InvalidArgument,
     InvalidIds,
     SpecMismatch,
     StateDamaged,
     TableNotFound,
 )
+from geartrain.ams.graph.graphs import Graphs
 from geartrain.ams.graph.service import GraphServer
-from geartrain.ams.graph_messages import GraphBuilding
+from geartrain.ams.graph_messages import GraphBuilding, GraphsState
 from geartrain.cli import build_app
 from geartrain.graph_role import ConnectedCluster
 from tests.faults.children import Child, serve
@@ -195,6 +197,21 @@ def test_damage_on_disk_is_named_and_an_empty_folder_is_enough_to_build_again(
     with graph_role(address, tmp_path / "b") as (_, graph), connected(address, graph) as cluster:
         cluster.graph.build("faces", 5)
         np.testing.assert_array_equal(cluster.graph.load("faces")[0].neighbours, neighbours)
+
+
+def test_a_service_whose_graphs_take_long_to_load_is_there(
+    served: Callable[..., ServedCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(_: Graphs) -> GraphsState:
+        raise InternalError("it loads every graph")
+
+    monkeypatch.setattr(Graphs, "describe", loads)
+    server = GraphServer(GraphConfig(listen="127.0.0.1:0"), ConnectedCluster(served(1).address, QUICK))
+    try:
+        with pytest.raises(SystemExit, match="1"):  # there is no build to cancel
+            cli("graph", "cancel", "faces", f"--graph={server.start()}")
+    finally:
+        server.stop(0)
 
 
 def test_a_service_that_is_not_there_is_named(

@@ -18,7 +18,8 @@ from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD
-from geartrain.ams.transport.carrier import AttemptFailed
+from geartrain.ams.transport.carrier import AttemptFailed, NotSent
+from geartrain.ams.transport.dial import dial
 
 IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0, connect_timeout_seconds=0.3)
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
@@ -167,6 +168,15 @@ def test_a_scheduler_to_which_a_connection_takes_long_is_asked_for_the_status(se
         assert cluster_status(address).ready
         with pytest.raises(errors.SchedulerUnavailable, match=r"does not answer: no .* in time"):
             cluster_status(address, config=IMPATIENT)
+
+
+def test_a_short_attempt_ends_with_its_connection_so_that_nothing_is_known_to_be_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        scheduler, _ = dial(address, ClientConfig(attempt_timeout_seconds=0.8))
+        with pytest.raises(NotSent):
+            scheduler.describe(0.8)
+        scheduler.close()
 
 
 def test_a_scheduler_that_is_not_there_is_named() -> None:
