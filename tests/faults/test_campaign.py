@@ -30,7 +30,7 @@ def run(path: Path, *arguments: str, **variables: str) -> subprocess.CompletedPr
 def test_a_campaign_adds_to_the_ones_before_it_with_new_seeds(tmp_path: Path) -> None:
     path = tmp_path / "campaign.json"
     for times in (1, 2):
-        ended = run(path, "--only=damage", "--budget-minutes=0.001", "--jobs=1")
+        ended = run(path, "--only=damage", "--budget-minutes=0", "--jobs=1")
         assert ended.returncode == 0, ended.stderr
         tally = results(path)["damage"]
         assert (tally["runs"], tally["units"], tally["last_seed"]) == (times, 250 * times, times)
@@ -39,7 +39,7 @@ def test_a_campaign_adds_to_the_ones_before_it_with_new_seeds(tmp_path: Path) ->
 
 def test_a_failure_is_recorded_with_its_seed_and_names_the_command_that_repeats_it(tmp_path: Path) -> None:
     path = tmp_path / "campaign.json"
-    ended = run(path, "--only=damage", "--budget-minutes=0.001", "--jobs=1", GEARTRAIN_TEST_REMOVE="checksum")
+    ended = run(path, "--only=damage", "--budget-minutes=0", "--jobs=1", GEARTRAIN_TEST_REMOVE="checksum")
     assert ended.returncode == 1
     assert "make campaign ONLY=damage SEED=1" in ended.stderr
     assert results(path)["damage"]["failed_seeds"] == [1]

@@ -14,7 +14,7 @@ import pytest
 from geartrain.ams import errors
 from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.config import ClientConfig
-from geartrain.ams.messages import DropTable, Restore, SyncGroup, Thaw
+from geartrain.ams.messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
 from geartrain.ams.server import frozen
 from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import SGD, Constant, SparseMomentum, TableSpec
@@ -321,6 +321,7 @@ def test_what_is_late_does_not_touch_the_next_table_of_a_name(cluster: Cluster, 
         DropTable(table="t", incarnation=first.incarnation),
     ):
         calls.on_all_shards(late)
+    assert all(isinstance(one, errors.TableExists) for one in calls.on_all_shards(CreateTable(spec=first)))
     assert not cluster.table("t").present(np.arange(50)).any()
 
 

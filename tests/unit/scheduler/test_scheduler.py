@@ -246,7 +246,9 @@ def test_every_table_has_a_higher_incarnation_than_all_before(monkeypatch: pytes
     assert [request for _, request in second.asked] == [DropTable(table="t", incarnation=again.spec.incarnation)] * 2
 
 
-def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_hold() -> None:
+def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = FakeCluster()
     held = replace(SPEC, incarnation=7)
     cluster.scheduler.register("host:0", 0, incarnation=100, cluster_version=1, tables=[held])
@@ -254,6 +256,8 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_
     assert cluster.scheduler.describe().tables == ()  # not of one table
     cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[held])
     assert [spec.incarnation for spec in cluster.scheduler.describe().tables] == [7]
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    assert cluster.scheduler.create_table(replace(SPEC, name="u")).spec.incarnation == 8
 
 
 @pytest.mark.parametrize("kept", [0, 1])
