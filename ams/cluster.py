@@ -219,6 +219,10 @@ class Cluster:
             raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(map(repr, tables)) or 'none'}")
         return Table(tables[name], self._calls, self._stream)
 
+    def table_incarnations(self) -> dict[str, int]:
+        """The numbers of all tables by name, which tell a table from earlier and later ones of its name. One RPC."""
+        return {spec.name: spec.incarnation for spec in self._describe().tables}
+
     def drop_table(self, name: str) -> None:
         """Remove a table and its rows from every shard, and its graph. Idempotent.
 

@@ -10,6 +10,8 @@ class GraphInfo:
     """A graph that is kept, and how old it is."""
 
     table: str
+    table_incarnation: int = 0
+    """Number of the table, which tells it from others of its name; 0: not known."""
     version: int
     """Counts the graphs of the table, from 1."""
     k: int

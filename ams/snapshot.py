@@ -298,10 +298,10 @@ def restore_snapshot(
         restored = sum(reply.created for reply in replies if isinstance(reply, Done))
         if restored != expected:
             raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
-        names = [spec.name for spec in specs if spec.num_rows is not None]
-        there_are_some = any(entry.kind == GRAPH and entry.table in names for entry in snapshot.manifest.files)
+        numbered = {table.name: table.incarnation for table in created if table.num_rows is not None}
+        there_are_some = any(entry.kind == GRAPH and entry.table in numbered for entry in snapshot.manifest.files)
         if (service := graphs(there_are_some)) is not None:
-            _restore_graphs(service, snapshot, names, there_are_some=there_are_some)
+            _restore_graphs(service, snapshot, numbered, there_are_some=there_are_some)
     except BaseException:
         for table in created:
             with suppress(GeartrainError):  # what went wrong first is what the caller must hear
@@ -311,7 +311,7 @@ def restore_snapshot(
     return snapshot
 
 
-def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Sequence[str], *, there_are_some: bool) -> None:
+def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Mapping[str, int], *, there_are_some: bool) -> None:
     try:
         if there_are_some:
             graphs.restore_snapshot(str(snapshot.path), tables)

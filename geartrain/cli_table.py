@@ -12,7 +12,7 @@ import typer
 from geartrain import configuration
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.words import counted
-from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
+from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 INCOMPLETE = (
     "incomplete: a shard with rows of it was restarted, or its creation or drop was cut off; drop it, or restore a "
@@ -51,11 +51,16 @@ def drop(
     names: Annotated[list[str], typer.Argument(help="Tables to drop, with all their rows.")],
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
+    graph: GraphAddress = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove tables and their rows from every shard, after asking. A job that still uses one fails."""
-    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+    """Remove tables and their rows from every shard, after asking. A job that still uses one fails.
+
+    Their graphs go, too, if the graph service is named; else it drops each once it is asked for it.
+    """
+    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
+    config = configuration.load(file, given)
     if as_json and not yes:
         raise ConfigError("--json asks nothing; confirm with --yes")
     from geartrain.ams.cluster import connect  # after the settings are known to be right: it is slower

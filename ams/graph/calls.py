@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from geartrain.ams.graph.neighbours import NeighbourTable
@@ -19,7 +19,8 @@ Progress = Callable[[GraphBuilding], None]
 class GraphCalls(Protocol):
     """Graphs of the class tables of one cluster. Thread-safe.
 
-    Every call may raise GraphUnavailable, if the service is another process.
+    A graph is that of one table, not of its name: it does not answer for the next table that has the name. Every call
+    may raise GraphUnavailable, if the service is another process.
     """
 
     def build(
@@ -90,8 +91,9 @@ class GraphCalls(Protocol):
         """
         ...
 
-    def restore_snapshot(self, folder: str, tables: Sequence[str]) -> list[str]:
-        """Take the graphs of ``tables`` from a snapshot; return which of them had one. The others have none any more.
+    def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
+        """Take the graphs of ``tables`` (name -> incarnation, as restored) from a snapshot; return which of them had
+        one. The others have none any more.
 
         Raises SnapshotDamaged, StateFailed.
         """

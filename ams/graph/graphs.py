@@ -80,6 +80,14 @@ class RowCluster(Protocol):
         """Describe it, soon or not at all. Raises Unavailable."""
         ...
 
+    def table_incarnations(self) -> Mapping[str, int]:
+        """The numbers of its tables by name, soon or not at all: one request to the scheduler. Raises Unavailable."""
+        ...
+
+    def close(self) -> None:
+        """Close what is open of it between builds. Idempotent."""
+        ...
+
 
 class Graphs:
     """Implements :class:`geartrain.ams.graph.calls.GraphCalls` in this process."""
@@ -111,8 +119,11 @@ class Graphs:
         """Begin a build, or join the one under way. Raises InvalidArgument."""
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 2**31:
             raise InvalidArgument(f"k is {k!r}; it must be an integer from 1 to 2**31 - 1")
+        incarnation = self._incarnations().get(table) if table in self._running else None
         with self._lock:
             running = self._running.get(table)
+            if running is not None and incarnation is not None and running.is_of_another(incarnation):
+                running.cancel()
             if running is not None and not running.is_cancelled:
                 if (running.k, running.step) == (k, step):
                     return running
@@ -176,11 +187,11 @@ class Graphs:
 
     def describe(self) -> GraphsState:
         """See :class:`GraphCalls`."""
-        state = self._state()
+        state, incarnations = self._state(), self._incarnations()
         graphs = []
         for table in sorted({*self._loaded, *(() if self._store is None else self._store.tables())}):
             try:
-                graph, rows = self._find(table)
+                graph, rows = self._find(table, incarnations)
             except GeartrainError as exc:
                 logger.warning("the graph of table %r: %s", table, exc)
                 continue
@@ -214,12 +225,12 @@ class Graphs:
                     entries += write_graph(folder, snapshot_id, graph, rows, num_shards)
         return entries
 
-    def restore_snapshot(self, folder: str, tables: Sequence[str]) -> list[str]:
+    def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
         """See :class:`GraphCalls`."""
         snapshot = open_snapshot(place(folder))
         state = self._state()
         restored = []
-        for table in tables:
+        for table, incarnation in tables.items():
             found = read_graph(snapshot, table)
             if found is None:
                 self.forget(table)
@@ -227,7 +238,8 @@ class Graphs:
             self.cancel(table)  # its rows, in part or all, are of before
             # Writes count on from those that the snapshot holds, on each of however many shards there are now.
             writes = (_writes(state, table) or 0) if state is not None else 0
-            self._keep(found[0], dataclasses.replace(found[1], table_version=writes))
+            version = dataclasses.replace(found[1], table_version=writes, table_incarnation=incarnation)
+            self._keep(found[0], version)
             restored.append(table)
         return restored
 
@@ -239,6 +251,7 @@ class Graphs:
         for build in running:
             build.cancel()
         wait_for([build.result for build in running])
+        self._cluster.close()
 
     def _run(self, build: Build) -> None:
         outcome: GraphBuilt | BaseException
@@ -262,7 +275,9 @@ class Graphs:
 
     def _built(self, build: Build) -> GraphBuilt:
         with _held(self._turn, build.check), self._cluster.reading() as cluster:
-            rows = TableRows(cluster.table(build.table))
+            table = cluster.table(build.table)
+            build.incarnation = table.spec.incarnation
+            rows = TableRows(table)
             writes = _writes(self._cluster.status(), build.table) or 0
             folder = self._folder(build.table)
             built = build_graph(
@@ -283,7 +298,7 @@ class Graphs:
 
     def _keep_built(self, build: Build, built: Built, writes: int) -> RowsVersion:
         with contextlib.suppress(GeartrainError):  # none, or a damaged one: the new one counts from 1
-            self._find(build.table)
+            self._find(build.table, {build.table: build.incarnation})
         older = self._loaded.get(build.table)
         version = RowsVersion(
             table=build.table,
@@ -292,6 +307,7 @@ class Graphs:
             step=build.step,
             built_unix_seconds=time.time(),
             graph_version=1 if older is None else older[1].graph_version + 1,
+            table_incarnation=build.incarnation,
         )
         self._keep(built.table, version, build.check)
         return version
@@ -305,19 +321,49 @@ class Graphs:
                 self._store.save(graph, version)
             self._loaded[version.table] = (graph, version)
 
-    def _find(self, table: str) -> tuple[NeighbourTable, RowsVersion]:
+    def _find(self, table: str, incarnations: Mapping[str, int] | None = None) -> tuple[NeighbourTable, RowsVersion]:
+        """The graph of a table; ``incarnations`` are those of the tables there are, None: asked for."""
         found = self._loaded.get(table)
         if found is None and self._store is not None:
             with self._store_lock:
                 found = self._store.load_table(table)
                 if found is not None:
                     self._loaded[table] = found
+        if found is not None:
+            incarnations = self._incarnations() if incarnations is None else incarnations
+            if self._is_of_another(found[1], incarnations.get(table, 0)):
+                self._drop(table, found[1])
+                found = None
         if found is None:
             raise GraphNotFound(
                 f"there is no graph of table {table!r}; build it: cluster.graph.build({table!r}, k=...) or 'geartrain "
                 f"graph build {table}'"
             )
         return found
+
+    @staticmethod
+    def _is_of_another(rows: RowsVersion, incarnation: int) -> bool:
+        """Whether a graph is not of the table ``incarnation``, as far as both are known (0: not)."""
+        return rows.table_incarnation != 0 and incarnation not in (0, rows.table_incarnation)
+
+    def _drop(self, table: str, rows: RowsVersion) -> None:
+        """Drop a graph of a table that is gone, unless another graph is there by now."""
+        with self._store_lock:
+            held = self._loaded.get(table)
+            if held is None or held[1] is not rows:
+                return
+            if self._store is not None:
+                self._store.remove(table)
+            del self._loaded[table]
+        logger.info("table %r: its graph was of an earlier table of this name, and is dropped", table)
+
+    def _incarnations(self) -> Mapping[str, int]:
+        """Those of the tables there are; none while the cluster does not answer, or does not know yet."""
+        try:
+            return self._cluster.table_incarnations()
+        except GeartrainError as exc:
+            logger.debug("which tables there are is not known: %s", exc)
+            return {}
 
     def _state(self) -> ClusterState | None:
         try:
@@ -336,6 +382,8 @@ class Build:
     def __init__(self, table: str, k: int, step: int) -> None:
         self.table, self.k, self.step = table, k, step
         self.begun = time.monotonic()
+        self.incarnation = 0
+        """Number of the table whose rows are read; 0: not open yet."""
         self.result: Future[GraphBuilt] = Future()
         self._pairs = (0, 0)
         self._cancelled = threading.Event()
@@ -344,6 +392,10 @@ class Build:
     def is_cancelled(self) -> bool:
         """Whether it is to end."""
         return self._cancelled.is_set()
+
+    def is_of_another(self, incarnation: int) -> bool:
+        """Whether it reads the rows of another table of the name."""
+        return self.incarnation not in (0, incarnation)
 
     def cancel(self) -> None:
         """End it soon."""
@@ -388,6 +440,7 @@ def _held(turn: threading.Lock, check: Callable[[], None]) -> Iterator[None]:
 def _info(graph: NeighbourTable, rows: RowsVersion) -> GraphInfo:
     return GraphInfo(
         table=rows.table,
+        table_incarnation=rows.table_incarnation,
         version=rows.graph_version,
         k=graph.k,
         num_classes=graph.num_classes,
@@ -427,3 +480,11 @@ class OwnCluster:
         """See :class:`RowCluster`."""
         state: ClusterState = self._cluster.status()
         return state
+
+    def table_incarnations(self) -> Mapping[str, int]:
+        """See :class:`RowCluster`."""
+        found: Mapping[str, int] = self._cluster.table_incarnations()
+        return found
+
+    def close(self) -> None:
+        """See :class:`RowCluster`. The cluster is its owner's."""

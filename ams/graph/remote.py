@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from geartrain.ams.config import ClientConfig
@@ -112,7 +112,7 @@ class RemoteGraphs:
         )
         return [FileEntry.model_validate_json(text) for text in written]
 
-    def restore_snapshot(self, folder: str, tables: Sequence[str]) -> list[str]:
+    def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
         """See :class:`GraphCalls`."""
         timeout = self._config.snapshot_timeout_seconds
         return self._until_answered(lambda: self._carrier.restore_snapshot(folder, tables, timeout))

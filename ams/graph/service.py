@@ -116,7 +116,13 @@ class GraphService:
     def restore_graphs(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Take graphs from a snapshot."""
         request = framing.parse(data, graph_pb2.RestoreGraphsRequest)
-        restored = self._graphs.restore_snapshot(request.folder, list(request.tables))
+        if len(request.incarnations) != len(request.tables):
+            raise InvalidArgument(
+                f"{len(request.tables)} tables are to have their graphs restored, with {len(request.incarnations)} "
+                "incarnations; each table needs one"
+            )
+        tables = dict(zip(request.tables, request.incarnations, strict=True))
+        restored = self._graphs.restore_snapshot(request.folder, tables)
         return graph_pb2.RestoreGraphsReply(restored=restored).SerializeToString()
 
 

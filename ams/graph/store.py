@@ -61,6 +61,8 @@ class RowsVersion:
     """When the table of neighbours was finished."""
     graph_version: int = 1
     """Counts the graphs of the class table."""
+    table_incarnation: int = 0
+    """Number of the class table, which tells it from others of its name; 0: kept by a version that did not note it."""
 
 
 @dataclass(frozen=True, eq=False)

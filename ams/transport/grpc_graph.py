@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -115,9 +115,9 @@ class GrpcGraphCarrier:
         )
         return list(self._call("WriteGraphs", request, graph_pb2.WriteGraphsReply, timeout_seconds).files)
 
-    def restore_snapshot(self, folder: str, tables: Sequence[str], timeout_seconds: float) -> list[str]:
-        """Take graphs from a snapshot; return the tables that had one."""
-        request = graph_pb2.RestoreGraphsRequest(folder=folder, tables=tables)
+    def restore_snapshot(self, folder: str, tables: Mapping[str, int], timeout_seconds: float) -> list[str]:
+        """Take graphs of tables, name -> incarnation, from a snapshot; return the tables that had one."""
+        request = graph_pb2.RestoreGraphsRequest(folder=folder, tables=tables.keys(), incarnations=tables.values())
         return list(self._call("RestoreGraphs", request, graph_pb2.RestoreGraphsReply, timeout_seconds).restored)
 
     def close(self) -> None:
@@ -223,6 +223,7 @@ def info_to_pb(info: GraphInfo) -> graph_pb2.GraphInfo:
         whole_bytes=info.whole_bytes,
         shard_bytes=info.shard_bytes,
         age_writes=info.age_writes,
+        table_incarnation=info.table_incarnation,
     )
 
 
@@ -240,6 +241,7 @@ def info_from_pb(info: graph_pb2.GraphInfo) -> GraphInfo:
         whole_bytes=info.whole_bytes,
         shard_bytes=tuple(info.shard_bytes),
         age_writes=info.age_writes if info.HasField("age_writes") else None,
+        table_incarnation=info.table_incarnation,
     )
 
 

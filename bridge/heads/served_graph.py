@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from geartrain.ams.errors import SpecMismatch
+from geartrain.ams.errors import SpecMismatch, TableNotFound
 from geartrain.ams.graph.calls import GraphCalls
 from geartrain.ams.graph.neighbours import NeighbourTable
 from geartrain.ams.graph_messages import GraphBuilding
@@ -26,7 +26,7 @@ class ServedRows:
         self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
     ) -> NeighbourTable:
         """The graph of the rows as the service finds them. Raises as :meth:`GraphCalls.build`; SpecMismatch if another
-        job had one of another k or size built meanwhile."""
+        job had one of another k or size built meanwhile, TableNotFound if the table is another one of its name."""
 
         total = 0
 
@@ -45,5 +45,9 @@ class ServedRows:
             raise SpecMismatch(
                 f"the graph of table {name!r} is of {info.num_classes} classes with k {info.k} now, not of "
                 f"{self._spec.num_rows} with k {k}: another job has it built, too; give each job a table of its own"
+            )
+        if info.table_incarnation not in (0, self._spec.incarnation):
+            raise TableNotFound(
+                f"table {name!r} was dropped, and made or restored anew, since this head opened it; make the head anew"
             )
         return table

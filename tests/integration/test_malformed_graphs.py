@@ -77,7 +77,9 @@ def test_what_no_client_sends_is_refused_by_name(role: tuple[gt.Cluster, grpc.Ch
     elsewhere = graph_pb2.WriteGraphsRequest(folder=str(tmp_path), snapshot_id="x", num_shards=1, tables=tables)
     assert refusal(unary["WriteGraphs"], elsewhere.SerializeToString())[1] == "InvalidArgument"
     assert list(tmp_path.iterdir()) == []
-    nowhere = graph_pb2.RestoreGraphsRequest(folder=str(tmp_path / "none"), tables=["faces"])
+    unnumbered = graph_pb2.RestoreGraphsRequest(folder=str(tmp_path / "none"), tables=["faces"])
+    assert refusal(unary["RestoreGraphs"], unnumbered.SerializeToString())[1] == "InvalidArgument"
+    nowhere = graph_pb2.RestoreGraphsRequest(folder=str(tmp_path / "none"), tables=["faces"], incarnations=[1])
     assert refusal(unary["RestoreGraphs"], nowhere.SerializeToString())[1] == "SnapshotNotFound"
     assert cluster.graph.describe().graphs[0].version == 1
 

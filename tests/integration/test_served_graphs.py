@@ -15,10 +15,12 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.config import ClientConfig, GraphConfig
-from geartrain.ams.errors import Cancelled, ConfigError, InvalidArgument, SpecMismatch
+from geartrain.ams.errors import Cancelled, ConfigError, GraphNotFound, InvalidArgument, SpecMismatch, TableNotFound
 from geartrain.ams.failpoints import armed
 from geartrain.ams.graph.graphs import Graphs
 from geartrain.ams.graph.service import GraphServer
+from geartrain.ams.storage.snapshot_folder import open_snapshot
+from geartrain.ams.storage.snapshot_manifest import GRAPH
 from geartrain.bridge.heads import knn_selection
 from geartrain.bridge.heads.knn_selection import KNNSelection
 from geartrain.bridge.heads.served_graph import ServedRows
@@ -157,6 +159,38 @@ def test_two_jobs_that_share_a_table_but_not_k_are_told(graph_server: tuple[str,
         rows = ServedRows(Meddling(), head.table.spec, 0)  # type: ignore[arg-type]
         with pytest.raises(SpecMismatch, match="k 9 now, not of 120 with k 4"):
             rows.build(4, None, lambda: False)
+
+
+def test_a_head_of_a_dropped_table_takes_no_graph_of_the_next_one(graph_server: tuple[str, str]) -> None:
+    scheduler, graph = graph_server
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        older = make_head(cluster)
+        cluster.drop_table("classes")
+        make_head(cluster)
+        with pytest.raises(TableNotFound, match="make the head anew"):
+            ServedRows(cluster.graph, older.table.spec, 0).build(4, None, lambda: False)
+
+
+def test_the_graph_of_a_table_that_was_dropped_elsewhere_is_in_no_answer_and_no_snapshot(
+    graph_server: tuple[str, str], tmp_path: Path
+) -> None:
+    scheduler, graph = graph_server
+    labels = np.array([1, 2])
+    with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
+        make_head(cluster)
+        cluster.graph.build("classes", 4)
+        with gt.connect(scheduler) as other:  # which knows of no graph service
+            other.drop_table("classes")
+            make_head(other)
+        taken = cluster.snapshot(tmp_path / "snapshots", step=1).result()
+        with pytest.raises(GraphNotFound):
+            cluster.graph.select("classes", labels, 9, seed=1, step=1)
+        assert not [entry for entry in open_snapshot(taken).manifest.files if entry.kind == GRAPH]
+        cluster.graph.build("classes", 4)
+        taken = cluster.snapshot(tmp_path / "snapshots", step=2).result()
+        expected = cluster.graph.select("classes", labels, 9, seed=1, step=1)
+        cluster.restore(taken, replace=True)
+        assert cluster.graph.select("classes", labels, 9, seed=1, step=1).tolist() == expected.tolist()
 
 
 def test_a_workers_job_uses_the_service(graph_server: tuple[str, str], sources: list[type], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class GraphInfo(_message.Message):
     WHOLE_BYTES_FIELD_NUMBER: _builtins.int
     SHARD_BYTES_FIELD_NUMBER: _builtins.int
     AGE_WRITES_FIELD_NUMBER: _builtins.int
+    TABLE_INCARNATION_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     version: _builtins.int
     """Counts the graphs of the table, from 1."""
@@ -52,6 +53,8 @@ class GraphInfo(_message.Message):
     whole_bytes: _builtins.int
     age_writes: _builtins.int
     """Writes to the rows since. Absent: not known, for the table is not there, was made anew, or nobody answers."""
+    table_incarnation: _builtins.int
+    """Number of the table, which tells it from others of its name. 0: not known."""
     @_builtins.property
     def shard_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of the part of each shard, if the graph is cut to what each shard owns."""
@@ -70,10 +73,11 @@ class GraphInfo(_message.Message):
         whole_bytes: _builtins.int = ...,
         shard_bytes: _abc.Iterable[_builtins.int] | None = ...,
         age_writes: _builtins.int | None = ...,
+        table_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_writes", b"_age_writes", "age_writes", b"age_writes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_writes", b"_age_writes", "age_writes", b"age_writes", "built_unix_seconds", b"built_unix_seconds", "fingerprint", b"fingerprint", "k", b"k", "num_classes", b"num_classes", "shard_bytes", b"shard_bytes", "step", b"step", "table", b"table", "version", b"version", "whole_bytes", b"whole_bytes", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_writes", b"_age_writes", "age_writes", b"age_writes", "built_unix_seconds", b"built_unix_seconds", "fingerprint", b"fingerprint", "k", b"k", "num_classes", b"num_classes", "shard_bytes", b"shard_bytes", "step", b"step", "table", b"table", "table_incarnation", b"table_incarnation", "version", b"version", "whole_bytes", b"whole_bytes", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_writes: _TypeAlias = _typing.Literal["age_writes"]  # noqa: Y015
     _WhichOneofArgType__age_writes: _TypeAlias = _typing.Literal["_age_writes", b"_age_writes"]  # noqa: Y015
@@ -498,18 +502,24 @@ class RestoreGraphsRequest(_message.Message):
 
     FOLDER_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     @_builtins.property
     def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of each of them, as it is restored."""
+
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         tables: _abc.Iterable[_builtins.str] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "incarnations", b"incarnations", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,7 @@ class FakeCluster:
     def __init__(self, rows: np.ndarray = ROWS, **spec: Any) -> None:
         self.rows, self.writes, self.is_up = rows, 0, True
         self.spec = TableSpec(name="faces", dim=rows.shape[1], optimizer=SGD(0.1), num_rows=len(rows), **spec)
+        self.spec = dataclasses.replace(self.spec, incarnation=1)
         self.may_read = threading.Event()
         self.may_read.set()
         self.is_read = threading.Event()
@@ -68,6 +69,18 @@ class FakeCluster:
         if not self.is_up:
             raise SchedulerUnavailable("nobody answers")
         return SimpleNamespace(num_shards=3, tables=[SimpleNamespace(name="faces", pushes=self.writes)])
+
+    def table_incarnations(self) -> dict[str, int]:
+        if not self.is_up:
+            raise SchedulerUnavailable("nobody answers")
+        return {"faces": self.spec.incarnation}
+
+    def make_anew(self) -> None:
+        """Drop the table and make another one of its name and settings."""
+        self.spec = dataclasses.replace(self.spec, incarnation=self.spec.incarnation + 1)
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -118,6 +131,47 @@ def test_a_caller_can_insist_on_a_version(graphs: Graphs) -> None:
     graphs.build("faces", 3)
     with pytest.raises(SpecMismatch, match="version 1, not 2"):
         graphs.select("faces", LABELS, 9, seed=0, step=0, version=2)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_graph_does_not_answer_for_the_next_table_of_its_name(
+    cluster: FakeCluster, tmp_path: Path, is_kept: bool
+) -> None:
+    store = MemoryStore()
+    graphs = Graphs(cluster, store=GraphStore(store))
+    graphs.build("faces", 4)
+    if is_kept:
+        graphs = Graphs(cluster, store=GraphStore(store))
+    cluster.make_anew()
+    staging = new_staging(tmp_path, "s")
+    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 2) == []
+    with pytest.raises(GraphNotFound, match="build it"):
+        graphs.select("faces", LABELS, 50, seed=1, step=2)
+    with pytest.raises(GraphNotFound):
+        graphs.load("faces")
+    assert graphs.describe().graphs == ()
+    assert not store.read_all()
+    assert graphs.build("faces", 4).graph.table_incarnation == 2
+    assert graphs.load("faces")[1].version == 1
+
+
+def test_a_graph_serves_on_while_nobody_knows_which_tables_there_are(cluster: FakeCluster, graphs: Graphs) -> None:
+    graphs.build("faces", 4)
+    cluster.is_up = False
+    assert len(graphs.select("faces", LABELS, 50, seed=1, step=2)) == 50
+
+
+def test_a_build_of_a_table_that_was_dropped_is_not_joined(cluster: FakeCluster, graphs: Graphs) -> None:
+    cluster.may_read.clear()
+    old = graphs.begin("faces", 4)
+    assert cluster.is_read.wait(30)
+    cluster.make_anew()
+    new = graphs.begin("faces", 4)
+    assert new is not old
+    cluster.may_read.set()
+    with pytest.raises(Cancelled):
+        old.result.result(30)
+    assert new.result.result(30).graph.table_incarnation == 2
 
 
 def test_who_asks_for_a_build_under_way_joins_it(cluster: FakeCluster, graphs: Graphs) -> None:
@@ -269,12 +323,12 @@ def test_a_graph_in_a_snapshot_comes_back_whole(tmp_path: Path, graphs: Graphs, 
     path = staging.commit(step=0, created=0.0, num_shards=num_shards, tables=[], files=files)
     assert open_snapshot(path).verify() == []
     graphs.build("faces", 2)
-    assert graphs.restore_snapshot(str(path), ["faces"]) == ["faces"]
+    assert graphs.restore_snapshot(str(path), {"faces": 1}) == ["faces"]
     after, info = graphs.load("faces")
     np.testing.assert_array_equal(after.neighbours, before.neighbours)
     np.testing.assert_array_equal(after.offsets, before.offsets)
     assert (info.version, info.step, info.k, info.fingerprint) == (1, 6, k, built.fingerprint)
-    assert graphs.restore_snapshot(str(path), ["other"]) == []
+    assert graphs.restore_snapshot(str(path), {"other": 2}) == []
 
 
 def test_a_snapshot_that_lacks_a_part_of_a_graph_is_damaged(tmp_path: Path, graphs: Graphs) -> None:
@@ -284,4 +338,4 @@ def test_a_snapshot_that_lacks_a_part_of_a_graph_is_damaged(tmp_path: Path, grap
     (Path(staging.path) / files[1].path).unlink()
     path = staging.commit(step=0, created=0.0, num_shards=3, tables=[], files=[files[0], files[2]])
     with pytest.raises(SnapshotDamaged, match="'faces' do not make one"):
-        graphs.restore_snapshot(str(path), ["faces"])
+        graphs.restore_snapshot(str(path), {"faces": 1})

@@ -72,7 +72,7 @@ def test_a_graph_that_was_restored_is_not_replaced_by_one_of_the_rows_before(
     files = graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 2)
     path = staging.commit(step=0, created=0.0, num_shards=2, tables=[], files=files)
     build = held_build(graphs, 5)
-    assert graphs.restore_snapshot(str(path), ["faces"]) == ["faces"]
+    assert graphs.restore_snapshot(str(path), {"faces": 1}) == ["faces"]
     end(graphs, build)
     found, info = graphs.load("faces")
     assert info.k == 4
