@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 isa: str
 lookahead: str
+hash_seed: int
+"""Key of this process's hash tables, in [0, 2**64): an id lies at the upper bits of splitmix64(id ^ hash_seed)."""
 
 class Refused(ValueError):
     """args are (reason, index): why a request changed nothing, and its first offending place."""

@@ -40,7 +40,7 @@ void IdIndex::reserve(int64_t count) {
 
 void IdIndex::insert(int64_t id, int64_t position) {
   if (growing()) advance(kLinesMovedPerInsertion);
-  const uint64_t hash = place_hash(id);
+  const uint64_t hash = keyed_hash(id);
   const Table& table = table_of(hash);
   const_cast<Table&>(table).insert(hash, tag_of(id), position);
   ++size_;
@@ -69,7 +69,7 @@ void IdIndex::advance(int64_t lines) {
 void IdIndex::move_line(uint64_t at, bool wrapped) {
   const Line& line = old_.lines()[at];
   for (int64_t entry = 0; entry < kEntries && line.tags[entry] != 0; ++entry) {
-    const uint64_t hash = place_hash(static_cast<int64_t>(line.tags[entry] - 1));
+    const uint64_t hash = keyed_hash(static_cast<int64_t>(line.tags[entry] - 1));
     if ((old_.place(hash) > at) == wrapped) current_.insert(hash, line.tags[entry], line.positions[entry]);
   }
 }

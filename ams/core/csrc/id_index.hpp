@@ -1,15 +1,16 @@
 // id -> position, open addressing over cache lines of four entries.
 //
-// A line's place is the top bits of hash = splitmix64(id) << 12 (its upper 12 bits choose the bucket, hence the shard, and say
-// nothing here). Twice the lines means one bit more, so the table's order never changes and growth is one sweep from low
-// places to high: below the frontier an id lives in the new lines, above it in the old ones. A lookup probes one
-// of them, an insertion moves the frontier on by a few lines, and fresh pages are touched in order. Nothing ever stalls for a rehash.
+// A line's place is the top bits of the keyed hash. Twice the lines means one bit more, so the table's order never changes and
+// growth is one sweep from low places to high: below the frontier an id lives in the new lines, above it in the old ones. A
+// lookup probes one of them, an insertion moves the frontier on by a few lines, and fresh pages are touched in order. Nothing
+// ever stalls for a rehash.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
 #include "common.hpp"
+#include "keyed_hash.hpp"
 #include "pages.hpp"
 
 namespace geartrain {
@@ -26,7 +27,7 @@ class IdIndex {
 
   // The position of `id` (>= 0), or -1.
   int64_t find(int64_t id) const {
-    const uint64_t hash = place_hash(id);
+    const uint64_t hash = keyed_hash(id);
     return table_of(hash).find(hash, tag_of(id));
   }
 
@@ -69,7 +70,6 @@ class IdIndex {
   };
 
   static uint64_t tag_of(int64_t id) { return static_cast<uint64_t>(id) + 1; }
-  static uint64_t place_hash(int64_t id) { return splitmix64(static_cast<uint64_t>(id)) << 12; }
   static Table make_table(int64_t num_lines);
   static int64_t most_entries(int64_t num_lines) { return num_lines * kEntries * 5 / 8; }
 
@@ -78,7 +78,7 @@ class IdIndex {
     return growing() && old_.place(hash) >= frontier_ ? old_ : current_;
   }
   const Line& home(int64_t id) const {
-    const uint64_t hash = place_hash(id);
+    const uint64_t hash = keyed_hash(id);
     const Table& table = table_of(hash);
     return table.lines()[table.place(hash)];
   }

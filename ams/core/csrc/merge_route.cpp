@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.hpp"
+#include "keyed_hash.hpp"
 
 namespace geartrain {
 
@@ -22,7 +23,7 @@ int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t*
   std::vector<int64_t> table(size_t{1} << bits, 0);  // place among the distinct ids, plus 1; 0 is empty
   int64_t num_distinct = 0;
   for (int64_t i = 0; i < count; ++i) {
-    uint64_t at = splitmix64(static_cast<uint64_t>(ids[i])) >> (64 - bits);
+    uint64_t at = keyed_hash(ids[i]) >> (64 - bits);
     while (table[at] != 0 && distinct[table[at] - 1] != ids[i]) at = (at + 1) & mask;
     if (table[at] == 0) {
       distinct[num_distinct] = ids[i];

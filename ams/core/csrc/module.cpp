@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "isa.hpp"
+#include "keyed_hash.hpp"
 #include "lookahead.hpp"
 #include "merge_route.hpp"
 #include "sampling.hpp"
@@ -90,6 +91,7 @@ NB_MODULE(_core, m) {
   using namespace geartrain;
   m.doc() = "Row storage kernels of Geartrain; geartrain.ams.core.ops is the typed face.";
   m.attr("isa") = isa_name(active_isa());
+  m.attr("hash_seed") = hash_seed;
   m.attr("lookahead") = lookahead_name(active_lookahead());
   // A table that a script still holds when the interpreter ends is no leak worth a page of warnings.
   nb::set_leak_warnings(false);

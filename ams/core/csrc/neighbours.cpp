@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common.hpp"
+#include "keyed_hash.hpp"
 #include "sampling.hpp"
 
 namespace geartrain {
@@ -47,7 +48,7 @@ class HashSet {
 
   bool insert(int64_t id) {
     const uint64_t mask = (uint64_t{1} << bits_) - 1;
-    uint64_t at = splitmix64(static_cast<uint64_t>(id)) >> (64 - bits_);
+    uint64_t at = keyed_hash(id) >> (64 - bits_);
     while (slots_[at] >= 0 && slots_[at] != id) at = (at + 1) & mask;
     if (slots_[at] == id) return false;
     slots_[at] = id;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common.hpp"
+#include "keyed_hash.hpp"
 
 namespace geartrain {
 
@@ -49,7 +50,7 @@ class SlotIndex {
     int32_t newer = kNone;
   };
 
-  size_t home(int64_t id) const { return static_cast<size_t>((splitmix64(static_cast<uint64_t>(id)) << kBucketBits) >> shift_); }
+  size_t home(int64_t id) const { return static_cast<size_t>(keyed_hash(id) >> shift_); }
   size_t next(size_t at) const { return (at + 1) & (table_.size() - 1); }
   size_t seek(int64_t id) const;  // the entry of the id, or the empty one where it belongs
   void prefetch(const int64_t* ids, int64_t begin, int64_t end) const;

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from geartrain.ams.core import ops
+from geartrain.ams.core import _core, ops
 from geartrain.ams.specs import SGD, Momentum, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
@@ -16,11 +16,11 @@ def make(dim: int = 1, num_rows: int | None = None, owned: np.ndarray = ALL_BUCK
 
 
 def id_with_hash(hashed: int) -> int:
-    """Invert splitmix64."""
+    """The id that lies at ``hashed`` in this process's hash tables: the inverse of splitmix64(id ^ seed)."""
     x = hashed
     x = (x ^ (x >> 31) ^ (x >> 62)) * pow(0x94D049BB133111EB, -1, 2**64) & MASK
     x = (x ^ (x >> 27) ^ (x >> 54)) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
-    return ((x ^ (x >> 30) ^ (x >> 60)) - 0x9E3779B97F4A7C15) & MASK
+    return (((x ^ (x >> 30) ^ (x >> 60)) - 0x9E3779B97F4A7C15) & MASK) ^ _core.hash_seed
 
 
 def value_of(ids: np.ndarray) -> np.ndarray:
@@ -63,9 +63,11 @@ def test_growth_by_any_batch_keeps_every_row(batch: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 2**52 - 1, 2**51], ids=["first line", "last line, runs over the end", "middle"])
 def test_ids_that_all_hash_to_one_line_are_found_through_growth(place: int) -> None:
-    hashes = [(bucket << 52) | (place ^ low) for bucket in range(300) for low in range(4)]
+    hashes = [(place << 12) | low for low in range(1200)]
     ids = np.array([i for i in map(id_with_hash, hashes) if i < 2**63], np.int64)
-    assert len(ids) > 400 and np.all(ops.splitmix64(ids) & np.uint64(2**52 - 4) == np.uint64(place & ~3))
+    assert len(ids) > 400
+    places = ops.splitmix64(ids.astype(np.uint64) ^ np.uint64(_core.hash_seed)) >> np.uint64(12)
+    assert np.all(places == np.uint64(place))
     others = np.unique(np.random.default_rng(3).integers(0, 2**63 - 1, 2000))
     table = make()
     for begin in range(0, 2000, 20):
