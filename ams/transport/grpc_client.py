@@ -98,7 +98,13 @@ def seconds_to_connect(attempt_seconds: float) -> float:
     return min(CONNECT_SECONDS, attempt_seconds / 2)
 
 
-def channel_options(max_message_bytes: int, connect_seconds: float = CONNECT_SECONDS) -> list[tuple[str, Any]]:
+PING_SECONDS = 30.0
+"""How often a connection without traffic is asked whether it lives, while a call waits for its reply."""
+
+
+def channel_options(
+    max_message_bytes: int, connect_seconds: float = CONNECT_SECONDS, ping_seconds: float = PING_SECONDS
+) -> list[tuple[str, Any]]:
     """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects.
 
     A connection that does not come about in ``connect_seconds`` is tried anew.
@@ -109,9 +115,12 @@ def channel_options(max_message_bytes: int, connect_seconds: float = CONNECT_SEC
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # which is also what bounds an attempt
         ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_time_ms", round(ping_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # A server would close the connection of a client that pings it more often than every 5 minutes without
+        # traffic: so every call that works that long before it answers.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
         # A new channel is a new connection, rather than another user of one that may be dead.
         ("grpc.use_local_subchannel_pool", 1),
@@ -147,10 +156,11 @@ class GrpcCarrier:
         shared_memory: bool = False,
         bulk_connections: bool = False,
         connect_seconds: float = CONNECT_SECONDS,
+        ping_seconds: float = PING_SECONDS,
     ) -> None:
         self._address = address
         self._part_bytes = part_bytes
-        self._options = channel_options(max_message_bytes, connect_seconds)
+        self._options = channel_options(max_message_bytes, connect_seconds, ping_seconds)
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
