@@ -36,6 +36,7 @@ from tests.faults.mutations import removed_by_environment
 RESULTS = Path("docs/campaign.json")
 GRACE_SECONDS = 30.0
 """How long a run may go on after the budget is used up; then it is ended and not counted."""
+UNEXPLAINED = "not explained yet"
 _POLL_SECONDS = 0.1
 
 
@@ -47,7 +48,8 @@ class Tally:
     units: int = 0
     unit: str = ""
     failures: int = 0
-    failed_seeds: list[int] = field(default_factory=list)
+    failed_seeds: dict[str, str] = field(default_factory=dict)
+    """By seed: what it was, as whoever mended it wrote here by hand; until then UNEXPLAINED."""
     seconds: float = 0.0
     last_seed: int = 0
     """Seeds 1 … last_seed have been run, but for those cut short, which were not counted."""
@@ -87,7 +89,7 @@ class Results:
         tally.version = geartrain.__version__
         if result.error is not None:
             tally.failures += 1
-            tally.failed_seeds = sorted({*tally.failed_seeds, result.seed})
+            tally.failed_seeds[str(result.seed)] = UNEXPLAINED
         self._write()
 
     def next_seed(self, name: str) -> int:
