@@ -21,29 +21,25 @@ from geartrain.ams.errors import (
     GeartrainError,
     InvalidArgument,
     ShardRestarted,
-    ShardUnavailable,
     SpecMismatch,
     TableExists,
 )
-from geartrain.ams.messages import CallContext, CreateTable, DropTable, Request
+from geartrain.ams.messages import CreateTable, DropTable
 from geartrain.ams.placement import MAX_SHARDS
 from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.scheduler.stops import OwnStops
+from geartrain.ams.scheduler.tell_shards import tell_shards
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
 from geartrain.ams.transport.carrier import (
     AttemptFailed,
     ClusterView,
-    NotSent,
     ShardCarrier,
     ShardCondition,
     ShardEntry,
 )
 from geartrain.ams.words import counted
 
-_SHARD_TIMEOUT_SECONDS = 30.0
-_SHARD_PATIENCE_SECONDS = 3.0
-_SHARD_PAUSE_SECONDS = 0.2
 _SILENT_BEATS = 3
 
 
@@ -111,7 +107,9 @@ class Scheduler:
         """The table that is being made or dropped."""
 
     def pulse(self) -> None:
-        """Note that the scheduler runs. To be called several times a lease, or never."""
+        """Note that the scheduler runs. To be called several times a lease, from where heartbeats are answered, so that
+        it is late when they are; or never.
+        """
         with self._lock:
             if self._stops.pulse():
                 self._forgive_silence()
@@ -133,8 +131,7 @@ class Scheduler:
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
-            if self._stops.was_stopped():
-                self._forgive_silence()
+            self._notice_own_stop()
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
             else:
@@ -194,6 +191,7 @@ class Scheduler:
     def describe(self) -> ClusterView:
         """Return the cluster as it is now."""
         with self._lock:
+            self._notice_own_stop()
             return self._view()
 
     def create_table(
@@ -205,6 +203,8 @@ class Scheduler:
         begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
         ShardRestarted (reuse of one that lost rows), ClusterNotReady or ShardUnavailable; then no shard keeps it.
         """
+        if reuse and (made := self._existing(spec, require_current)) is not None:
+            return made
         with self._change_of(spec.name):
             require_current()
             view = self._ready_view()
@@ -214,21 +214,31 @@ class Scheduler:
                 self._check_reuse(existing, spec, reuse, view)
                 return MadeTable(existing.spec, existed=True)
             if existing is not None:  # an earlier change was cut short: some shards may hold the table
-                self._on_all_shards(view, DropTable(table=spec.name))
+                tell_shards(self._open_carrier, view.shards, DropTable(table=spec.name))
             spec = replace(spec, incarnation=self._next_table_incarnation())
             self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
             try:
                 failpoints.reach("table.create.before")
-                self._on_all_shards(view, CreateTable(spec=spec))
+                tell_shards(self._open_carrier, view.shards, CreateTable(spec=spec))
                 failpoints.reach("table.create.after")
             except (GeartrainError, AttemptFailed):
                 undo = DropTable(table=spec.name, incarnation=spec.incarnation)
-                if self._on_all_shards(view, undo, best_effort=True):
+                if tell_shards(self._open_carrier, view.shards, undo, best_effort=True):
                     self._keep_schema(spec.name, None)
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}
             self._keep_schema(spec.name, Schema(spec, holders))
             return MadeTable(spec, existed=False)
+
+    def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> MadeTable | None:
+        """The table to reuse, or None if it is not there, or only on its way. Waits for no change of another table."""
+        with self._lock:
+            existing = self._state.schemas.get(spec.name)
+        if existing is None or existing.is_unsettled:
+            return None
+        require_current()
+        self._check_reuse(existing, spec, True, self._ready_view())
+        return MadeTable(existing.spec, existed=True)
 
     def drop_table(self, name: str, *, require_current: Callable[[], None] = lambda: None) -> None:
         """Remove a table from every shard. Idempotent. ``require_current`` is that of :meth:`create_table`."""
@@ -243,7 +253,7 @@ class Scheduler:
                 if existing.holders == incarnations and not existing.is_unsettled:
                     incarnation = existing.spec.incarnation
                 self._keep_schema(name, replace(existing, is_unsettled=True))
-            self._on_all_shards(view, DropTable(table=name, incarnation=incarnation))
+            tell_shards(self._open_carrier, view.shards, DropTable(table=name, incarnation=incarnation))
             if existing is not None:
                 self._keep_schema(name, None)
 
@@ -265,6 +275,10 @@ class Scheduler:
     def _keep_schema(self, name: str, schema: Schema | None) -> None:
         with self._lock:
             self._state.keep(schemas={name: schema})
+
+    def _notice_own_stop(self) -> None:
+        if self._stops.was_stopped():
+            self._forgive_silence()
 
     def _forgive_silence(self) -> None:
         """Give every shard a whole lease: nobody could be heard."""
@@ -389,42 +403,3 @@ class Scheduler:
             raise ShardRestarted(
                 f"table {spec.name!r} lost its rows on shards {lost}, which were restarted; drop it and create it anew"
             )
-
-    @staticmethod
-    def _told(carrier: ShardCarrier, context: CallContext, request: Request, patience_seconds: float) -> None:
-        """Make a request of a shard; again, for so long, where it cannot be reached (a name that does not resolve yet,
-        a machine that is overloaded). Raises AttemptFailed or what the shard raises.
-        """
-        deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                carrier.submit(context, request, _SHARD_TIMEOUT_SECONDS).result()
-                return
-            except NotSent:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_SHARD_PAUSE_SECONDS)
-
-    def _on_all_shards(self, view: ClusterView, request: Request, *, best_effort: bool = False) -> bool:
-        """Make a request of every shard; return whether all did it. Raises the first failure, unless best_effort."""
-        done = True
-        for entry in view.shards:
-            carrier = self._open_carrier(entry.address)
-            context = CallContext(shard_incarnation=entry.incarnation)
-            patience = 0.0 if best_effort else _SHARD_PATIENCE_SECONDS
-            try:
-                self._told(carrier, context, request, patience)
-            except AttemptFailed as exc:
-                if not best_effort:
-                    raise ShardUnavailable(
-                        f"shard {entry.shard} cannot be told of the table: {exc}. Is its server running, and not "
-                        "overloaded? ('geartrain status'); then try again"
-                    ) from exc
-                done = False
-            except GeartrainError:
-                if not best_effort:
-                    raise
-                done = False
-            finally:
-                carrier.close()
-        return done

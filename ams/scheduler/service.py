@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
 from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.messages import CallContext
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.streams import DataStreams
@@ -16,9 +19,16 @@ from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.grpc_scheduler import SCHEDULER_SERVICE
-from geartrain.ams.transport.grpc_server import GrpcServer
+from geartrain.ams.transport.grpc_server import GrpcServer, require_waiting
 
 _PULSES_PER_LEASE = 10
+
+# A change of tables waits for shards and for other changes, for minutes if it must. Heartbeats that waited behind such
+# calls would cost living shards their place.
+_MEMBERSHIP_THREADS = 8
+_MEMBERSHIP = ("Register", "Heartbeat", "Leave")
+_TABLE_THREADS = 64
+_TABLES = ("CreateClusterTable", "DropClusterTable")
 
 _STATES = {
     "up": scheduler_pb2.ShardEntry.STATE_UP,
@@ -112,25 +122,34 @@ class SchedulerService:
             bucket_shards=view.bucket_shards.astype("<u2").tobytes(),
         ).SerializeToString()
 
-    def create_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+    def create_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Make a table on all shards."""
         request = framing.parse(data, scheduler_pb2.CreateClusterTableRequest)
         caller = codec.context_from_pb(request.caller)
         made = self._scheduler.create_table(
             codec.spec_from_pb(request.spec),
             reuse=request.reuse,
-            require_current=lambda: self._streams.require_current(caller),
+            require_current=self._require_current(caller, servicer_context),
         )
         return scheduler_pb2.CreateClusterTableReply(
             existed=made.existed, incarnation=made.spec.incarnation
         ).SerializeToString()
 
-    def drop_table(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+    def drop_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Remove a table from all shards."""
         request = framing.parse(data, scheduler_pb2.DropClusterTableRequest)
         caller = codec.context_from_pb(request.caller)
-        self._scheduler.drop_table(request.table, require_current=lambda: self._streams.require_current(caller))
+        self._scheduler.drop_table(request.table, require_current=self._require_current(caller, servicer_context))
         return scheduler_pb2.DropClusterTableReply().SerializeToString()
+
+    def _require_current(self, caller: CallContext, servicer_context: grpc.ServicerContext) -> Callable[[], None]:
+        """What ends a change of tables whose turn comes too late: nobody waits for it, or its job was taken over."""
+
+        def require() -> None:
+            require_waiting(servicer_context)
+            self._streams.require_current(caller)
+
+        return require
 
     def fence_job(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Shut out the past of a job."""
@@ -196,7 +215,10 @@ class SchedulerServer:
         self._config = config
         self._server: GrpcServer | None = None
         self._pulse: threading.Thread | None = None
+        self._membership = ThreadPoolExecutor(_MEMBERSHIP_THREADS, thread_name_prefix="membership")
+        self._tables = ThreadPoolExecutor(_TABLE_THREADS, thread_name_prefix="tables")
         self._store: KeyValueStore | None = None
+        self._stopping = threading.Event()
         self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why it ended by itself: it never does."""
@@ -229,18 +251,26 @@ class SchedulerServer:
             store=store,
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
-        self._server.add(SCHEDULER_SERVICE, SchedulerService(scheduler, streams).methods)
+        self._server.add(
+            SCHEDULER_SERVICE,
+            SchedulerService(scheduler, streams).methods,
+            lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
+        )
         self._server.start()
         self._server.ready()
-        self._pulse = threading.Thread(target=self._run_pulse, args=(scheduler, streams), name="pulse", daemon=True)
+        # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
+        pulses = {scheduler.pulse: self._membership, streams.pulse: self._server.calls}
+        self._pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
         self._pulse.start()
         return self._server.address
 
-    def _run_pulse(self, scheduler: Scheduler, streams: DataStreams) -> None:
+    def _run_pulse(self, pulses: dict[Callable[[], None], ThreadPoolExecutor]) -> None:
         shortest = min(self._config.lease_seconds, self._config.stream_lease_seconds)
-        while not self._ended.wait(shortest / _PULSES_PER_LEASE):
-            scheduler.pulse()
-            streams.pulse()
+        last: dict[Callable[[], None], Future[None]] = {}
+        while not self._stopping.wait(shortest / _PULSES_PER_LEASE):
+            for pulse, queue in pulses.items():
+                if pulse not in last or last[pulse].done():
+                    last[pulse] = queue.submit(pulse)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""
@@ -248,13 +278,16 @@ class SchedulerServer:
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Finish the calls under way and end. Idempotent."""
-        if self._server is not None:
-            self._server.stop(grace_seconds)
-            self._server = None
-        self._ended.set()
+        self._stopping.set()  # before the threads that pulses run on end
         if self._pulse is not None:
             self._pulse.join()
             self._pulse = None
+        if self._server is not None:
+            self._server.stop(grace_seconds)
+            self._server = None
+        for lane in (self._membership, self._tables):
+            lane.shutdown(wait=False)
+        self._ended.set()
         if self._store is not None:
             self._store.close()
             self._store = None

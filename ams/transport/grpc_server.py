@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,8 @@ from geartrain.ams.transport.grpc_status import abort
 MAX_CONCURRENT_CALLS = 128
 """A synchronous push holds one until its group is complete: ranks × tables in one step must stay below it."""
 
+_HEALTH_THREADS = 2
+
 BytesMethod = Callable[[bytes, grpc.ServicerContext], bytes]
 BytesStream = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
@@ -30,10 +33,9 @@ class GrpcServer:
     """A bound port that serves one service, with health and reflection."""
 
     def __init__(self, listen: str, max_message_bytes: int) -> None:
-        self._server = grpc.server(
-            ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="grpc"),
-            options=channel_options(max_message_bytes),
-        )
+        self.calls = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="grpc")
+        """Runs the methods that have no lane of their own."""
+        self._server = grpc.server(self.calls, options=channel_options(max_message_bytes))
         host, port = split_address(listen)
         try:
             bound = self._server.add_insecure_port(listen)
@@ -43,6 +45,9 @@ class GrpcServer:
             raise ConfigError(_refusal(listen, host, port))
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._health = health.HealthServicer()
+        self._health_lane = ThreadPoolExecutor(_HEALTH_THREADS, thread_name_prefix="grpc-health")
+        # A server whose threads all wait is busy, not dead.
+        self._health.Check = _on_lane(self._health.Check, self._health_lane)  # type: ignore[method-assign]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
 
@@ -51,11 +56,13 @@ class GrpcServer:
         service: str,
         methods: Mapping[str, BytesMethod],
         streams: Mapping[str, BytesStream] = MappingProxyType({}),
+        lanes: Mapping[str, ThreadPoolExecutor] = MappingProxyType({}),
     ) -> None:
         """Serve ``methods`` (encoded request → encoded reply; ``streams``: → replies) under ``service``, not yet
-        healthy."""
+        healthy. Methods named in ``lanes`` run on threads of their own, whatever the others wait for."""
         handlers: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(_typed(method)) for name, method in methods.items()
+            name: grpc.unary_unary_rpc_method_handler(_on_lane(_typed(method), lanes.get(name)))
+            for name, method in methods.items()
         }
         handlers |= {
             name: grpc.unary_stream_rpc_method_handler(_typed_stream(stream)) for name, stream in streams.items()
@@ -80,6 +87,7 @@ class GrpcServer:
         """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait()
+        self._health_lane.shutdown(wait=False)
 
 
 def _refusal(listen: str, host: str, port: int) -> str:
@@ -112,6 +120,23 @@ def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> 
     if not future.done():
         servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
     return future.result()
+
+
+def require_waiting(servicer_context: grpc.ServicerContext) -> None:
+    """End a call whose caller waits no longer: what it asks for now would come as a surprise."""
+    if not servicer_context.is_active():
+        servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
+
+
+def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Callable[..., Any]:
+    """Return ``method``, which gRPC then runs on the threads of ``lane``; None: on those of its server."""
+
+    @functools.wraps(method)
+    def answer(request: Any, servicer_context: grpc.ServicerContext) -> Any:
+        return method(request, servicer_context)
+
+    answer.experimental_thread_pool = lane  # type: ignore[attr-defined]
+    return answer
 
 
 def _typed(method: BytesMethod) -> BytesMethod:

@@ -11,7 +11,7 @@ import pytest
 
 from geartrain.ams import errors
 from geartrain.ams.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
-from geartrain.ams.scheduler import scheduler as scheduler_module
+from geartrain.ams.scheduler import tell_shards as tell_shards_module
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.specs import SGD, TableSpec
 from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
@@ -316,7 +316,7 @@ def test_a_shard_that_misses_heartbeats_is_silent_before_it_is_lost() -> None:
 def test_a_shard_that_cannot_be_reached_at_first_is_told_of_a_table_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_SHARD_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(tell_shards_module, "_PAUSE_SECONDS", 0.0)
     cluster = FakeCluster()
     cluster.register_both()
     cluster.unreachable["host:1"] = 2
@@ -325,7 +325,7 @@ def test_a_shard_that_cannot_be_reached_at_first_is_told_of_a_table_all_the_same
 
 
 def test_one_that_stays_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_SHARD_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(tell_shards_module, "_PATIENCE_SECONDS", 0.0)
     cluster = FakeCluster()
     cluster.register_both()
     cluster.unreachable["host:1"] = 1

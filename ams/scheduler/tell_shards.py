@@ -1,0 +1,73 @@
+"""How the scheduler tells all shards of a change of tables: at once, so that one that is slow delays it by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from geartrain.ams.errors import GeartrainError, ShardUnavailable
+from geartrain.ams.messages import CallContext, Request
+from geartrain.ams.transport.carrier import AttemptFailed, NotSent, ShardCarrier, ShardEntry
+
+_TIMEOUT_SECONDS = 30.0
+_PATIENCE_SECONDS = 3.0
+_PAUSE_SECONDS = 0.2
+
+
+def tell_shards(
+    open_carrier: Callable[[str], ShardCarrier],
+    shards: Sequence[ShardEntry],
+    request: Request,
+    *,
+    best_effort: bool = False,
+) -> bool:
+    """Make a request of every shard, of all at once; return whether all did it, once every one has answered or failed.
+
+    A shard that cannot be reached (a name that does not resolve yet, a machine that is overloaded) is asked again for
+    3 s, unless ``best_effort``; one that does not answer is given up after 30 s. Raises the failure of the first shard
+    that has one (ShardUnavailable, or what the shard raised), unless ``best_effort``.
+    """
+    deadline = time.monotonic() + (0.0 if best_effort else _PATIENCE_SECONDS)
+    failures: dict[int, GeartrainError | AttemptFailed] = {}
+    carriers = {entry.shard: open_carrier(entry.address) for entry in shards}
+    try:
+        pending = list(shards)
+        while pending:
+            calls = [
+                carriers[entry.shard].submit(
+                    CallContext(shard_incarnation=entry.incarnation), request, _TIMEOUT_SECONDS
+                )
+                for entry in pending
+            ]
+            unreached = []
+            for entry, call in zip(pending, calls, strict=True):
+                try:
+                    call.result()
+                except NotSent as exc:
+                    failures[entry.shard] = exc
+                    unreached.append(entry)
+                except (GeartrainError, AttemptFailed) as exc:
+                    failures[entry.shard] = exc
+                else:
+                    failures.pop(entry.shard, None)
+            if not unreached or time.monotonic() >= deadline:
+                break
+            pending = unreached
+            time.sleep(_PAUSE_SECONDS)
+    finally:
+        for carrier in carriers.values():
+            carrier.close()
+    if failures and not best_effort:
+        _raise_first(failures)
+    return not failures
+
+
+def _raise_first(failures: dict[int, GeartrainError | AttemptFailed]) -> None:
+    shard = min(failures)
+    failure = failures[shard]
+    if isinstance(failure, AttemptFailed):
+        raise ShardUnavailable(
+            f"shard {shard} cannot be told of the table: {failure}. Is its server running, and not overloaded? "
+            "('geartrain status'); then try again"
+        ) from failure
+    raise failure
