@@ -446,6 +446,12 @@ class _HeldShard:
             self._confirm(began)
         return True
 
+    def close(self, grace_seconds: float) -> None:
+        """Finish the calls under way, let go of the port. Idempotent."""
+        self.server.stop(grace_seconds)
+        if self.shard is not None:
+            self.shard.close()
+
     def _confirm(self, began: float) -> None:
         assert self.lease is not None
         self.lease.confirm(began)
@@ -470,7 +476,11 @@ class ShardServer:
         self._held: list[_HeldShard] = []
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._hearts: list[threading.Thread] = []
+        """One for each shard."""
+        self._ending = threading.Lock()
+        self._end_reasons: list[str] = []
+        """Why shards are served no more."""
         self._pulse = threading.Thread(target=self._run_pulse, name="pulse", daemon=True)
         self.end_reason: str | None = None
         """Why it ended by itself; None if it did not."""
@@ -497,7 +507,11 @@ class ShardServer:
         except BaseException:
             self.stop(0)
             raise
-        self._heart.start()
+        for held in self._held:
+            name = f"heartbeat-{held.number}"
+            self._hearts.append(threading.Thread(target=self._beat, args=(held,), name=name, daemon=True))
+        for heart in self._hearts:
+            heart.start()
         self._pulse.start()
         self._started = True
         return [held.address for held in self._held]
@@ -519,18 +533,16 @@ class ShardServer:
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Leave the cluster, finish the calls under way, end. Idempotent."""
         self._stopping.set()
-        if self._started and threading.current_thread() is not self._heart:
-            self._heart.join()
-            self._pulse.join()
+        if self._started:
+            for thread in (*self._hearts, self._pulse):
+                thread.join()
         for held in self._held:
             if held.shard is not None:
                 try:
                     self._scheduler.leave(held.shard.shard, held.incarnation, timeout_seconds=1.0)
                 except (GeartrainError, AttemptFailed) as exc:
                     logger.info("left without telling the scheduler: %s", exc)
-            held.server.stop(grace_seconds)
-            if held.shard is not None:
-                held.shard.close()
+            held.close(grace_seconds)
         self._held.clear()
         self._bulk.close()
         self._scheduler.close()
@@ -574,28 +586,40 @@ class ShardServer:
             for lease in self._leases:
                 lease.pulse()
 
-    def _beat(self) -> None:
+    def _beat(self, held: _HeldShard) -> None:
+        """Say again and again that one shard lives; what keeps its heartbeats up costs no other shard its lease."""
+        assert held.lease is not None
         silent = False
-        interval = min(self._config.heartbeat_seconds, *(lease.seconds / BEATS_PER_LEASE for lease in self._leases))
+        interval = min(self._config.heartbeat_seconds, held.lease.seconds / BEATS_PER_LEASE)
         while not self._stopping.wait(interval):
             try:
-                for held in self._held:
-                    if not held.beat(self._scheduler):
-                        self._end(f"shard {held.number} was taken over by another process while this one was silent")
-                        return
+                if not held.beat(self._scheduler):
+                    self._end(held, f"shard {held.number} was taken over by another process while this one was silent")
+                    return
                 silent = False
             except AttemptFailed as exc:
                 if not silent:
-                    logger.warning("the scheduler does not answer, serving on: %s", exc)
+                    logger.warning("the scheduler does not answer, serving shard %d on: %s", held.number, exc)
                 silent = True
             except ConfigError as exc:
-                self._end(f"the scheduler refuses this shard: {exc}")
+                self._end(held, f"the scheduler refuses shard {held.number}: {exc}")
                 return
             except GeartrainError as exc:
-                logger.warning("heartbeat failed: %s", exc)
+                logger.warning("heartbeat of shard %d failed: %s", held.number, exc)
+            except Exception:  # a defect here must not cost the shard its lease
+                logger.exception("heartbeat of shard %d failed", held.number)
 
-    def _end(self, reason: str) -> None:
-        for lease in self._leases:
-            lease.revoke(f"{reason}; ask the scheduler again")
-        self.end_reason = reason
+    def _end(self, held: _HeldShard, reason: str) -> None:
+        """Serve one shard no more and forget its rows, which are nobody's now; the server ends with the last."""
+        assert held.lease is not None
+        held.lease.revoke(f"{reason}; ask the scheduler again")
+        with self._ending:
+            self._end_reasons.append(reason)
+            left = [one for one in self._held if one is not held]
+            self._held = left or self._held
+        if left:
+            logger.error("%s; this process serves on with %s", reason, ", ".join(str(one.number) for one in left))
+            held.close(0)
+            return
+        self.end_reason = "; ".join(self._end_reasons)
         self._ended.set()
