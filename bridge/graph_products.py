@@ -20,6 +20,7 @@ from torch import Tensor
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.graph.recall import Candidates
 from geartrain.ams.graph.rows import Floats
+from geartrain.bridge.native_types import gives_float32_products
 
 __all__ = ["TorchProducts"]
 
@@ -50,7 +51,7 @@ class TorchProducts:
         if dtype not in _UNIT_ROUNDOFF:
             raise InvalidArgument(f"dtype is {dtype}; products are made in torch.float16 or torch.bfloat16")
         self.device, self._dtype = torch.device(device), dtype
-        self._widens = _gives_float32(self.device, dtype)
+        self._widens = gives_float32_products(self.device, dtype)
         self.name = f"torch {self.device.type} {str(dtype).removeprefix('torch.')}"
 
     def error_bound(self, dim: int) -> float:
@@ -137,15 +138,6 @@ class _TorchRecall:
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for tensor, name in ((self._scores, "scores"), (self._ids, "ids"), (self._left_out, "left_out")):
             tensor.copy_(torch.from_numpy(np.array(arrays[name])))
-
-
-def _gives_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device gives products of ``dtype`` unrounded (out_dtype, of newer PyTorch for CUDA)."""
-    one = torch.ones(16, 16, device=device, dtype=dtype)
-    try:
-        return bool(torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32)
-    except (RuntimeError, TypeError):
-        return False
 
 
 @contextmanager

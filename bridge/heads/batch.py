@@ -15,7 +15,7 @@ from torch import Tensor
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.margins import CombinedMargin
 from geartrain.bridge.heads.scratch import Scratch
-from geartrain.bridge.native_types import product_type
+from geartrain.bridge.native_types import gives_float32_products, product_type
 
 LOG2_E = math.log2(math.e)
 
@@ -78,11 +78,15 @@ class Workspace:
         return self.product_into(self.empty(name, left.shape[0], right.shape[1]), left, right)
 
     def product_into(self, out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype."""
+        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype; no sum is rounded.
+
+        Where the device cannot give such sums the operands are widened: exact, and slow.
+        """
         if left.dtype == out.dtype:
             return torch.mm(left, right, out=out)
-        narrow = self.empty("narrow product", *out.shape, dtype=left.dtype)
-        return out.copy_(torch.mm(left, right, out=narrow))
+        if gives_float32_products(left.device, left.dtype):
+            return torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
 def inverse_lengths(rows_ND: Tensor) -> Tensor:

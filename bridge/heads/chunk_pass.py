@@ -168,20 +168,37 @@ class CompiledPass:
         return targets.within(start, stop)
 
 
+_LIFT = 15
+"""Exponentials up to 1 are multiplied by 2 to this before they become float16, whose normal numbers end at 2^-14."""
+_LEAST_PROBABILITY = 2.0**-40
+"""Of a row's probabilities none is lifted as if it were the largest and below this."""
+
+
 class TensorPass:
-    """The same with tensor operations."""
+    """The same with tensor operations.
+
+    float16 holds no number below 6e-8, which is a usual probability among ten million classes. So exponentials are
+    multiplied before they are narrowed, in the forward pass by 2^15, in the second for each row so that the largest of
+    its probabilities is 2^15; sums are divided again, and the targets' part, which is not narrowed, is lifted alike.
+    """
 
     spreads_operations = True
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """``weights_B`` multiply what each sample adds to the row gradients; None: 1."""
         self._batch = batch
-        self._weights_B = torch.ones_like(batch.features_BD[:, 0]) if weights_B is None else weights_B
+        self._largest_weight: Tensor | None = None
+        if weights_B is None:
+            self._weights_B = torch.ones_like(batch.features_BD[:, 0])
+        else:  # which may be loss scales: beyond float16, were the features multiplied by them as they are
+            self._largest_weight = torch.linalg.vector_norm(weights_B, torch.inf)
+            self._weights_B = weights_B / self._largest_weight.clamp(min=torch.finfo(weights_B.dtype).tiny)
         arithmetic = batch.arithmetic
+        self._lifts = arithmetic.matmul == torch.float16 and batch.size > 0
         self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
         self.keeps_logits = arithmetic.matmul == arithmetic.compute and batch.size > 0
         self._query_BD = (batch.features_BD * batch.logit_factor).to(arithmetic.matmul)
-        key_BD = batch.features_BD if weights_B is None else batch.features_BD * weights_B.unsqueeze(1)
+        key_BD = batch.features_BD if weights_B is None else batch.features_BD * self._weights_B.unsqueeze(1)
         self._key_BD = key_BD.to(arithmetic.matmul)
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
@@ -198,16 +215,17 @@ class TensorPass:
         if sums.shift_B is not None:
             highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
             sums.lift(highest_B)
-            logits_NB.sub_(highest_B)
+            logits_NB.sub_(highest_B - _LIFT if self._lifts else highest_B)
         logits_NB.exp2_()
-        sums.sum_B += logits_NB.sum(0)
+        undone = 2.0**-_LIFT if self._lifts else 1.0
+        sums.sum_B.add_(logits_NB.sum(0), alpha=undone)
         if sums.weighted_BD is None:
             return
         operand_NB = work.narrow("narrow exponentials", logits_NB)
         if operand_NB.dtype == sums.weighted_BD.dtype:
             sums.weighted_BD.addmm_(operand_NB.t(), operand_ND)
         else:
-            sums.weighted_BD += work.product("part", operand_NB.t(), operand_ND)
+            sums.weighted_BD.add_(work.product("part", operand_NB.t(), operand_ND), alpha=undone)
 
     def overwrite(
         self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
@@ -220,12 +238,16 @@ class TensorPass:
         found = self._targets(start, len(rows_ND))
         if found is not None:
             found.fill(logits_NB, 0.0)
-        gradient_ND = work.product("unit gradient", work.narrow("narrow exponentials", logits_NB), self._key_BD)
+        operand_NB, lift_N = self._lifted(work, logits_NB)
+        gradient_ND = work.product("unit gradient", operand_NB, self._key_BD)
         if found is not None:  # by itself and in the compute dtype: it is the largest part by far
-            found.add_weighted(gradient_ND, batch.features_BD, batch.target_weight_B * self._weights_B)
+            found.add_weighted(gradient_ND, batch.features_BD, batch.target_weight_B * self._weights_B, lift_N)
+        if self._largest_weight is not None:
+            factor = factor * self._largest_weight
         if inverse_N is None:
-            return torch.mul(gradient_ND, factor, out=rows_ND).sum()
-        weight_N = inverse_N * factor
+            factor_N = factor if lift_N is None else (factor / lift_N).unsqueeze(1)
+            return torch.mul(gradient_ND, factor_N, out=rows_ND).sum()
+        weight_N = inverse_N * factor if lift_N is None else inverse_N / lift_N * factor
         along_N = torch.mul(gradient_ND, unit_ND, out=work.empty("product", *unit_ND.shape)).sum(1)
         torch.mul(unit_ND, (-along_N * weight_N).unsqueeze(1), out=rows_ND)
         return rows_ND.addcmul_(gradient_ND, weight_N.unsqueeze(1)).sum()
@@ -236,6 +258,14 @@ class TensorPass:
             return rows_ND, None
         inverse_N = inverse_lengths(rows_ND)
         return torch.mul(rows_ND, inverse_N.unsqueeze(1), out=work.empty("unit rows", *rows_ND.shape)), inverse_N
+
+    def _lifted(self, work: Workspace, probability_NB: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(operand [N, B] of a product, what its rows were multiplied by [N]; None: nothing)."""
+        if not self._lifts:
+            return work.narrow("narrow exponentials", probability_NB), None
+        lift_N = 2.0**_LIFT / probability_NB.amax(1).clamp_(min=_LEAST_PROBABILITY)
+        operand_NB = work.empty("narrow exponentials", *probability_NB.shape, dtype=torch.float16)
+        return torch.mul(probability_NB, lift_N.unsqueeze(1), out=operand_NB), lift_N
 
     def _logits(self, work: Workspace, operand_ND: Tensor) -> Tensor:
         return work.product("logits", operand_ND, self._query_BD.t())
@@ -277,9 +307,12 @@ class _Found:
         else:
             logits_NB[self.rows, self.samples] = logits_NB[self.rows, self.samples].masked_fill(self.here, value)
 
-    def add_weighted(self, gradient_ND: Tensor, features_BD: Tensor, weight_B: Tensor) -> None:
-        """Add weight · feature of each sample to its target's gradient."""
-        weighted = features_BD[self.samples] * weight_B[self.samples].unsqueeze(1)
+    def add_weighted(self, gradient_ND: Tensor, features_BD: Tensor, weight_B: Tensor, factor_N: Tensor | None) -> None:
+        """Add weight · feature of each sample to its target's gradient, times the row's ``factor_N`` (None: 1)."""
+        weight = weight_B[self.samples]
+        if factor_N is not None:
+            weight = weight * factor_N[self.rows]
+        weighted = features_BD[self.samples] * weight.unsqueeze(1)
         if self.here is not None:
             weighted.masked_fill_(~self.here.unsqueeze(1), 0.0)
         gradient_ND.index_put_((self.rows,), weighted, accumulate=True)

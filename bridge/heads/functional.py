@@ -40,7 +40,9 @@ def margin_cross_entropy(
     """Cross entropy of scale · cos θ whose target becomes scale · (ψ(m1·θ + m2) − m3); PLSC, section 2.1.
 
     ArcFace is (1, 0.5, 0), CosFace (1, 0, 0.35), SphereFace (1.35, 0, 0); ψ is that of
-    :mod:`geartrain.bridge.heads.margins`. The gradient is exact; 16-bit logits are computed with in float32.
+    :mod:`geartrain.bridge.heads.margins`. The gradient is exact; 16-bit logits are computed with in float32. Their
+    gradient, scale · probability / B for a negative, is rounded to their type, which for float16 ends at 6e-8: with a
+    million classes or more keep the logits in float32, or scale the loss.
 
     Args:
         logits: cos θ, floating point [B, C]; with ``group`` this rank's columns [B, C_local].
