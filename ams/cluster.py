@@ -316,7 +316,7 @@ class Cluster:
     ) -> PendingSnapshot:
         """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
 
-        ``root`` is a local folder or any fsspec URL (``s3://bucket/runs/1``).
+        ``root`` is a local folder or a URL (``s3://bucket/runs/1``; also gs, abfs and hdfs).
 
         Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
         waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
@@ -330,7 +330,8 @@ class Cluster:
         The graphs of the tables are in it, too, where :attr:`graph` keeps some, as they are when they are written,
         unless ``graphs`` is false. A graph service that does not answer is logged: a graph can be built again.
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
-        if ``name`` exists), ShardUnavailable, StaleClient (of a named stream that was taken over).
+        if ``name`` exists), SnapshotRefused (a server does not write there: ``snapshot_roots``), ShardUnavailable,
+        StaleClient (of a named stream that was taken over).
         """
         job = JobState(step=integer("step", step, 0), values=values or {}, files=files or {})
         name = f"step-{step:09}" if name is None else name
@@ -359,8 +360,9 @@ class Cluster:
         where the number of shards is the same, at a step boundary where it is not), and sync groups go on at their
         step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
-        the snapshot has not), SnapshotNotFound, SnapshotDamaged (naming the file; checked before any of its rows is
-        written), ShardUnavailable. Graphs come back to where :attr:`graph` keeps them, if it was used or is a service.
+        the snapshot has not), SnapshotNotFound, SnapshotRefused (a server does not read there: ``snapshot_roots``),
+        SnapshotDamaged (naming the file; checked before any of its rows is written), ShardUnavailable. Graphs come back
+        to where :attr:`graph` keeps them, if it was used or is a service.
         """
         return restore_snapshot(
             self._calls,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +23,10 @@ MAX_SHARDS = 4096
 """As many as there are buckets."""
 HEADER_BYTES = MIB
 """What a message may hold beside its rows."""
+
+
+_GRPC_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds", "google-c2p")
+"""What gRPC reads before a colon as the kind of an address: ``unix:7000`` is a socket in a folder, no host."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -41,6 +46,8 @@ def split_address(address: str) -> tuple[str, int]:
         raise ConfigError(f"address {address!r} has a bare IPv6 host; write it in brackets, as '[::1]:7000'")
     if not colon or not host or host != host.strip() or "/" in host:
         raise ConfigError(f"address {address!r} is not of the form 'host:port', for example '127.0.0.1:7000'")
+    if host in _GRPC_SCHEMES:
+        raise ConfigError(f"address {address!r} has host {host!r}, which gRPC takes for a kind of address; use another")
     if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
         raise ConfigError(f"address {address!r} has port {port!r}; a port is a number from 0 to 65535")
     return host, int(port)
@@ -85,10 +92,29 @@ def _port_list(value: object) -> object:
     return value.strip("[]").split(",") if isinstance(value, str) else value
 
 
+def _root_list(value: object) -> object:
+    """Split ``"/snapshots,s3://bucket/runs"``, as a flag or a variable of the environment says it, or a JSON list."""
+    if not isinstance(value, str):
+        return value
+    if not value.startswith("["):
+        return value.split(",")
+    try:
+        return json.loads(value)
+    except ValueError as exc:
+        raise ConfigError(f"{value!r} begins like a JSON list and is none: {exc}") from exc
+
+
+def _snapshot_root(value: str) -> str:
+    if not value.startswith("/") and "://" not in value:
+        raise ConfigError(f"{value!r} is no root of snapshots; give an absolute folder, as /snapshots, or a URL")
+    return value
+
+
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 TargetAddress = Annotated[str, AfterValidator(_target_address)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_port_list)]
+SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_root_list)]
 MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
 
 
@@ -174,6 +200,8 @@ class ServerConfig(Section):
     """Interval between heartbeats to the scheduler."""
     sync_timeout_seconds: Seconds = 60.0
     """How long a synchronous push waits for the other ranks of its group."""
+    snapshot_roots: SnapshotRootList | None = None
+    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
@@ -202,6 +230,8 @@ class GraphConfig(Section):
     """Folder of its own for graphs and unfinished builds; None: in memory, and a build that is killed begins anew."""
     memory_bytes: int = Field(default=8 << 30, ge=1 << 16)
     """For rows and candidates while a graph is built; with less than all rows need, they are read more than once."""
+    snapshot_roots: SnapshotRootList | None = None
+    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES

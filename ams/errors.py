@@ -33,6 +33,7 @@ GeartrainError
 ├── ModuleFailed                     the module of a dense part raises for every sample: has its error
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
+│   ├── SnapshotRefused              a role does not read or write snapshots there: names its snapshot_roots
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
 │   └── SnapshotNotFound (LookupError)
 ├── StateError                       the scheduler's own state
@@ -192,6 +193,13 @@ class SnapshotDamaged(SnapshotError):
     """A file of a snapshot is missing, changed, of another snapshot or of another version of Geartrain.
 
     The message names the file and, where it holds rows, their number, table and shard.
+    """
+
+
+class SnapshotRefused(SnapshotError):
+    """A role does not read or write snapshots in this place. The message names its setting ``snapshot_roots``.
+
+    It says the same whether or not there is anything in that place.
     """
 
 

@@ -24,6 +24,7 @@ from geartrain.cli_options import (
     LogLevel,
     Mode,
     SchedulerAddress,
+    SnapshotRoots,
     shows_defaults,
 )
 from geartrain.logs import log_to_stderr
@@ -51,6 +52,7 @@ def graph(
     memory_bytes: Annotated[
         int | None, typer.Option(help="For rows and candidates of a build; with less it reads rows more than once.")
     ] = None,
+    snapshot_roots: SnapshotRoots = None,
     insecure: Insecure = None,
     mode: Mode = None,
     log_level: LogLevel = "info",
@@ -66,7 +68,13 @@ def graph(
     if end_with_parent:
         role.end_with_parent()
     given = configuration.flags(
-        "graph", listen=listen, scheduler=scheduler, data=data, memory_bytes=memory_bytes, insecure=insecure
+        "graph",
+        listen=listen,
+        scheduler=scheduler,
+        data=data,
+        memory_bytes=memory_bytes,
+        snapshot_roots=snapshot_roots,
+        insecure=insecure,
     )
     given += configuration.flags(configuration.WHOLE, mode=mode)
     whole = configuration.load(file, given)

@@ -27,6 +27,14 @@ Mode = Annotated[
     str | None,
     typer.Option("--mode", help="development, or production, which refuses failpoints.", show_default="development"),
 ]
+SnapshotRoots = Annotated[
+    str | None,
+    typer.Option(
+        "--snapshot-roots",
+        help="Folders and URLs below which it reads and writes snapshots, as /snapshots,s3://bucket/runs; needed for "
+        "them on an address that other machines can reach.",
+    ),
+]
 SchedulerAddress = Annotated[str | None, typer.Option("--scheduler", help="host:port of the scheduler.")]
 GraphAddress = Annotated[str | None, typer.Option("--graph", help="host:port of the graph service.")]
 

@@ -9,7 +9,7 @@ import typer
 from geartrain import configuration, role
 from geartrain.ams import failpoints
 from geartrain.ams.config import SchedulerConfig, ServerConfig
-from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, shows_defaults
+from geartrain.cli_options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, SnapshotRoots, shows_defaults
 from geartrain.logs import log_to_stderr
 
 Listen = Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")]
@@ -60,6 +60,7 @@ def server(
     ports: Annotated[
         str | None, typer.Option(help="Port of each shard held, as 7001,7002, in place of that of --listen.")
     ] = None,
+    snapshot_roots: SnapshotRoots = None,
     insecure: Insecure = None,
     mode: Mode = None,
     log_level: LogLevel = "info",
@@ -80,6 +81,7 @@ def server(
         shard=shard,
         shards=shards,
         ports=ports,
+        snapshot_roots=snapshot_roots,
         insecure=insecure,
     )
     given += configuration.flags(configuration.WHOLE, mode=mode)

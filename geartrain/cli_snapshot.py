@@ -26,7 +26,7 @@ FAILED = 1
 
 app = typer.Typer(no_args_is_help=True, help="Take, list, check, restore, compact and remove snapshots of a cluster.")
 
-Root = Annotated[str, typer.Argument(help="Folder or fsspec URL with the snapshots; the same for all servers.")]
+Root = Annotated[str, typer.Argument(help="Folder or URL with the snapshots; the same for all servers.")]
 Where = Annotated[str, typer.Argument(help="A snapshot, or what holds snapshots (then the newest one): folder or URL.")]
 Fallback = Annotated[
     bool, typer.Option("--allow-fallback", help="If the newest snapshot is damaged, use the newest one that is not.")

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Starts the graph service, which builds and keeps the neighbour tables of class tables, on this host.
 #
-#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.3:7100 INSECURE=1 scripts/launch_graph.sh [FLAG...]
+#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.3:7100 SNAPSHOT_ROOTS=/mnt/snapshots INSECURE=1 \
+#     scripts/launch_graph.sh [FLAG...]
 #
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
 #   LISTEN      HOST:PORT to serve on
 #   DATA        folder in which graphs, half-built ones too, outlive a kill
+#   SNAPSHOT_ROOTS
+#               folders and URLs, with commas between, below which snapshots are read and written (needed for snapshots
+#               with a LISTEN that other machines reach)
 #   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
@@ -20,6 +24,7 @@ need_address SCHEDULER "${SCHEDULER:-}" "the address that the scheduler printed"
 flag scheduler "$SCHEDULER"
 flag listen "${LISTEN:-}"
 flag data "${DATA:-}"
+flag snapshot-roots "${SNAPSHOT_ROOTS:-}"
 insecure_flag
 find_python
 exec "$PYTHON" -m geartrain graph "${flags[@]}" "$@"

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Starts a server, which holds one or more shards, on this host. As many as it takes until the cluster has all shards.
 #
-#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.2:7001 SHARDS=2 INSECURE=1 scripts/launch_server.sh [FLAG...]
+#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.2:7001 SHARDS=2 SNAPSHOT_ROOTS=/mnt/snapshots INSECURE=1 \
+#     scripts/launch_server.sh [FLAG...]
 #
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
 #   LISTEN      HOST:PORT to serve on; port 0 picks a free one, as it does for the further SHARDS (127.0.0.1:0)
 #   ADVERTISE   HOST:PORT for clients, if not the one bound
 #   SHARDS      shards to hold in this process (1)
+#   SNAPSHOT_ROOTS
+#               folders and URLs, with commas between, below which snapshots are read and written (needed for snapshots
+#               with a LISTEN that other machines reach)
 #   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
@@ -24,6 +28,7 @@ flag scheduler "$scheduler"
 flag listen "${LISTEN:-}"
 flag advertise "${ADVERTISE:-}"
 flag shards "${SHARDS:-}"
+flag snapshot-roots "${SNAPSHOT_ROOTS:-}"
 insecure_flag
 find_python
 exec "$PYTHON" -m geartrain server "${flags[@]}" "$@"

@@ -57,6 +57,14 @@ def random_numbers_of_its_own() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture
+def memory_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let snapshots lie below memory:// URLs, which no process of ours takes by itself: an object store for tests."""
+    from geartrain.ams.storage import snapshot_store
+
+    monkeypatch.setattr(snapshot_store, "SCHEMES", (*snapshot_store.SCHEMES, "memory"))
+
+
 def pytest_configure() -> None:
     """Let Ctrl-C reach tests and their children where the shell started us in the background, which ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

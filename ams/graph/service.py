@@ -16,6 +16,7 @@ from geartrain.ams.graph.graphs import PROGRESS_SECONDS, Graphs, RowCluster
 from geartrain.ams.graph.store import GraphStore
 from geartrain.ams.pb.v1 import graph_pb2
 from geartrain.ams.storage.kv import KeyValueStore, LockedStore
+from geartrain.ams.storage.snapshot_roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.grpc_graph import GRAPH_SERVICE, building_to_pb, download_chunks, info_to_pb
 from geartrain.ams.transport.grpc_server import GrpcServer
@@ -26,8 +27,9 @@ _LABELS = _IDS = 14
 class GraphService:
     """Decodes, asks the graphs, encodes."""
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: Graphs, roots: SnapshotRoots) -> None:
         self._graphs = graphs
+        self._roots = roots
         self._ended = threading.Event()
 
     @property
@@ -110,7 +112,9 @@ class GraphService:
         if not 1 <= request.num_shards <= 4096:
             raise InvalidArgument(f"num_shards is {request.num_shards}; it must lie in [1, 4096]")
         tables = {entry.table: entry.num_classes for entry in request.tables}
-        entries = self._graphs.write_snapshot(request.folder, request.snapshot_id, tables, request.num_shards)
+        folder = str(self._roots.resolve(request.folder))
+        snapshot_id = checked_snapshot_id("snapshot_id", request.snapshot_id)
+        entries = self._graphs.write_snapshot(folder, snapshot_id, tables, request.num_shards)
         return graph_pb2.WriteGraphsReply(files=[entry.model_dump_json() for entry in entries]).SerializeToString()
 
     def restore_graphs(self, data: bytes, _: grpc.ServicerContext) -> bytes:
@@ -122,7 +126,7 @@ class GraphService:
                 "incarnations; each table needs one"
             )
         tables = dict(zip(request.tables, request.incarnations, strict=True))
-        restored = self._graphs.restore_snapshot(request.folder, tables)
+        restored = self._graphs.restore_snapshot(str(self._roots.resolve(request.folder)), tables)
         return graph_pb2.RestoreGraphsReply(restored=restored).SerializeToString()
 
 
@@ -130,8 +134,10 @@ class GraphServer:
     """The graph service of a cluster: start, serve until stopped."""
 
     def __init__(self, config: GraphConfig, cluster: RowCluster) -> None:
+        """Build graphs of the rows of ``cluster``. Raises ConfigError."""
         self._config = config
         self._cluster = cluster
+        self._roots = SnapshotRoots("graph", config.listen, config.snapshot_roots)
         self._server: GrpcServer | None = None
         self._service: GraphService | None = None
         self._graphs: Graphs | None = None
@@ -166,7 +172,7 @@ class GraphServer:
                 ) from exc
             store, builds = GraphStore(self._store), Path(config.data) / "builds"
         self._graphs = Graphs(self._cluster, store=store, builds=builds, memory_bytes=config.memory_bytes)
-        self._service = GraphService(self._graphs)
+        self._service = GraphService(self._graphs, self._roots)
         self._server = GrpcServer(config.listen, config.max_message_bytes)
         self._server.add(GRAPH_SERVICE, self._service.methods, self._service.streams)
         self._server.start()

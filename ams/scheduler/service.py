@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 
-from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.config import SchedulerConfig, split_address
+from geartrain.ams.errors import ConfigError
 from geartrain.ams.messages import CallContext
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.scheduler import Scheduler
@@ -70,6 +71,8 @@ class SchedulerService:
     def register(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """A shard joins."""
         request = framing.parse(data, scheduler_pb2.RegisterRequest)
+        if split_address(request.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
+            raise ConfigError(f"address {request.address!r} has port 0, where nobody can be reached")
         registration = self._scheduler.register(
             request.address,
             request.shard if request.HasField("shard") else None,

@@ -50,6 +50,7 @@ from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import DTYPES, TableSpec
+from geartrain.ams.storage.snapshot_roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
@@ -79,9 +80,14 @@ class ShardService:
     """The Shard service of one port: decodes, hands to the shard, encodes."""
 
     def __init__(
-        self, max_message_bytes: int, segments: HeldSegments | None = None, bulk: BulkPort | None = None
+        self,
+        max_message_bytes: int,
+        segments: HeldSegments | None = None,
+        bulk: BulkPort | None = None,
+        roots: SnapshotRoots | None = None,
     ) -> None:
         self._max_message_bytes = max_message_bytes
+        self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
         self.segments = HeldSegments() if segments is None else segments
         """Memory that clients on this machine share with the shards of this process."""
@@ -237,26 +243,37 @@ class ShardService:
     def freeze(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Hold tables as they are now."""
         request = framing.parse(data, shard_pb2.FreezeRequest)
-        freeze = Freeze(snapshot_id=request.snapshot_id, tables=tuple(request.tables), parent_id=request.parent_id)
+        freeze = Freeze(
+            snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id),
+            tables=tuple(request.tables),
+            parent_id=checked_snapshot_id("parent_id", request.parent_id, may_be_empty=True),
+        )
         return _encoded(await_reply(self._submit(request.context, freeze), servicer_context))
 
     def write_frozen(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Write what was frozen."""
         request = framing.parse(data, shard_pb2.WriteFrozenRequest)
-        write = WriteFrozen(snapshot_id=request.snapshot_id, folder=request.folder)
+        write = WriteFrozen(
+            snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id),
+            folder=str(self._roots.resolve(request.folder)),
+        )
         written = await_reply(self._submit(request.context, write), servicer_context)
         return shard_pb2.WriteFrozenReply(files=written.files, deltas=written.deltas).SerializeToString()
 
     def thaw(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """End a freeze."""
         request = framing.parse(data, shard_pb2.ThawRequest)
-        thaw = Thaw(snapshot_id=request.snapshot_id, kept=request.kept)
+        thaw = Thaw(snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id), kept=request.kept)
         return _encoded(await_reply(self._submit(request.context, thaw), servicer_context))
 
     def restore(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows back."""
         request = framing.parse(data, shard_pb2.RestoreRequest)
-        restore = Restore(folder=request.folder, tables=tuple(request.tables), incarnations=tuple(request.incarnations))
+        restore = Restore(
+            folder=str(self._roots.resolve(request.folder)),
+            tables=tuple(request.tables),
+            incarnations=tuple(request.incarnations),
+        )
         return _encoded(await_reply(self._submit(request.context, restore), servicer_context))
 
     def fence(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
@@ -377,11 +394,12 @@ class _HeldShard:
         models: HostedModels,
         segments: HeldSegments,
         bulk: BulkPort,
+        roots: SnapshotRoots,
     ) -> None:
         self.config = config
         self.models = models
         self.wanted = wanted
-        self.service = ShardService(config.max_message_bytes, segments, bulk)
+        self.service = ShardService(config.max_message_bytes, segments, bulk, roots)
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(SHARD_SERVICE, self.service.methods)
         self.address = config.advertise or _reachable(self.server.address)
@@ -467,8 +485,9 @@ class ShardServer:
     """A process's shards: start, serve until stopped. Not thread-safe; use from one thread."""
 
     def __init__(self, config: ServerConfig, models: HostedModels = MappingProxyType({})) -> None:
-        """Hold the shards that ``config`` names; they host ``models``."""
+        """Hold the shards that ``config`` names; they host ``models``. Raises ConfigError."""
         self._config = config
+        self._roots = SnapshotRoots("server", config.listen, config.snapshot_roots)
         self._models = models
         self._segments = HeldSegments()
         self._bulk = BulkPort(split_address(config.listen)[0], config.bulk_port)
@@ -500,7 +519,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._segments, self._bulk)
+                held = _HeldShard(self._config, listen, wanted, self._models, self._segments, self._bulk, self._roots)
                 self._held.append(held)
                 held.server.start()
             self._join_all()

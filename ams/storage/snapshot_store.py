@@ -1,4 +1,4 @@
-"""Where snapshots lie: folders of a local disk, or prefixes of an object store or any other fsspec URL.
+"""Where snapshots lie: folders of a local disk, or prefixes of an object store that fsspec knows.
 
 A *place* names a folder: an absolute Path, or a URL without a slash at its end. ``file://`` is the local disk.
 
@@ -34,25 +34,56 @@ from geartrain.ams.arguments import path_name
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.storage.durable import create_folders, disk, remove_quietly, sync_folder, write_file
 from geartrain.ams.storage.snapshot_manifest import JOB, MANIFEST, MARKS
+from geartrain.ams.words import quoted
 
 Place = Path | str
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hdfs")
+"""Of the URLs that snapshots may lie below: object stores, and HDFS, each with the aliases that fsspec has for it."""
+_LOCAL_SCHEMES = ("file", "local")
+_HOST = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:[0-9]{1,5})?")
+_PART = re.compile(r"[^\x00-\x1f\x7f\\?#]+")
 _STAGING, _TRASH = ".staging-", ".trash-"
 
 
 def place(path: str | Path) -> Place:
-    """Return the place that a path or URL names. Raises InvalidArgument for what is neither, and for a URL that
-    fsspec cannot serve."""
+    """Return the place that a path or URL names.
+
+    Raises InvalidArgument as :func:`parse_place`, and for a URL that fsspec cannot serve as it is installed.
+    """
+    found = parse_place(path)
+    if isinstance(found, str):
+        with _typed_argument(found):
+            fsspec.get_filesystem_class(found.partition("://")[0])
+    return found
+
+
+def parse_place(path: str | Path) -> Place:
+    """Return the place that a path or URL names, which is looked at as text alone.
+
+    Paths may come from other processes, and fsspec's URLs can name any host, hold other URLs and files that it renders
+    as templates. So a URL is one of :data:`SCHEMES` or ``file://``, a bucket or host, and a plain path: no chain
+    (``::``), no options, no password. Raises InvalidArgument.
+    """
     path = path_name("path", path, "the name of a folder, or a URL")
-    if isinstance(path, Path) or not _URL.match(path):
+    if "\0" in str(path):
+        raise InvalidArgument(f"path is {quoted(path)}; a name has no zero bytes")
+    if isinstance(path, Path) or "://" not in path:
         return Path(path).absolute()
-    with _typed_argument(path):
-        protocol = path.partition("://")[0]
-        if protocol in ("file", "local"):
-            return Path(fsspec.core.url_to_fs(path)[1])
-        fsspec.get_filesystem_class(protocol)
+    protocol, _, rest = path.partition("://")
+    if "::" in path or protocol not in (*SCHEMES, *_LOCAL_SCHEMES):
+        legal = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, _LOCAL_SCHEMES[0]))
+        raise InvalidArgument(f"{quoted(path)} is no place for snapshots; give a folder, or one URL of {legal}")
+    if protocol in _LOCAL_SCHEMES:
+        return Path(fsspec.core.url_to_fs(path)[1])
+    host, *parts = rest.rstrip("/").split("/")
+    has_host = _HOST.fullmatch(host) or (protocol == "hdfs" and not host and parts)  # of HDFS there may be a default
+    if not has_host or any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
+        raise InvalidArgument(
+            f"{quoted(path)} is no place for snapshots; after {protocol}:// give a bucket, or a host, and a path "
+            "without empty parts, '.', '..', options (?, #), passwords, backslashes and control characters"
+        )
     return path.rstrip("/")
 
 
@@ -382,4 +413,4 @@ def _typed_argument(url: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError) as exc:
-        raise InvalidArgument(f"{url!r} cannot be opened: {exc}. Give a folder, or a URL that fsspec serves") from exc
+        raise InvalidArgument(f"{url!r} cannot be opened: {exc}. Install what serves it, or give a folder") from exc

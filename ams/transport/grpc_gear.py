@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.aside import aside
-from geartrain.ams.config import MAX_MESSAGE_BYTES
+from geartrain.ams.config import MAX_MESSAGE_BYTES, split_address
 from geartrain.ams.errors import InvalidArgument, InvalidIds, NonFinite, ProtocolError
 from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, GearState, Taken
 from geartrain.ams.pb.v1 import gear_pb2
@@ -54,6 +54,7 @@ class GrpcGearCarrier:
         connect_seconds: float = CONNECT_SECONDS,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
+        split_address(address)  # it was told by another process: raises ConfigError
         self.address = address
         self._on_wait = on_wait
         self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes, connect_seconds))

@@ -48,6 +48,7 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.SyncError, grpc.StatusCode.ABORTED),
     (errors.SnapshotNotFound, grpc.StatusCode.NOT_FOUND),
     (errors.SnapshotDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.SnapshotRefused, grpc.StatusCode.PERMISSION_DENIED),
     (errors.SnapshotFailed, grpc.StatusCode.ABORTED),
     (errors.StateDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.StateError, grpc.StatusCode.ABORTED),

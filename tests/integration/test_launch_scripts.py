@@ -17,7 +17,16 @@ from PIL import Image, ImageDraw
 from geartrain.ams.transport.grpc_health import is_serving
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SETTINGS = ("SCHEDULER", "LISTEN", "NUM_SHARDS", "NPROC_PER_NODE", "NNODES", "INSECURE", "OMP_NUM_THREADS")
+SETTINGS = (
+    "SCHEDULER",
+    "LISTEN",
+    "NUM_SHARDS",
+    "NPROC_PER_NODE",
+    "NNODES",
+    "INSECURE",
+    "SNAPSHOT_ROOTS",
+    "OMP_NUM_THREADS",
+)
 
 
 def environment(**settings: str) -> dict[str, str]:
@@ -107,8 +116,9 @@ def test_environment_variables_become_flags(echo: str) -> None:
     gear = run("slowgear", "-m", "4", PYTHON=echo, SCHEDULER="a:7000", STORE="redis://r:6379/0", **part)
     told = ["--name=image", "--module=m:build", "--samples=folder:/x", "--dim=64", "--store=redis://r:6379/0"]
     assert gear.stdout.split() == ["-m", "geartrain", "slowgear", "--scheduler=a:7000", *told, "-m", "4"]
-    graph = run("graph", PYTHON=echo, SCHEDULER="a:7000")
-    assert graph.stdout.split() == ["-m", "geartrain", "graph", "--scheduler=a:7000"]
+    for role in ("graph", "server"):
+        told = run(role, PYTHON=echo, SCHEDULER="a:7000", SNAPSHOT_ROOTS="/a,s3://b/c").stdout.split()
+        assert told == ["-m", "geartrain", role, "--scheduler=a:7000", "--snapshot-roots=/a,s3://b/c"]
 
 
 def test_several_hosts_meet_at_the_master(echo: str) -> None:

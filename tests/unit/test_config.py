@@ -54,6 +54,10 @@ def test_an_address_is_host_and_port(address: str, expected: tuple[str, int]) ->
         "::1:7",
         "a b/c:1",
         " a:1",
+        "unix:1",
+        "dns:1",
+        "unix:/run/x.sock",
+        "dns:///a:1",
     ],
 )
 def test_what_is_no_address_is_refused_and_quoted(address: str) -> None:
@@ -233,3 +237,21 @@ def test_a_flag_of_up_is_named_as_it_was_given() -> None:
     given = configuration.flags("scheduler", prefix="scheduler-", listen="foo")
     with pytest.raises(ConfigError, match=r"flag --scheduler-listen: scheduler.listen: address 'foo'"):
         configuration.load(None, given, NO_ENVIRONMENT)
+
+
+def test_roots_of_snapshots_come_as_a_list_or_as_text_and_reach_child_processes(tmp_path: Path) -> None:
+    roots = ("/snapshots", "s3://bucket/runs")
+    file = written(tmp_path, "server:\n  snapshot_roots: [/snapshots, 's3://bucket/runs']\n")
+    whole = configuration.load(file, environ=NO_ENVIRONMENT)
+    assert whole.server.snapshot_roots == roots and whole.graph.snapshot_roots is None
+    child = configuration.to_environment(whole, NO_ENVIRONMENT)
+    assert configuration.load(environ=child) == whole
+    given = configuration.flags("graph", snapshot_roots="/snapshots,s3://bucket/runs")
+    assert configuration.load(None, given, NO_ENVIRONMENT).graph.snapshot_roots == roots
+    assert configuration.load(written(tmp_path, configuration.to_yaml(whole)), environ=NO_ENVIRONMENT) == whole
+
+
+@pytest.mark.parametrize("roots", ["", "snapshots", "/a,", "[/a", ["/a", "b"]])
+def test_a_root_of_snapshots_that_is_neither_a_whole_path_nor_a_url_is_refused(roots: object) -> None:
+    with pytest.raises(ConfigError, match="snapshot_roots"):
+        ServerConfig(snapshot_roots=roots)  # type: ignore[arg-type]

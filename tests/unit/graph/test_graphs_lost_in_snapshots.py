@@ -17,6 +17,7 @@ ROWS = np.random.default_rng(5).standard_normal((300, 8)).astype(np.float32)
 
 @pytest.mark.parametrize("error", [GraphUnavailable, StateDamaged])
 @pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.usefixtures("memory_urls")
 def test_what_it_had_written_does_not_spoil_the_snapshot(
     error: type[GeartrainError], remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from geartrain.ams.errors import InvalidArgument, SnapshotDamaged, SnapshotFaile
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots, new_staging, open_snapshot, prune
 from geartrain.ams.storage.snapshot_manifest import MANIFEST
-from geartrain.ams.storage.snapshot_store import place
+from geartrain.ams.storage.snapshot_store import parse_place, place
 from tests.unit.storage.conftest import take_snapshot
 
 Take = Callable[..., Any]
@@ -24,7 +24,7 @@ _NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def memory() -> Iterator[MemoryFileSystem]:
+def memory(memory_urls: None) -> Iterator[MemoryFileSystem]:  # noqa: ARG001
     system = fsspec.filesystem("memory")
     yield system
     system.store.clear()
@@ -156,7 +156,47 @@ def test_a_file_url_is_the_local_disk(tmp_path: Path, take: Take) -> None:
     assert names(f"file://{tmp_path}") == ["a"]
 
 
-@pytest.mark.parametrize("url", ["nosuch://x/y", "s3nosuch://b"])
-def test_a_url_that_nobody_serves_is_a_typed_error(url: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{url}.*cannot be opened"):
+NO_PLACES = (
+    *("nosuch://x/y", "s3nosuch://b", "S3://b/x", "ftp://127.0.0.1/x", "http://127.0.0.1/x", "memory://x", "zip://x"),
+    *("reference://::file:///x.json", "simplecache::s3://b/x", "s3://b/x::file:///etc", "file:///tmp::s3://b", "a\0b"),
+    *("s3://b/x?versionId=1", "s3://b/x#y", "s3://b/../c", "s3://b/./c", "s3://b//c", "s3://", "s3:///x"),
+    *("s3://key:secret@b/x", "s3://b\\c/x", "hdfs://", "hdfs://host:port/x", "hdfs://[::1]:8020/x", "s3://b/x\n"),
+)
+
+
+@pytest.mark.parametrize("url", NO_PLACES)
+def test_a_url_of_another_kind_or_with_options_is_a_typed_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a file system was opened")
+
+    monkeypatch.setattr(fsspec.spec._Cached, "__call__", opened)
+    with pytest.raises(InvalidArgument) as caught:
         list_snapshots(url)
+    assert repr(url) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "s3://bucket/runs/1",
+            "s3a://b",
+            "gs://b/x y/é",
+            "gcs://b/x",
+            "az://c/x",
+            "abfss://c@a.dfs.core.windows.net/x",
+        ),
+        *("hdfs://name:8020/x", "hdfs://user@10.0.0.1:8020/x", "hdfs:///x"),
+    ],
+)
+def test_urls_of_object_stores_and_hdfs_are_places(url: str) -> None:
+    assert parse_place(f"{url}/") == url
+
+
+def test_a_url_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(InvalidArgument, match=r"s3://b/x.*cannot be opened: Install s3fs"):
+        list_snapshots("s3://b/x")
