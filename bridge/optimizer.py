@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.arguments import real_number
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.words import quoted
+from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.gear.slow_gear import SlowGear
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.row_update import PendingUpdate
@@ -24,8 +26,10 @@ class RowOptimizer(torch.optim.Optimizer):
     A slow gear (:class:`geartrain.SlowGear`) counts as a head: its feature gradients are delivered to the dense part.
     One param_group per head with ``lr`` (from the table's optimizer) and ``table`` (its name), so that LR schedulers
     work; momentum and weight decay belong to the table and cannot be changed here. The group's parameter is a stand-in
-    of one element whose gradient is the factor on the rows' gradients, which is how ``torch.amp.GradScaler`` unscales
-    and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``).
+    of one element. Its gradient is the 2-norm of the rows' gradients if they lie in this process, and what multiplies
+    it multiplies them: so ``torch.amp.GradScaler`` unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``
+    ). Elsewhere (streamed, hosted, on ranks, summed over ranks) GradScaler alone may change it, and a clipper of
+    PyTorch's raises InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
     """
 
     def __init__(self, *heads: Head | Iterable[Head], lr: float | None = None) -> None:
@@ -83,19 +87,92 @@ class RowOptimizer(torch.optim.Optimizer):
         for update in self._updates.values():
             update.discard()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the pending gradients so that their 2-norm over all heads is at most ``max_norm``; return the norm.
-
-        With GradScaler call ``scaler.unscale_(rows)`` first. Streamed rows cost one more pull of all of them. With
-        ranks the norm of the sum is known to no rank: InvalidArgument.
-        """
-        if not max_norm > 0:
-            raise InvalidArgument(f"max_norm is {max_norm!r}; it must be > 0")
-        if any(update.ranks is not None for update in self._updates.values()):
-            raise InvalidArgument("clip_grad_norm_ is not defined with ranks: the gradient is summed in the shards")
-        norm = math.sqrt(math.fsum(update.squared_norm() for update in self._updates.values()))
-        factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+    def multiply_gradients(self, factor: float) -> None:
+        """Multiply the pending row gradients of all heads."""
         for update in self._updates.values():
-            if update.carrier.grad is not None:
-                update.carrier.grad.mul_(factor)
-        return torch.tensor(norm)
+            update.multiply(factor)
+
+    def squared_norm(self) -> float:
+        """Σ g² of the pending row gradients of all heads, as the step would apply them; costs: clip_grad_norm_."""
+        return math.fsum(update.squared_norm() for update in self._updates.values())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the pending row gradients alone; :func:`clip_grad_norm_` clips them with dense parameters."""
+        return clip_grad_norm_((), self, max_norm)
+
+
+Rows = RowOptimizer | DenseTable
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    rows: Rows | Iterable[Rows],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients, of dense parameters and of rows, so that their joint 2-norm is at most ``max_norm``.
+
+    What :func:`torch.nn.utils.clip_grad_norm_` does for a model whose rows are parameters, wherever they are: the norm
+    of the rows is that of what the step would apply, summed by id, over micro-batches and over ranks, after the inverse
+    loss scale. Gradients of parameters are scaled in place, the rows' step carries the factor.
+
+        scaler.unscale_(optimizer); scaler.unscale_(rows)          # with torch.amp.GradScaler, first
+        gt.clip_grad_norm_(model.parameters(), rows, max_norm=5.0)
+
+    Cost, beside the dense part: nothing for rows pulled at once by one worker; one more pull of all active rows where
+    they are streamed; one request per shard where they are hosted; the gradients made once more where they are on
+    ranks. With ranks every rank calls it: rows pulled by several are summed over them (4·A·D bytes each, as in a
+    step), of hosted ones the features (4·B·D).
+
+    Args:
+        parameters: Dense parameters, or one; those without a gradient are left out. Gradients have any dtype and device
+            and may be DTensors (FSDP2); under DDP they are equal on all ranks.
+        rows: The RowOptimizer, or several. Of a SlowGear the gradients of its features count. A DenseTable stands for
+            the parameters it trains (in mode "sync" it is refused: its ranks' mean is made in the shards).
+        max_norm: > 0; may be infinite, to know the norm.
+        error_if_nonfinite: Raise NonFinite, and scale nothing, if the norm is not finite.
+
+    Returns:
+        The norm before clipping, 0-dim, on the device of the first gradient, in float32 (float64 if one is).
+
+    Raises:
+        InvalidArgument: ``max_norm`` or ``rows`` are something else.
+        NonFinite: see ``error_if_nonfinite``.
+        ShardUnavailable, SyncError: the norm of rows elsewhere could not be had; nothing was scaled.
+    """
+    if not real_number("max_norm", max_norm) > 0:
+        raise InvalidArgument(f"max_norm is {max_norm!r}; it must be > 0")
+    listed = list(rows) if isinstance(rows, Iterable) else [rows]
+    for one in listed:
+        if not isinstance(one, RowOptimizer | DenseTable):
+            raise InvalidArgument(f"rows is {quoted(one)}; it must be a RowOptimizer, a DenseTable, or several of them")
+    optimizers = list({id(one): one for one in listed if isinstance(one, RowOptimizer)}.values())
+    dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for one in listed:
+        if isinstance(one, DenseTable):
+            dense += one.clippable()
+    carriers = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+    distinct = {id(param): param for param in dense if id(param) not in carriers}
+    grads = [param.grad for param in distinct.values() if param.grad is not None]
+    with torch.no_grad():
+        squares = [_squared_norm(grad) for grad in grads]
+        norm = math.sqrt(math.fsum([*squares, *(one.squared_norm() for one in optimizers)]))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFinite(f"the joint norm of the gradients is {norm}; nothing was scaled")
+        factor = norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else 0.0
+        if factor != 1.0:
+            for grad in grads:
+                grad.mul_(factor)
+            for one in optimizers:
+                one.multiply_gradients(factor)
+    is_wide = any(grad.dtype == torch.float64 for grad in grads)
+    device = grads[0].device if grads else None
+    return torch.tensor(norm, dtype=torch.float64 if is_wide else torch.float32, device=device)
+
+
+def _squared_norm(grad: Tensor) -> float:
+    norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+    if hasattr(norm, "full_tensor"):  # a DTensor, of which this rank has a part
+        norm = norm.full_tensor()
+    return float(norm) ** 2

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.heads.memory import memory_report
     from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
     from geartrain.bridge.heads.weights import export_class_weights, import_class_weights
-    from geartrain.bridge.optimizer import RowOptimizer
+    from geartrain.bridge.optimizer import RowOptimizer, clip_grad_norm_
     from geartrain.bridge.state import state_from_bytes, state_to_bytes
     from geartrain.hosting import local
     from geartrain.workers.data.streams import StreamReader
@@ -58,6 +58,7 @@ __all__ = [
     "__version__",
     "attach",
     "class_center_sample",
+    "clip_grad_norm_",
     "connect",
     "errors",
     "export_class_weights",
@@ -83,7 +84,7 @@ _HOMES = {
     "geartrain.bridge.heads.memory": ("memory_report",),
     "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
     "geartrain.bridge.heads.weights": ("export_class_weights", "import_class_weights"),
-    "geartrain.bridge.optimizer": ("RowOptimizer",),
+    "geartrain.bridge.optimizer": ("RowOptimizer", "clip_grad_norm_"),
     "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),
     "geartrain.hosting": ("local",),
     "geartrain.workers.data.streams": ("StreamReader",),

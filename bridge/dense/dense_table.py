@@ -58,7 +58,8 @@ class DenseTable(torch.optim.Optimizer):
     """The weights of a module, held and trained by the shards of a cluster; :func:`attach` makes it.
 
     The one param_group holds the trained parameters and ``lr``, so that LR schedulers, ``clip_grad_norm_``,
-    ``torch.amp.GradScaler`` and ``zero_grad`` work as ever; momentum, betas and weight decay belong to the table. Not
+    ``torch.amp.GradScaler`` and ``zero_grad`` work as ever (with ranks a clipper sees the gradients of its own rank,
+    not their mean); momentum, betas and weight decay belong to the table. Not
     thread-safe.
     """
 
@@ -160,6 +161,16 @@ class DenseTable(torch.optim.Optimizer):
             return False
         self._pull()
         return True
+
+    def clippable(self) -> list[Tensor]:
+        """The trained parameters, for :func:`geartrain.clip_grad_norm_`. InvalidArgument with ranks: what is applied is
+        the mean of their gradients, which the shards make."""
+        if self._ranks is not None:
+            raise InvalidArgument(
+                f"the gradients of dense table {self.name!r} are averaged over {self._ranks.world_size} ranks in the "
+                "shards, so no rank knows their norm; keep it out of clip_grad_norm_, or train the module under DDP"
+            )
+        return list(self._tensors.trained.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and a push that is still pending after an error: the shards that have it keep it. With

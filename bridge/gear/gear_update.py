@@ -16,6 +16,7 @@ from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, NonFinite
 from geartrain.ams.gear_messages import Delivery, GearPort
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.carrier import squared_sum
 from geartrain.bridge.heads.row_update import PendingUpdate
 from geartrain.bridge.heads.tables import ReadableTable
 
@@ -37,9 +38,14 @@ class GearGradient:
         np.minimum.at(versions, places, np.concatenate([self.versions, other.versions]))
         self.ids, self.gradients_KD, self.versions = ids, gradients_KD, versions
 
+    @property
+    def squares(self) -> Tensor:
+        """Σ g² (0-dim, float64)."""
+        return squared_sum(self.gradients_KD)
+
     def squared_norm(self) -> float:
         """Σ g² in float64."""
-        return float(self.gradients_KD.double().square().sum())
+        return float(self.squares)
 
     def discard(self) -> None:
         """There is nothing to give back."""
@@ -86,7 +92,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
             self._pending.ids = self._pending.ids[good.numpy()]
             self._pending.gradients_KD = self._pending.gradients_KD[good]
             self._pending.versions = self._pending.versions[good.numpy()]
-            self.carrier.grad.fill_(1.0)
+            self._take_norm(torch.ones_like(self.carrier), torch.ones_like(self.carrier))
         return dropped
 
     def apply(self, lr: float) -> None:
@@ -97,7 +103,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
         if self._pending is None or self.carrier.grad is None:
             return
         if self._delivery is None:
-            gradients_KD = self._pending.gradients_KD * float(self.carrier.grad)
+            gradients_KD = self._pending.gradients_KD * float(self._factor())
             self._delivery = Delivery(
                 source=self._source,
                 incarnation=self._incarnation,

@@ -20,8 +20,10 @@ from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Targets, Workspace, chunk_bounds
+from geartrain.bridge.heads.carrier import squared_sum
 from geartrain.bridge.heads.chunk_pass import ChunkPass
 from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
+from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.stream import Block, RowStream
@@ -62,6 +64,11 @@ class CollectedGradient(Protocol):
         """Add the gradient of another micro-batch, of the same kind, which is used up."""
         ...
 
+    @property
+    def squares(self) -> Tensor | None:
+        """Σ g² over all rows (0-dim, float64) if they lie in this process's memory."""
+        ...
+
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64."""
         ...
@@ -76,6 +83,10 @@ class RowGradient(CollectedGradient, Protocol):
 
     def push(self, writer: Writer) -> None:
         """Send all of it; a second call after an error goes on behind what was prepared."""
+        ...
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
         ...
 
 
@@ -112,8 +123,10 @@ class HeldGradient:
         pool: BufferPool,
         device: torch.device,
         checksum: Tensor | None,
+        squares: Tensor | None = None,
     ) -> None:
-        """``checksum`` (0-dim) is finite only if all gradients are; None: nothing is known of them."""
+        """``checksum`` (0-dim) is finite only if all gradients are; None: nothing is known of them. ``squares`` is Σ g²
+        (0-dim, float64), None: not known yet."""
         self._active = active
         self._gradients_AD = gradients_AD
         self._buffer = buffer
@@ -121,6 +134,7 @@ class HeldGradient:
         self._device = device
         self._prepared = False
         self._checksum = checksum
+        self._squares = squares
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
@@ -128,6 +142,7 @@ class HeldGradient:
         if self._prepared:
             raise _step_stopped(self._active.num, self._active.num)
         wait_for_copies(self._device)
+        self._squares = None
         self._checksum = None  # a sum may be infinite where its terms are not
         if not _are_same(self._active, other._active):
             self._widen(_union(self._active, other._active))
@@ -157,11 +172,23 @@ class HeldGradient:
         self._prepared = True
         writer.settle()
 
+    @property
+    def squares(self) -> Tensor:
+        """See :class:`CollectedGradient`; a pass over the gradients unless it is known."""
+        if self._squares is None:
+            wait_for_copies(self._device)
+            self._squares = squared_sum(self._gradients_AD)
+        return self._squares
+
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64."""
+        return float(self.squares)
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """See :class:`RowGradient`. The ranks have the same active classes: an all-reduce of 4·A·D bytes, in parts."""
         wait_for_copies(self._device)
         parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
-        return math.fsum(float(part.float().square().sum(dtype=torch.float64)) for part in parts)
+        return math.fsum(float(squared_sum(ranks.sum(part.float() * weight))) for part in parts)
 
     def discard(self) -> None:
         """Give the memory back."""
@@ -222,14 +249,37 @@ class FactoredGradient:
         writer.settle()
         stream.close()
 
+    squares = None
+    """They never lie in memory together."""
+
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64; costs one more pull of all active rows."""
         stream = self._stream()
         with closing(self._blocks(stream, 0)) as blocks:
-            parts = (gradients_ND.float().square().sum(dtype=torch.float64) for _, _, gradients_ND in blocks)
-            total = math.fsum(float(part) for part in parts)
+            total = math.fsum(float(squared_sum(gradients_ND)) for _, _, gradients_ND in blocks)
         stream.close()
         return total
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """See :class:`RowGradient`. Costs one more pull of all active rows, and an all-reduce of 4·A·D bytes.
+
+        A rank that fails goes on in it with NaN, or the others would wait for it; then all raise.
+        """
+        stream = self._stream()
+        squares: list[float] = []
+        failure: Exception | None = None
+        with closing(self._blocks(stream, 0)) as blocks:
+            for start, stop in stream.bounds():
+                weighted_ND = torch.full((stop - start, self._table.spec.dim), torch.nan)
+                try:
+                    if failure is None:
+                        weighted_ND = next(blocks)[2].float() * weight
+                except Exception as exc:  # of any kind: the others wait for this rank
+                    failure = exc
+                squares.append(float(squared_sum(ranks.sum(weighted_ND))))
+        ranks.fail_together(failure, f"the gradients of {self._table.spec.name!r} have no norm")
+        stream.close()
+        return math.fsum(squares)
 
     def discard(self) -> None:
         """Nothing is held but the factors."""

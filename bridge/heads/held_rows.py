@@ -10,6 +10,7 @@ from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
 from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.heads.carrier import squared_sum
 from geartrain.bridge.heads.chunk_pass import CompiledPass, pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.gradients import HeldGradient
@@ -76,24 +77,27 @@ class HeldRows:
             self._kept.give_back()
             return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
 
-        def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> Tensor:
+        counts_squares = arithmetic.device.type != "cpu"  # else once they are all there: no host waits for a device
+
+        def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
             work = Workspace(arithmetic, scratch)
             start, stop = chunk
             rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
             checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept.chunk(start, stop))
+            squares = squared_sum(rows_ND) if counts_squares else None
             if rows_ND.data_ptr() != out_AD[start:stop].data_ptr():
                 out_AD[start:stop].copy_(rows_ND, non_blocking=True)
-            return checksum
+            return checksum, squares
 
-        checksums = CHUNKS.map(
-            overwrite, self._chunks, arithmetic.device, spreads_operations=self._pass.spreads_operations
-        )
+        made = CHUNKS.map(overwrite, self._chunks, arithmetic.device, spreads_operations=self._pass.spreads_operations)
         self._kept.give_back()
-        checksum = torch.stack(checksums).sum()
+        checksum = torch.stack([checksum for checksum, _ in made]).sum()
+        squares = [squares for _, squares in made if squares is not None]
         # Of what 16 bits, or 32 of 64, make of the values it says nothing.
         says_all = out_AD.dtype == arithmetic.compute == torch.float32
         own = checksum if says_all else None
-        return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, own), checksum
+        total = torch.stack(squares).sum() if squares else None
+        return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, own, total), checksum
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""

@@ -29,6 +29,7 @@ from geartrain.bridge.heads.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.heads.gradients import RowGradient, Writer
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.margins import CombinedMargin
+from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, Selection
 from geartrain.bridge.heads.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.heads.tables import HeadCalls
@@ -122,13 +123,18 @@ class HostedRows:
     def discard(self) -> None:
         """Nothing is held."""
 
-    def update_inputs(self, weight: float) -> list[tuple[HostedInputs, ...]]:
-        """For each shard, the inputs of this batch's part of an update."""
+    def samples(self) -> Samples:
+        """What an update is made of."""
         lse2_B, target_weight_B = (
             values.float().cpu().numpy() for values in (self._batch.lse2_B, self._batch.target_weight_B)
         )
-        more = {"lse2": lse2_B, "target_weight": target_weight_B}
-        parts = list(self._parts({}, more, weight, whole=True))
+        return Samples(self._features_BD, self._labels_B, lse2_B, target_weight_B)
+
+    def update_inputs(self, weight: float, samples: Samples | None = None) -> list[tuple[HostedInputs, ...]]:
+        """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
+        samples = self.samples() if samples is None else samples
+        more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
+        parts = list(self._parts({}, more, weight, samples=samples))
         return [tuple(part.inputs[shard] for part in parts) for shard in range(self._calls.view.num_shards)]
 
     def _parts(
@@ -137,17 +143,22 @@ class HostedRows:
         more: dict[str, npt.NDArray[Any]] | None = None,
         weight: float = 1.0,
         *,
-        whole: bool = False,
+        samples: Samples | None = None,
     ) -> Iterator[_Part]:
-        """The batch, in as few calls as its size allows; the sums over samples of different calls are apart anyway."""
-        batch, size = self._batch, len(self._labels_B)
-        width = self._features_BD.shape[1]
-        at_once = size if whole else self._calls.part_bytes // (_BYTES_PER_NUMBER * (width + 8))
+        """The batch, in as few calls as its size allows; the sums over samples of different calls are apart anyway.
+
+        ``samples`` go in one call.
+        """
+        batch = self._batch
+        features_BD = self._features_BD if samples is None else samples.features_BD
+        labels_B = self._labels_B if samples is None else samples.labels_B
+        size, width = features_BD.shape
+        at_once = self._calls.part_bytes // (_BYTES_PER_NUMBER * (width + 8)) if samples is None else size
         for start in range(0, size, max(1, at_once)):
             stop = min(start + max(1, at_once), size)
-            labels = self._labels_B[start:stop]
+            labels = labels_B[start:stop]
             seed, chosen, arrays = self._chosen.inputs(self._calls, labels)
-            common: dict[str, npt.NDArray[Any]] = {"features": self._features_BD[start:stop], "labels": labels}
+            common: dict[str, npt.NDArray[Any]] = {"features": features_BD[start:stop], "labels": labels}
             common |= more or {}
             yield _Part(
                 start,
@@ -168,6 +179,28 @@ class HostedRows:
                     for its in arrays
                 ],
             )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B]."""
+
+    features_BD: npt.NDArray[np.float32]
+    labels_B: Ids
+    lse2_B: npt.NDArray[np.float32]
+    target_weight_B: npt.NDArray[np.float32]
+
+    def of_ranks(self, ranks: Ranks) -> list[Samples]:
+        """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 2) + 8 bytes a sample."""
+        packed = np.concatenate(
+            [self.features_BD, self.lse2_B[:, None], self.target_weight_B[:, None]], axis=1, dtype=np.float32
+        )
+        labels = ranks.gather_labels(self.labels_B)
+        gathered = []
+        for rows in ranks.gather_rows(packed):
+            its, labels = labels[: len(rows)], labels[len(rows) :]
+            gathered.append(Samples(np.ascontiguousarray(rows[:, :-2]), its, rows[:, -2].copy(), rows[:, -1].copy()))
+        return gathered
 
 
 @dataclass(frozen=True)
@@ -227,7 +260,7 @@ class HostedGradient:
         """Send one update to each shard; nothing more once it is prepared."""
         if self._prepared:
             return
-        inputs = self._inputs()
+        inputs = self._inputs(self._batches())
         writer.prepare_write(
             lambda lr, scale, group: self._calls.prepare_update(inputs.__getitem__, lr=lr, scale=scale, group=group)
         )
@@ -236,16 +269,39 @@ class HostedGradient:
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64; the shards make the gradients once more."""
-        inputs = self._inputs()
-        answers = self._calls.compute(SQUARED_NORM, inputs.__getitem__)
+        return self._squared_norm(self._batches())
+
+    def _squared_norm(self, batches: list[list[tuple[HostedInputs, ...]]]) -> float:
+        answers = self._calls.compute(SQUARED_NORM, self._inputs(batches).__getitem__)
         return float(sum(float(arrays["squared_norm"][0]) for arrays in answers))
+
+    squares = None
+    """The shards know them."""
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
+        batches = [(one, one.rows.samples().of_ranks(ranks)) for one in self._pending]
+        mine = np.array([[weight * float(one.factor) for one in self._pending]], np.float32)
+        weights_RM = np.concatenate(ranks.gather_rows(mine))
+
+        def ask() -> float:
+            inputs = [
+                one.rows.update_inputs(float(weights_RM[rank, number]), samples)
+                for number, (one, of_ranks) in enumerate(batches)
+                for rank, samples in enumerate(of_ranks)
+            ]
+            return self._squared_norm(inputs)
+
+        return float(ranks.sum(torch.tensor(ranks.first_then_others(ask, lambda: 0.0), dtype=torch.float64)))
 
     def discard(self) -> None:
         """Nothing is held but the batches."""
 
-    def _inputs(self) -> list[tuple[HostedInputs, ...]]:
+    def _batches(self) -> list[list[tuple[HostedInputs, ...]]]:
+        return [one.rows.update_inputs(float(one.factor)) for one in self._pending]
+
+    def _inputs(self, batches: list[list[tuple[HostedInputs, ...]]]) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""
-        batches = [one.rows.update_inputs(float(one.factor)) for one in self._pending]
         return [
             tuple(inputs for batch in batches for inputs in batch[shard])
             for shard in range(self._calls.view.num_shards)

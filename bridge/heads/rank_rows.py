@@ -23,6 +23,7 @@ from torch import Tensor
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.heads.carrier import squared_sum
 from geartrain.bridge.heads.chunk_pass import ChunkPass, TensorPass, pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS
 from geartrain.bridge.heads.kept_logits import KeptLogits
@@ -169,12 +170,15 @@ class RankGradient:
 
         self._over_chunks(update, use_kept=True)
 
+    squares = None
+    """They never lie in memory together."""
+
     def squared_norm(self) -> float:
         """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
 
         def squares(work: Workspace, place: Place, gradient_ND: Tensor) -> Tensor:
             del work, place
-            return gradient_ND.float().square().sum(dtype=torch.float64)
+            return squared_sum(gradient_ND)
 
         parts = self._over_chunks(squares, use_kept=False)
         local = torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64)

@@ -62,7 +62,7 @@ class RankUpdate(PendingUpdate[RankGradient]):
         if self._pending is None or self.carrier.grad is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._pending.apply(lr, self.carrier.grad[0])
+            self._pending.apply(lr, self._factor()[0])
             self._refused.begin(self.table.refused)
         self.step += 1
         self.takes_any_step = False

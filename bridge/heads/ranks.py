@@ -137,6 +137,15 @@ class Ranks:
         dist.all_gather(parts, padded, group=self._group)
         return np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
 
+    def gather_rows(self, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """The rows [N, W] of every rank, in rank order; N may differ. Two all-gathers, R · max(N) · W · 4 bytes."""
+        counts = self.gather_labels(np.array([len(rows)], np.int64)).tolist()
+        padded = torch.zeros(max(counts), rows.shape[1], device=self._device)
+        padded[: len(rows)] = torch.from_numpy(rows)
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self._group)
+        return [part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)]
+
     def fail_together(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank if any gives a ``failure``: its own there, SyncError elsewhere. Two all-gathers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,6 +15,7 @@ from torch import Tensor
 from geartrain.ams.errors import NonFinite
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.carrier import FactorAlone, not_for_clippers
 from geartrain.bridge.heads.gradients import CollectedGradient, RowGradient
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.tables import HeadTable, HeadWrite, ReadableTable
@@ -24,9 +26,10 @@ G = TypeVar("G", bound=CollectedGradient)
 class PendingUpdate(ABC, Generic[G]):
     """Pending row gradients of one table, and the carrier through which PyTorch sees them.
 
-    ``carrier`` is a tensor of one element that stands for the rows in ``param_groups``. Its gradient is 1 after a
-    backward pass and NaN if the row gradients are not finite; whatever multiplies it (GradScaler's unscaling, clipping)
-    multiplies the rows' gradients at the step.
+    ``carrier`` is a tensor of one element that stands for the rows in ``param_groups``. After a backward pass its
+    gradient is the 2-norm of the row gradients if they lie in this process's memory, else 1 (:class:`FactorAlone`);
+    NaN if they are not finite. Whatever multiplies it (GradScaler's unscaling, clipping) multiplies the rows' gradients
+    at the step.
     """
 
     table: ReadableTable
@@ -40,6 +43,10 @@ class PendingUpdate(ABC, Generic[G]):
         """Raised when the classes change: a backward pass must be of this one."""
         self._pending: G | None = None
         self._samples = 0
+        self._unchanged = torch.ones(1)
+        """The carrier's gradient if nothing had multiplied it."""
+        self._is_norm = False
+        """Whether that is the norm of what is pending."""
 
     @property
     def is_pending(self) -> bool:
@@ -49,28 +56,64 @@ class PendingUpdate(ABC, Generic[G]):
     def carrier_on(self, device: torch.device) -> Tensor:
         """The carrier, moved to the device of the features."""
         if self.carrier.device != device:
+            grad = self._shown()
             self.carrier.data = self.carrier.data.to(device)
-            if self.carrier.grad is not None:
-                self.carrier.grad = self.carrier.grad.to(device)
+            self._unchanged = self._unchanged.to(device)
+            self._show(None if grad is None else grad.to(device))
         return self.carrier
 
     def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
         if self.ranks is not None:
             checksum = self.ranks.sum(checksum)
-        mark = torch.ones_like(self.carrier) + 0.0 * checksum.to(self.carrier.dtype)
+        mark = torch.ones_like(self.carrier) + 0.0 * checksum.to(self.carrier)
         if self._pending is None or self.carrier.grad is None:
             self.discard()
             self._pending = gradient
-            self.carrier.grad = mark
+            factor = torch.ones_like(self.carrier)
         else:
+            factor = self._factor() * (self._unchanged * 0 + 1)  # what was not finite stays so
             self._pending.merge(gradient)
-            self.carrier.grad.mul_(mark)
         self._samples += samples
+        self._take_norm(mark, factor)
+
+    def _take_norm(self, mark: Tensor, factor: Tensor) -> None:
+        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN) and what it is multiplied by."""
+        assert self._pending is not None
+        squares = None if self.ranks is not None else self._pending.squares
+        self._is_norm = squares is not None
+        self._unchanged = (mark if squares is None else squares.sqrt().to(mark) * mark).detach()
+        self._show(self._unchanged * factor)
+
+    def _show(self, grad: Tensor | None) -> None:
+        """Make ``grad`` [1] the carrier's gradient."""
+        shows_all = grad is None or self._is_norm
+        self.carrier.grad = grad if shows_all or grad is None else FactorAlone.of(grad, self.table.spec.name)
+
+    def _shown(self) -> Tensor | None:
+        """The carrier's gradient [1], a plain tensor in the same memory. InvalidArgument if it is somebody else's."""
+        grad = self.carrier.grad
+        if grad is None:
+            return None
+        if self._pending is not None and not self._is_norm and not isinstance(grad, FactorAlone):
+            raise not_for_clippers(self.table.spec.name, "Another gradient")
+        return grad.as_subclass(Tensor)
+
+    def _factor(self) -> Tensor:
+        """What the pending gradients are multiplied by, [1]."""
+        grad = self._shown()
+        assert grad is not None
+        are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then it does not matter by what
+        return torch.where(are_zero, torch.ones_like(grad), grad / self._unchanged)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what is pending."""
+        if self._pending is not None and (grad := self._shown()) is not None:
+            grad.mul_(factor)
 
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
-        grad = self.carrier.grad
+        grad = self._shown()
         if grad is not None and not bool(torch.isfinite(grad).all()):
             raise NonFinite(
                 f"the row gradients of table {self.table.spec.name!r} hold NaN or infinity; nothing was pushed. "
@@ -82,10 +125,17 @@ class PendingUpdate(ABC, Generic[G]):
         """Apply what is pending with this learning rate, then forget it."""
 
     def squared_norm(self) -> float:
-        """Σ g² of the pending gradients as they would be applied; 0 if there are none."""
-        if self._pending is None or self.carrier.grad is None:
+        """Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not finite."""
+        grad = self._shown()
+        if self._pending is None or grad is None:
             return 0.0
-        return self._pending.squared_norm() * float(self.carrier.grad) ** 2
+        if not bool(torch.isfinite(grad).all()):
+            return math.nan
+        return self._squared_norm(self._pending, float(self._factor()))
+
+    def _squared_norm(self, pending: G, factor: float) -> float:
+        """Σ g² of ``factor`` · what is pending."""
+        return pending.squared_norm() * factor**2
 
     def discard(self) -> None:
         """Forget what is pending."""
@@ -114,7 +164,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
         if self._pending is None or self.carrier.grad is None:
             return
         if self._writer is None:
-            self._writer = _PushWriter(self.table, self.ranks, lr, float(self.carrier.grad), self._samples)
+            self._writer = _PushWriter(self.table, self.ranks, lr, float(self._factor()), self._samples)
         try:
             self._writer.settle()
             self._pending.push(self._writer)
@@ -126,6 +176,13 @@ class RowUpdate(PendingUpdate[RowGradient]):
             raise
         self.step += 1
         self.discard()
+
+    def _squared_norm(self, pending: RowGradient, factor: float) -> float:
+        if self.ranks is None:
+            return super()._squared_norm(pending, factor)
+        total = float(self.ranks.sum(torch.tensor(float(self._samples))))
+        weight = factor * self._samples / total if total else 0.0  # as the shards weigh them
+        return pending.joint_squared_norm(self.ranks, weight)
 
     def discard(self) -> None:
         """Forget what is pending."""

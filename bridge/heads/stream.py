@@ -11,6 +11,7 @@ from torch import Tensor
 
 from geartrain.ams.messages import SyncGroup
 from geartrain.ams.specs import Ids
+from geartrain.bridge.heads.batch import chunk_bounds
 from geartrain.bridge.heads.scratch import Buffer, BufferPool
 from geartrain.bridge.heads.selection import ActiveClasses
 from geartrain.bridge.heads.tables import TORCH_DTYPES, ReadableTable, as_numpy
@@ -70,6 +71,10 @@ class RowStream:
             turn = (turn + 1) % NUM_BUFFERS
             ahead = self._begin(self._buffers[turn], block.stop)
             yield block
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Start and stop of all blocks."""
+        return chunk_bounds(self._active.num, self._block_rows)
 
     def close(self) -> None:
         """Give the memory back. Not after an error: a pull or a push that still uses it may have been left behind."""

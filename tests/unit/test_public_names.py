@@ -43,6 +43,7 @@ PUBLIC_NAMES = {
     "CombinedMargin",
     "StreamReader",
     "class_center_sample",
+    "clip_grad_norm_",
     "margin_cross_entropy",
     "memory_report",
     "import_class_weights",
