@@ -18,15 +18,18 @@ GeartrainError
 │   ├── MemoryNotShared              a shard lacks memory that a call names: clients send the bytes instead
 │   ├── BulkConnectionLost           a bulk connection ended before the rows of a call were over: the same
 │   ├── StoreUnavailable             a key-value server did not answer
+│   ├── Busy                         a role has too much to do: says after how many seconds to ask again
+│   ├── StepPending                  a synchronous push waits for other ranks: clients ask again
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
 │   ├── StaleCluster                 the cluster version moved on
 │   ├── ShardRestarted               the shard came back without the rows the client relies on
 │   └── NotHolder                    another slow gear holds the partition of an id now
-├── SyncError                        a sync group cannot go on; nothing of the step was applied
-│   ├── RankMissing                  not every rank pushed in time
-│   └── StepMismatch                 a rank is at another step than its group
+├── SyncError                        a sync group cannot go on
+│   ├── RankMissing                  not every rank pushed in time; nothing of the step was applied
+│   ├── StepMismatch                 a rank is at another step than its group, or pushes a step that was applied anew
+│   └── StepPartlyApplied            some shards applied a step, others refused it: the job goes back to a snapshot
 ├── SampleError                      a slow gear has no dense feature for an id: names it
 │   ├── SampleNotFound (LookupError) no sample has this id
 │   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
@@ -130,6 +133,26 @@ class BulkConnectionLost(Unavailable):
     """
 
 
+class Busy(Unavailable):
+    """A role has too much to do now. Nothing of the request was done: ask again after ``retry_after_seconds``.
+
+    Clients do so by themselves, for up to ``recovery_timeout_seconds``.
+    """
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        """Say what there is too much of, and when to ask again."""
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class StepPending(Unavailable):
+    """A synchronous push waits for other ranks of its group for longer than the call may take.
+
+    It stays where it is, and the same push sent again joins it. Geartrain's own client does that until the group is
+    complete or RankMissing ends it, so that no caller of it sees this.
+    """
+
+
 class ClusterNotReady(Unavailable):
     """Fewer shards have registered than the cluster needs."""
 
@@ -155,15 +178,23 @@ class NotHolder(Fenced):
 
 
 class SyncError(GeartrainError):
-    """A sync group cannot go on. Nothing of the step was applied."""
+    """A sync group cannot go on."""
 
 
 class RankMissing(SyncError):
-    """Not every rank of the sync group pushed within the group's time-out."""
+    """Not every rank of the sync group pushed within the group's time-out. Nothing of the step was applied there."""
 
 
 class StepMismatch(SyncError):
-    """A rank is at another step than its sync group."""
+    """A rank is at another step than its sync group, or pushes other gradients for a step that was applied."""
+
+
+class StepPartlyApplied(SyncError):
+    """Some shards applied a joint step and others refused it, so that the table holds half of the step.
+
+    No rank may train on: all ranks go back to the last snapshot. The message names the shards and the refusal, which
+    is the error's ``__cause__``.
+    """
 
 
 class SampleError(GeartrainError):

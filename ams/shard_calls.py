@@ -16,10 +16,12 @@ from typing import Any
 from geartrain.ams.aside import BackgroundFuture, BrokenOff, Leave, aside, is_on_main_thread
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import (
+    Busy,
     GeartrainError,
     ShardRestarted,
     ShardUnavailable,
     StaleCluster,
+    StepPending,
     Unavailable,
 )
 from geartrain.ams.messages import Assign, CallContext, Pull, Push, Reply, Request
@@ -245,9 +247,23 @@ class ShardCalls:
         while True:
             try:
                 return future.result()
+            except StepPending as exc:
+                self._require_not_given_up(shard, exc)
+                patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
+                future = again()
+            except Busy as exc:
+                self._require_not_given_up(shard, exc)
+                if patience.is_fresh:
+                    logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, patience.seconds, exc)
+                if not patience.pause(exc.retry_after_seconds):
+                    raise Busy(
+                        f"shard {shard} at {self._view.shards[shard].address} was busy for {patience.seconds:g} s "
+                        f"(client setting recovery_timeout_seconds): {exc}",
+                        exc.retry_after_seconds,
+                    ) from exc
+                future = again()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
-                if self._given_up.is_set():
-                    raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from exc
+                self._require_not_given_up(shard, exc)
                 if isinstance(exc, StaleCluster) and not has_looked:
                     # The shard answers: it is this client that has not heard, and no waiting would tell it.
                     has_looked = True
@@ -266,6 +282,10 @@ class ShardCalls:
                     ) from exc
                 self._look_again(shard)
                 future = again()
+
+    def _require_not_given_up(self, shard: int, exc: Exception) -> None:
+        if self._given_up.is_set():
+            raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from exc
 
     def _look_again(self, shard: int) -> None:
         """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
@@ -307,13 +327,20 @@ class _Patience:
         """Whether nothing was waited for yet."""
         return self._deadline is None and self.seconds > 0
 
-    def pause(self) -> bool:
+    def begin_anew(self) -> None:
+        """Forget what was waited for: there was an answer. Pauses a moment, for others were answered with it."""
+        self._deadline, self._backoff = None, _FIRST_BACKOFF_SECONDS
+        self._given_up.wait(self._backoff * random.uniform(0.5, 1.0))
+
+    def pause(self, at_least_seconds: float = 0.0) -> bool:
+        """Wait before the next attempt; False: the time is used up."""
         if self._deadline is None:  # counted from the first failure
             self._deadline = time.monotonic() + self.seconds
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False
         # Jitter keeps the workers of a job from knocking all at once.
-        self._given_up.wait(min(left, self._backoff * random.uniform(0.5, 1.0)))
+        wait = max(self._backoff * random.uniform(0.5, 1.0), at_least_seconds * random.uniform(1.0, 1.5))
+        self._given_up.wait(min(left, wait))
         self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
         return True

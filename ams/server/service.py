@@ -26,6 +26,7 @@ from geartrain.ams.errors import (
     MessageTooLarge,
     SchedulerUnavailable,
     ShardUnavailable,
+    StepPending,
 )
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import (
@@ -56,9 +57,10 @@ from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
 from geartrain.ams.transport.bulk import BulkConnection, BulkPort, NotOffered
 from geartrain.ams.transport.carrier import AttemptFailed
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE
+from geartrain.ams.transport.grpc_client import SHARD_SERVICE, WAITS_KEY
 from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
-from geartrain.ams.transport.grpc_server import BytesMethod, GrpcServer, await_reply
+from geartrain.ams.transport.grpc_server import MAX_CONCURRENT_CALLS, BytesMethod, GrpcServer, await_reply
+from geartrain.ams.transport.grpc_waiting import BeginMethod, Begun
 from geartrain.ams.transport.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.words import counted
 
@@ -68,6 +70,8 @@ REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _OVERHEAD_BYTES = 1024
+_MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
+"""Held by synchronous pushes of callers that do not say that they wait."""
 _HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
 _SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
 """Of requests that may come in parts."""
@@ -89,6 +93,7 @@ class ShardService:
         self._max_message_bytes = max_message_bytes
         self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
+        self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
         self.segments = HeldSegments() if segments is None else segments
         """Memory that clients on this machine share with the shards of this process."""
         self.bulk = BulkPort("127.0.0.1") if bulk is None else bulk
@@ -120,6 +125,11 @@ class ShardService:
             "OpenBulk": self.open_bulk,
         }
         return {name: self._held_to_the_end(method) for name, method in methods.items()}
+
+    @property
+    def waiting_methods(self) -> dict[str, BeginMethod]:
+        """How those that may wait for other callers are begun, by name."""
+        return {"Push": self.begin_push, "UpdateHosted": self.begin_update_hosted}
 
     @property
     def shard(self) -> Shard:
@@ -171,12 +181,16 @@ class ShardService:
 
     def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Apply gradients."""
+        return self._finished(self.begin_push(data, servicer_context), servicer_context)
+
+    def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:
+        """Begin to apply gradients."""
         header, raw = framing.decode_framed(data, shard_pb2.PushRequest)
         spec = self._spec(header)
         dtype = DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
         whole = self._whole(header, self._payload(header, raw, spec.dim, dtype, servicer_context))
         if whole is None:
-            return shard_pb2.WriteReply(incomplete=True).SerializeToString()
+            return _incomplete()
         # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
         ids, _, gradients = ops.merge_duplicates(*whole)
         push = Push(
@@ -189,7 +203,7 @@ class ShardService:
             step_goes_on=header.step_goes_on,
         )
         future = self.shard.run(codec.context_from_pb(header.context), push)
-        return _encoded(await_reply(future, servicer_context))
+        return Begun(future, self._encoded_to_the_end, waits=push.group is not None)
 
     def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Overwrite rows."""
@@ -226,13 +240,18 @@ class ShardService:
 
     def update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Let a hosted model update its rows."""
+        return self._finished(self.begin_update_hosted(data, servicer_context), servicer_context)
+
+    def begin_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
+        """Begin to let a hosted model update its rows."""
         header, raw = framing.decode_framed(data, shard_pb2.UpdateHostedRequest)
         self._spec(header)
         whole, is_whole = self._whole_data(header, raw.get(15))
         if not is_whole:
-            return shard_pb2.WriteReply(incomplete=True).SerializeToString()
-        future = self.shard.run(codec.context_from_pb(header.context), hosted.update_from(header, whole))
-        return _encoded(await_reply(future, servicer_context))
+            return _incomplete()
+        update = hosted.update_from(header, whole)
+        future = self.shard.run(codec.context_from_pb(header.context), update)
+        return Begun(future, self._encoded_to_the_end, waits=update.group is not None)
 
     def describe(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """State of the shard."""
@@ -280,7 +299,9 @@ class ShardService:
         """Refuse a job's past."""
         request = framing.parse(data, shard_pb2.FenceRequest)
         fence = Fence(job=request.job, incarnation=request.incarnation, forget=request.forget)
-        return _encoded(await_reply(self._submit(request.context, fence), servicer_context))
+        done = await_reply(self._submit(request.context, fence), servicer_context)
+        self._parts.fence(fence.job, fence.incarnation)
+        return _encoded(done)
 
     def share_memory(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:  # noqa: ARG002
         """Open a client's memory."""
@@ -306,6 +327,29 @@ class ShardService:
             return reply
 
         return answer
+
+    def _encoded_to_the_end(self, done: Done) -> bytes:
+        """The reply to a write, if the shard is surely this process's still."""
+        reply = _encoded(done)
+        self.shard.check_lease()
+        return reply
+
+    def _finished(self, begun: Begun, servicer_context: grpc.ServicerContext) -> bytes:
+        """The reply of a call that holds a thread until it is there.
+
+        Raises StepPending if so many do that the others would lack one: it goes on, and the same call joins it.
+        """
+        if not begun.waits or begun.reply.done():
+            return begun.encode(await_reply(begun.reply, servicer_context))
+        if not self._threads_that_wait.acquire(blocking=False):
+            raise StepPending(
+                f"{_MOST_WAITING_THREADS} ranks wait for others here; send this push again in a second, with "
+                f"{WAITS_KEY}: 1 in its metadata, and it holds no thread"
+            )
+        try:
+            return begun.encode(await_reply(begun.reply, servicer_context))
+        finally:
+            self._threads_that_wait.release()
 
     def _submit(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
         return self.shard.submit(codec.context_from_pb(context), request)
@@ -378,6 +422,13 @@ class ShardService:
             )
 
 
+def _incomplete() -> Begun:
+    """The answer to a part of a write whose other parts are missing."""
+    reply: Future[Any] = Future()
+    reply.set_result(None)
+    return Begun(reply, lambda _: shard_pb2.WriteReply(incomplete=True).SerializeToString())
+
+
 def _encoded(done: Done) -> bytes:
     failpoints.reach("shard.reply.before")
     return shard_pb2.WriteReply(created=done.created, duplicate=done.duplicate).SerializeToString()
@@ -401,7 +452,7 @@ class _HeldShard:
         self.wanted = wanted
         self.service = ShardService(config.max_message_bytes, segments, bulk, roots)
         self.server = GrpcServer(listen, config.max_message_bytes)
-        self.server.add(SHARD_SERVICE, self.service.methods)
+        self.server.add(SHARD_SERVICE, self.service.methods, waiting=self.service.waiting_methods)
         self.address = config.advertise or _reachable(self.server.address)
         self.incarnation = time.time_ns()
         self.shard: Shard | None = None

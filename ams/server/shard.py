@@ -269,6 +269,9 @@ class Shard:
     # Everything below runs on the thread that holds the turn.
 
     def _run(self, call: _Call) -> None:
+        # As if it had never come: no mark knows of it yet. A write that has begun goes on without its caller.
+        if not call.future.set_running_or_notify_cancel():
+            return
         try:
             self.check_fence(call.context)
             if isinstance(call.request, Push | Assign | UpdateHosted):
@@ -282,8 +285,6 @@ class Shard:
             _fail(call.future, error)
         except MemoryError as error:
             _fail(call.future, InternalError(f"shard {self.shard} is out of memory: {error}"))
-        except InvalidStateError:
-            pass  # the caller gave up waiting
         except Exception as error:
             # A defect must reach the caller and must not end the shard that others rely on.
             _fail(call.future, InternalError(f"shard {self.shard}: {error!r}\n{traceback.format_exc()}"))

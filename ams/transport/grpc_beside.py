@@ -16,6 +16,7 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.bulk import BulkConnection, BulkPool
+from geartrain.ams.transport.grpc_status import is_answer
 from geartrain.ams.transport.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in
 
 _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -82,7 +83,7 @@ class BulkUse:
             if lost is not None:
                 raise lost
         except (BulkConnectionLost, grpc.RpcError) as exc:
-            if isinstance(exc, BulkConnectionLost) or (isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER):
+            if isinstance(exc, BulkConnectionLost) or _had_no_answer(exc):
                 self._pool.distrust()  # another error of the shard's breaks the connection off, and says nothing of it
             raise
         finally:
@@ -103,6 +104,10 @@ class BulkUse:
     def _break_off(self, call: Any) -> None:
         if call.code() is not grpc.StatusCode.OK:
             self._connection.abort()
+
+
+def _had_no_answer(exc: grpc.RpcError) -> bool:
+    return isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER and not is_answer(exc)
 
 
 Beside = Room | BulkUse

@@ -18,6 +18,7 @@ from geartrain.ams.aside import held
 from geartrain.ams.config import MAX_MESSAGE_BYTES, MIB, split_address
 from geartrain.ams.errors import (
     BulkConnectionLost,
+    Busy,
     GeartrainError,
     InternalError,
     InvalidArgument,
@@ -78,6 +79,9 @@ SHARD_METHODS = (
     "OpenBulk",
 )
 
+WAITS_KEY = "geartrain-waits"
+"""Metadata of a call that may wait for other callers: the shard then holds no thread for it meanwhile."""
+_WAITS = ((WAITS_KEY, "1"),)
 _OFFER_SECONDS = 5.0
 _MOVERS = 8
 """Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
@@ -190,7 +194,8 @@ class GrpcCarrier:
                 return self._in_parts("ComputeHosted", messages, timeout_seconds, hosted.computed_from, alone=alone)
             case UpdateHosted():
                 messages = hosted.update_parts(context, request, self._part_bytes)
-                return self._in_parts("UpdateHosted", messages, timeout_seconds, _done, alone=alone)
+                waits = request.group is not None
+                return self._in_parts("UpdateHosted", messages, timeout_seconds, _done, alone=alone, waits=waits)
             case CreateTable():
                 create = shard_pb2.CreateTableRequest(
                     context=codec.context_to_pb(context), spec=codec.spec_to_pb(request.spec)
@@ -275,15 +280,18 @@ class GrpcCarrier:
         alone: bool = False,
         beside: Beside | None = None,
         may_retire: bool = True,
+        waits: bool = False,
     ) -> Future[Reply]:
         """Begin a call.
 
         ``beside`` carries its rows up to its end. Without ``may_retire`` the connection is kept, though no answer comes
-        in time.
+        in time. One that ``waits`` for other callers is answered late.
         """
         future: Future[Reply] = Future()
         connection = self._begin()
         send = connection.methods[method]
+        if waits:
+            send = _Waiting(send)
 
         def settle(reply: Callable[[], bytes]) -> None:
             timed_out = is_over = False
@@ -294,7 +302,7 @@ class GrpcCarrier:
             except grpc.RpcError as exc:
                 timed_out = isinstance(exc, grpc.Call) and exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 outcome = error_from(exc, f"shard at {self._address}")
-                is_over = isinstance(outcome, InvalidArgument)
+                is_over = isinstance(outcome, InvalidArgument | Busy)
             except (grpc.FutureCancelledError, _ChannelClosed):
                 outcome = AttemptFailed(f"shard at {self._address}: the connection is closed")
             except GeartrainError as exc:
@@ -362,9 +370,10 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool,
+        waits: bool = False,
     ) -> Future[Reply]:
         whole = alone and len(messages) == 1
-        parts = [self._call(method, one, timeout_seconds, decode, alone=whole) for one in messages]
+        parts = [self._call(method, one, timeout_seconds, decode, alone=whole, waits=waits) for one in messages]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
@@ -399,6 +408,7 @@ class GrpcCarrier:
     ) -> Future[Reply]:
         rows = write.gradients if isinstance(write, Push) else write.rows
         method = "Push" if isinstance(write, Push) else "Assign"
+        waits = isinstance(write, Push) and write.group is not None
 
         def send(index: int, start: int, end: int, beside: Beside | None) -> Future[Reply]:
             header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
@@ -417,7 +427,8 @@ class GrpcCarrier:
             else:
                 with held(write.leave):
                     data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
-            return self._call(method, data, timeout_seconds, _done, alone=alone and len(spans) == 1, beside=beside)
+            whole = alone and len(spans) == 1
+            return self._call(method, data, timeout_seconds, _done, alone=whole, beside=beside, waits=waits)
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
         parts = [
@@ -537,6 +548,19 @@ class GrpcCarrier:
 
 def _not_shared(reason: str) -> str:
     return f"in messages, not through shared memory: {reason}"
+
+
+class _Waiting:
+    """A method of a connection for calls that wait for other callers."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, data: bytes, *, timeout: float | None) -> Any:
+        return self._method(data, timeout=timeout, metadata=_WAITS)
+
+    def future(self, data: bytes, *, timeout: float | None) -> Any:
+        return self._method.future(data, timeout=timeout, metadata=_WAITS)
 
 
 class _ChannelClosed(Exception):

@@ -17,11 +17,12 @@ from grpc_reflection.v1alpha import reflection
 
 from geartrain.ams.config import split_address
 from geartrain.ams.errors import ConfigError, GeartrainError, InternalError
-from geartrain.ams.transport.grpc_client import channel_options
+from geartrain.ams.transport.grpc_client import WAITS_KEY, channel_options
 from geartrain.ams.transport.grpc_status import abort
+from geartrain.ams.transport.grpc_waiting import BeginMethod, WaitingCalls
 
 MAX_CONCURRENT_CALLS = 128
-"""A synchronous push holds one until its group is complete: ranks × tables in one step must stay below it."""
+"""Threads. Calls that wait for other callers hold none (see geartrain.ams.transport.grpc_waiting)."""
 
 _HEALTH_THREADS = 2
 
@@ -36,6 +37,7 @@ class GrpcServer:
         self.calls = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="grpc")
         """Runs the methods that have no lane of their own."""
         self._server = grpc.server(self.calls, options=channel_options(max_message_bytes))
+        self._waiting = WaitingCalls(self.calls)
         host, port = split_address(listen)
         try:
             bound = self._server.add_insecure_port(listen)
@@ -57,9 +59,12 @@ class GrpcServer:
         methods: Mapping[str, BytesMethod],
         streams: Mapping[str, BytesStream] = MappingProxyType({}),
         lanes: Mapping[str, ThreadPoolExecutor] = MappingProxyType({}),
+        waiting: Mapping[str, BeginMethod] = MappingProxyType({}),
     ) -> None:
         """Serve ``methods`` (encoded request → encoded reply; ``streams``: → replies) under ``service``, not yet
-        healthy. Methods named in ``lanes`` run on threads of their own, whatever the others wait for."""
+        healthy. Methods named in ``lanes`` run on threads of their own, whatever the others wait for. ``waiting``
+        serves those of its names whose callers say that they may wait for others.
+        """
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(_on_lane(_typed(method), lanes.get(name)))
             for name, method in methods.items()
@@ -67,7 +72,12 @@ class GrpcServer:
         handlers |= {
             name: grpc.unary_stream_rpc_method_handler(_typed_stream(stream)) for name, stream in streams.items()
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        # The first one that knows a call serves it.
+        waiting_handlers = _WhereCallersWait(
+            service, {name: self._waiting.handler(begin) for name, begin in waiting.items()}
+        )
+        whole = grpc.method_handlers_generic_handler(service, handlers)
+        self._server.add_generic_rpc_handlers((waiting_handlers, whole) if waiting else (whole,))
         self._services.append(service)
         self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
@@ -87,7 +97,22 @@ class GrpcServer:
         """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait()
+        self._waiting.close()
         self._health_lane.shutdown(wait=False)
+
+
+class _WhereCallersWait(grpc.GenericRpcHandler):
+    """Serves calls whose metadata say that they may wait for other callers."""
+
+    def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        self._handlers = {f"/{service}/{name}": handler for name, handler in handlers.items()}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return what serves the call; None: it is none of these."""
+        handler = self._handlers.get(handler_call_details.method)
+        if handler is None or WAITS_KEY not in dict(handler_call_details.invocation_metadata or ()):
+            return None
+        return handler
 
 
 def _refusal(listen: str, host: str, port: int) -> str:
@@ -109,7 +134,7 @@ def _refusal(listen: str, host: str, port: int) -> str:
 
 
 def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> Any:
-    """Wait for ``future``, but no longer than the caller does."""
+    """Wait for ``future``, but no longer than the caller does: what has not begun then never does."""
     if future.done():
         return future.result()
     settled = threading.Event()
@@ -118,6 +143,7 @@ def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> 
         settled.set()
     settled.wait()
     if not future.done():
+        future.cancel()
         servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
     return future.result()
 

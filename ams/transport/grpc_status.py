@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import NoReturn
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
@@ -13,6 +15,9 @@ from geartrain.ams.transport.carrier import AttemptFailed, NotSent
 logger = logging.getLogger(__name__)
 
 ERROR_KEY = "geartrain-error"
+RETRY_AFTER_KEY = "geartrain-retry-after-seconds"
+"""Of a Busy: a decimal number."""
+_LONGEST_RETRY_AFTER_SECONDS = 60.0
 _MAX_DETAILS = 4000
 
 _NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "dns resolution failed")
@@ -58,22 +63,47 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
 )
 
 
+class Status(NamedTuple):
+    """How a call ends that did not succeed."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str], ...]
+
+
+def status_of(error: errors.GeartrainError) -> Status:
+    """Return how a call ends with ``error``."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    metadata: tuple[tuple[str, str], ...] = ((ERROR_KEY, type(error).__name__),)
+    if isinstance(error, errors.Busy):
+        metadata += ((RETRY_AFTER_KEY, f"{error.retry_after_seconds:.3f}"),)
+    details = str(error)
+    return Status(code, details if len(details) <= _MAX_DETAILS else details[:_MAX_DETAILS] + " …", metadata)
+
+
 def abort(servicer_context: grpc.ServicerContext, error: errors.GeartrainError) -> NoReturn:
     """End a call with ``error``."""
-    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    servicer_context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
-    details = str(error)
-    servicer_context.abort(code, details if len(details) <= _MAX_DETAILS else details[:_MAX_DETAILS] + " …")
+    status = status_of(error)
+    servicer_context.set_trailing_metadata(status.trailing_metadata)
+    servicer_context.abort(status.code, status.details)
     raise AssertionError("abort returns by raising")
+
+
+def is_answer(call: grpc.RpcError) -> bool:
+    """Whether a failed call was answered by the peer on purpose, with one of our errors."""
+    return isinstance(call, grpc.Call) and ERROR_KEY in dict(call.trailing_metadata() or ())
 
 
 def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainError | AttemptFailed:
     """Return what a failed call to ``peer`` means: an error the peer raised on purpose, or an attempt that got lost."""
     assert isinstance(call, grpc.Call)
     code, details = call.code(), call.details() or ""
-    name = dict(call.trailing_metadata() or ()).get(ERROR_KEY)
-    if name is not None:
-        return errors.error_named(str(name))(details)
+    metadata = dict(call.trailing_metadata() or ())
+    if ERROR_KEY in metadata:
+        named = errors.error_named(str(metadata[ERROR_KEY]))
+        if issubclass(named, errors.Busy):
+            return named(details, _retry_after_seconds(metadata))
+        return named(details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.MessageTooLarge(
             f"{peer} or this client refused a message: {details}. Lower part_bytes, or raise max_message_bytes on "
@@ -86,6 +116,15 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
     return errors.InternalError(f"{peer}: {code.name}: {details}")
+
+
+def _retry_after_seconds(metadata: Mapping[str, Any]) -> float:
+    """When to ask again; a peer that says nothing sensible is asked after a second."""
+    try:
+        seconds = float(metadata.get(RETRY_AFTER_KEY, 1.0))
+    except ValueError:
+        return 1.0
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS) if math.isfinite(seconds) else 1.0
 
 
 def _reason(code: grpc.StatusCode, details: str) -> str:

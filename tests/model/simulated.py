@@ -299,7 +299,7 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
     """Put network, clock and disk in the place of the real ones."""
     patch.setattr(grpc, "insecure_channel", network.channel)
 
-    def pause(patience: Any) -> bool:
+    def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
         patience._deadline = patience._deadline or clock.now + CONFIG.recovery_timeout_seconds
         if clock.now >= patience._deadline:
             return False

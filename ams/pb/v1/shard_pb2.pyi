@@ -5,6 +5,12 @@ A shard: the owner of some of the rows of every table.
 
 A call that fails carries a gRPC status, a sentence in its details, and the name of the error in the trailing
 metadata key `geartrain-error` (the tree is drawn in ams/errors.py).
+Busy (UNAVAILABLE): nothing was done; send the call again after `geartrain-retry-after-seconds`, in the same metadata.
+
+A Push or UpdateHosted of a group is answered when all ranks have sent theirs. Send it with the metadata
+`geartrain-waits: 1`, or it holds a thread of the shard until then, of which there are few.
+StepPending (UNAVAILABLE): the call's deadline is near, or there were too many such threads. The push stays where it
+is; send it again, under the same sequence, to learn what becomes of it.
 """
 
 from collections import abc as _abc
