@@ -4,54 +4,77 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.errors import InvalidArgument, MessageTooLarge
-from geartrain.ams.messages import CallContext
+from geartrain.ams.errors import Busy, InvalidArgument, MessageTooLarge
+from geartrain.ams.messages import CallContext, jobs_of
 from geartrain.ams.specs import Ids
 
 MAX_PARTS = 65_536
+STREAM_SHARE = 8
+"""A stream that has a write here already gets room for more only within this share (1/n) of all room."""
+RETRY_AFTER_SECONDS = 0.2
+_GROWTH = 2
+"""Parts of an admitted write that are larger than its first one may use this times all room."""
 Payload = tuple[Ids, npt.NDArray[Any]]
+_Key = tuple[str, int, int]
+"""Stream, incarnation, sequence."""
 
 
 @dataclass
 class _Pending:
     count: int
     touched: float
+    room: int = 0
+    """Bytes held for it, whether its parts are here or not."""
+    size: int = 0
+    """Bytes of the parts that are here."""
     parts: dict[int, Payload] = field(default_factory=dict)
 
 
 class PartBuffer:
     """Parts of unfinished writes of one shard. Thread-safe.
 
-    Memory is bounded by ``max_bytes``. A write whose sender went silent for ``patience_seconds`` is forgotten: nothing
-    of it was applied, and a sender that comes back sends all parts again.
+    Room for a whole write is held from its first part on, taking the others to be as large: so a write that was let in
+    can always be completed, and one for which there is no room has nothing here (Busy: its sender sends all of it
+    again). A write whose sender went silent for ``patience_seconds``, or for ``crowded_seconds`` while another lacks
+    room, is forgotten: nothing of it was applied, and a sender that comes back sends all parts again.
     """
 
     def __init__(
-        self, max_bytes: int = 1 << 30, patience_seconds: float = 300.0, clock: Callable[[], float] = time.monotonic
+        self,
+        max_bytes: int = 1 << 30,
+        patience_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        crowded_seconds: float = 15.0,
     ) -> None:
         self._max_bytes = max_bytes
         self._patience_seconds = patience_seconds
+        self._crowded_seconds = crowded_seconds
         self._clock = clock
-        self._pending: dict[tuple[str, int, int], _Pending] = {}
+        self._pending: dict[_Key, _Pending] = {}
         self._bytes = 0
+        """Sum of ``room``."""
         self._lock = threading.Lock()
 
     def add(self, context: CallContext, index: int, count: int, payload: Payload) -> Payload | None:
-        """Keep one part; return the whole write (ids [N], rows [N, D]) if it was the last one missing."""
+        """Keep one part; return the whole write (ids [N], rows [N, D]) if it was the last one missing.
+
+        Raises Busy if there is no room now, MessageTooLarge if there never is, InvalidArgument for a part that cannot
+        be one.
+        """
         if not (1 <= count <= MAX_PARTS and 0 <= index < count):
             raise InvalidArgument(f"part {index} of {count} is not a part; count is 1 … {MAX_PARTS}, index below it")
         key = (context.stream, context.incarnation, context.sequence)
         with self._lock:
-            self._forget_silent()
-            self._forget_acknowledged(context)
-            pending = self._pending.setdefault(key, _Pending(count, self._clock()))
+            self._forget_silent(self._patience_seconds)
+            self._forget_past(context)
+            pending = self._pending.get(key) or self._let_in(key, count, count * _size(payload))
             if pending.count != count:
                 raise InvalidArgument(
                     f"part {index} of sequence {context.sequence} says there are {count} parts, another said "
@@ -59,36 +82,77 @@ class PartBuffer:
                 )
             pending.touched = self._clock()
             if index not in pending.parts:
-                self._reserve(payload)
                 pending.parts[index] = payload
+                pending.size += _size(payload)
+                self._grow(key, pending)
             if len(pending.parts) < count:
                 return None
-            self._drop(key)
+            self._drop([key])
         parts = [pending.parts[i] for i in range(count)]
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([rows for _, rows in parts])
 
-    def _reserve(self, payload: Payload) -> None:
-        size = _size(payload)
-        if self._bytes + size > self._max_bytes:
+    def fence(self, job: str, incarnation: int) -> None:
+        """Forget what streams of ``job`` with a lower incarnation have sent: they may not write any more."""
+        with self._lock:
+            self._drop([key for key in self._pending if key[1] < incarnation and job in jobs_of(key[0])])
+
+    def _let_in(self, key: _Key, count: int, size: int) -> _Pending:
+        """Hold room for a write that begins."""
+        if size > self._max_bytes:
             raise MessageTooLarge(
-                f"unfinished writes would take {self._bytes + size} bytes; at most {self._max_bytes} are kept. "
-                "Push fewer rows at once"
+                f"a write in {count} parts would take {size} bytes; a shard keeps at most {self._max_bytes} of "
+                "unfinished writes. Push fewer rows at once"
             )
+        if not self._has_room(key[0], size):
+            self._forget_silent(self._crowded_seconds)
+        if not self._has_room(key[0], size):
+            raise Busy(
+                f"unfinished writes hold {self._bytes} of {self._max_bytes} bytes, and a write in {count} parts needs "
+                f"{size}; nothing of it was kept. Send all parts again",
+                RETRY_AFTER_SECONDS,
+            )
+        pending = self._pending[key] = _Pending(count, self._clock(), size)
         self._bytes += size
+        return pending
 
-    def _forget_silent(self) -> None:
-        oldest = self._clock() - self._patience_seconds
-        for key in [key for key, pending in self._pending.items() if pending.touched < oldest]:
-            self._drop(key)
+    def _has_room(self, stream: str, size: int) -> bool:
+        of_stream = sum(pending.room for key, pending in self._pending.items() if key[0] == stream)
+        is_fair = of_stream == 0 or of_stream + size <= self._max_bytes // STREAM_SHARE
+        return is_fair and self._bytes + size <= self._max_bytes
 
-    def _forget_acknowledged(self, context: CallContext) -> None:
-        # A write that completed in the middle of its own retry leaves late parts behind.
-        stale = [key for key in self._pending if key[0] == context.stream and key[2] < context.oldest_unacknowledged]
-        for key in stale:
-            self._drop(key)
+    def _grow(self, key: _Key, pending: _Pending) -> None:
+        """Hold more room for a write whose parts turn out to be larger than its first one."""
+        growth = pending.size - pending.room
+        if growth <= 0:
+            return
+        if self._bytes + growth > _GROWTH * self._max_bytes:
+            self._drop([key])
+            raise Busy(
+                f"unfinished writes hold {self._bytes} bytes, and {growth} more are needed for parts that are larger "
+                "than the first of their write; nothing of it was kept. Send parts of about equal size",
+                RETRY_AFTER_SECONDS,
+            )
+        pending.room += growth
+        self._bytes += growth
 
-    def _drop(self, key: tuple[str, int, int]) -> None:
-        self._bytes -= sum(_size(payload) for payload in self._pending.pop(key).parts.values())
+    def _forget_silent(self, seconds: float) -> None:
+        oldest = self._clock() - seconds
+        self._drop([key for key, pending in self._pending.items() if pending.touched < oldest])
+
+    def _forget_past(self, context: CallContext) -> None:
+        # A write that completed in the middle of its own retry leaves late parts behind; an earlier process of the
+        # stream may leave any.
+        self._drop(
+            [
+                key
+                for key in self._pending
+                if key[0] == context.stream and (key[2] < context.oldest_unacknowledged or key[1] < context.incarnation)
+            ]
+        )
+
+    def _drop(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            self._bytes -= self._pending.pop(key).room
 
 
 def _size(payload: Payload) -> int:

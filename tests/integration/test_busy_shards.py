@@ -1,0 +1,115 @@
+"""A shard that has too much to do says so, and clients ask it again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.cluster import connect
+from geartrain.ams.config import ClientConfig
+from geartrain.ams.errors import Busy, ShardUnavailable
+from geartrain.ams.messages import CallContext
+from geartrain.ams.server.parts import PartBuffer
+from geartrain.ams.server.service import ShardService
+from geartrain.ams.shard_calls import _Patience
+from geartrain.ams.specs import SGD, Constant
+
+WRITERS, PUSHES, ROWS, DIM = 8, 3, 2000, 16
+CONFIG = ClientConfig(part_bytes=64 << 10, attempt_timeout_seconds=10, recovery_timeout_seconds=60, shared_memory=False)
+
+
+def test_more_writers_than_the_buffer_of_parts_has_room_for_are_all_applied_once(served: Callable[..., Any]) -> None:
+    cluster = served(1)
+    service: ShardService = cluster.servers[0]._held[0].service
+    refused: list[Busy] = []
+
+    class Crowded(PartBuffer):
+        def add(self, *arguments: Any) -> Any:
+            try:
+                return super().add(*arguments)
+            except Busy as busy:
+                refused.append(busy)
+                raise
+
+    service._parts = Crowded(max_bytes=400_000)  # room for two writes of three parts
+    ids = np.arange(ROWS)
+
+    def write(writer: int) -> None:
+        with connect(cluster.address, config=CONFIG) as client:
+            for number in range(PUSHES):
+                client.table("t").push(ids, np.full((ROWS, DIM), 1 + writer * PUSHES + number, np.float32))
+
+    with connect(cluster.address) as client:
+        table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
+        with ThreadPoolExecutor(WRITERS) as pool:
+            list(pool.map(write, range(WRITERS)))
+        num_writes = WRITERS * PUSHES
+        assert (table.pull(ids) == -num_writes * (num_writes + 1) / 2).all()
+    assert refused
+    assert service._parts._bytes == 0
+
+
+def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = served(1)
+    service: ShardService = cluster.servers[0]._held[0].service
+    pauses: list[float] = []
+    whole = _Patience.pause
+    monkeypatch.setattr(
+        _Patience, "pause", lambda self, at_least: (pauses.append(at_least), whole(self, at_least / 100))[1]
+    )
+    busy = 2
+
+    def fence(context: CallContext) -> None:  # noqa: ARG001
+        nonlocal busy
+        busy -= 1
+        if busy >= 0:
+            raise Busy("too many requests wait", 0.25)
+
+    with connect(cluster.address, config=CONFIG) as client:
+        table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
+        monkeypatch.setattr(service.shard, "check_fence", fence)
+        assert (table.pull([1]) == 0).all()
+        assert pauses == [0.25, 0.25]
+        busy = 1000
+        impatient = CONFIG.model_copy(update={"recovery_timeout_seconds": 0})
+        client._calls.config = impatient
+        with pytest.raises(Busy, match=r"shard 0 at .* busy for 0 s .* too many requests wait") as raised:
+            table.pull([1])
+        assert raised.value.retry_after_seconds == 0.25
+
+
+def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = served(1)
+    hasty = CONFIG.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0})
+    with connect(cluster.address, config=CONFIG) as client:
+        table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
+        shard = cluster.servers[0]._held[0].service.shard
+        ended = threading.Semaphore(0)
+        run = shard.run
+
+        def watched(*arguments: Any) -> Future[Any]:
+            future: Future[Any] = run(*arguments)
+            future.add_done_callback(lambda _: ended.release())
+            return future
+
+        monkeypatch.setattr(shard, "run", watched)
+        push = table.prepare_push([7], np.ones((1, DIM), np.float32))
+        with shard._turn:  # the shard is at work
+            client._calls.config = hasty
+            for call in (push.send, lambda: table.pull([7])):
+                with pytest.raises(ShardUnavailable):
+                    call()
+                assert ended.acquire(timeout=10)
+        client._calls.config = CONFIG
+        assert (table.pull([7]) == 0).all()
+        assert not push.send().duplicate
+        assert (table.pull([7]) == -1).all()
