@@ -34,6 +34,7 @@ GeartrainError
 │   ├── SampleNotFound (LookupError) no sample has this id
 │   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
 ├── ModuleFailed                     the module of a dense part raises for every sample: has its error
+├── ModelDamaged                     a file of a saved model is missing, changed or another's: names the file
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
 │   ├── SnapshotRefused              a role does not read or write snapshots there: names its snapshot_roots
@@ -214,6 +215,10 @@ class SampleDamaged(SampleError):
 
 class ModuleFailed(GeartrainError):
     """The user's module of a dense part raised, and not for single samples only."""
+
+
+class ModelDamaged(GeartrainError):
+    """A file of a saved model is missing, changed or of another model. The message names the file."""
 
 
 class SnapshotError(GeartrainError):

@@ -1,6 +1,6 @@
 """A trained model on disk: what prediction needs, and no cluster. No pickle.
 
-    model/config.json             backbone, preprocessing, class count
+    model/config.json             backbone, preprocessing, class count, checksums (XXH3) of all the files
     model/backbone.safetensors    parameters
     model/centers.safetensors     class centers [C, D]
     model/classes.json            name of each class
@@ -17,16 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.errors import ConfigError, ModelDamaged
+from geartrain.ams.storage.snapshot_manifest import seal_json, unseal_json
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 from geartrain.workers.backbones import StrokeNet, build_backbone
 from geartrain.workers.data.bitmaps import Preprocessing
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had no checksums."""
+_CONFIG = "config.json"
+_BACKBONE, _CENTERS, _CLASSES = "backbone.safetensors", "centers.safetensors", "classes.json"
+_FILES = (_BACKBONE, _CENTERS, _CLASSES)
+_CHUNK_BYTES = 1 << 20
+_REMEDY = "bring it back from a copy, or train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
 
 
 @dataclass(frozen=True)
@@ -53,31 +61,33 @@ def save_model(folder: Path, model: Model) -> None:
         "score": "cosine of feature and class center",
     }
     with replacing_folder(folder) as staging:
-        save_file(_on_host(model.backbone.state_dict()), staging / "backbone.safetensors")
-        save_file({"centers": model.centers.detach().cpu().contiguous()}, staging / "centers.safetensors")
+        save_file(_on_host(model.backbone.state_dict()), staging / _BACKBONE)
+        save_file({"centers": model.centers.detach().cpu().contiguous()}, staging / _CENTERS)
         for tensors in staging.glob("*.safetensors"):
             tensors.chmod(0o644)  # the library creates them for their owner alone; a model is made to be handed on
-        write_json(staging / "classes.json", model.class_names)
-        write_json(staging / "config.json", config)
+        write_json(staging / _CLASSES, model.class_names)
+        checksums = {name: _checksum(staging / name) for name in _FILES}
+        (staging / _CONFIG).write_bytes(seal_json({**config, "xxh3_128_of": checksums}))
 
 
 def load_model(folder: Path) -> Model:
-    """Read what :func:`save_model` wrote; on the CPU, in eval(). Raises ConfigError naming what is wrong."""
+    """Read what :func:`save_model` wrote; on the CPU, in eval().
+
+    Raises ConfigError (not the folder of a model, or of another version), ModelDamaged (names the file). One more read
+    of every file than without checksums.
+    """
     folder = complete_folder(folder)
-    config = _read_json(folder / "config.json")
-    if config.get("format") != FORMAT:
-        raise ConfigError(f"{folder} has format {config.get('format')!r}; this version reads format {FORMAT}")
+    config = _read_config(folder / _CONFIG)
     try:
+        for name in _FILES:
+            _require_checksum(folder / name, config["xxh3_128_of"][name])
         backbone = build_backbone(config["backbone"]["name"], config["backbone"]["settings"])
-        backbone.load_state_dict(_read_tensors(folder / "backbone.safetensors"))
-        centers = _read_tensors(folder / "centers.safetensors")["centers"]
+        backbone.load_state_dict(_read_tensors(folder / _BACKBONE))
+        centers = _read_tensors(folder / _CENTERS)["centers"]
         preprocessing = Preprocessing(**config["preprocessing"])
-        expected = (config["num_classes"], config["dim"])
-    except (KeyError, TypeError, RuntimeError) as exc:
-        raise ConfigError(f"{folder} is not a whole model: {exc}") from exc
-    names = _read_json(folder / "classes.json")
-    if tuple(centers.shape) != expected or len(names) != len(centers):
-        raise ConfigError(f"{folder} disagrees with itself: centers {tuple(centers.shape)}, {len(names)} class names")
+        names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
+    except (KeyError, TypeError, RuntimeError, OSError, ValueError, SafetensorError) as exc:
+        raise ConfigError(f"{folder} is not a model of this version of Geartrain: {exc}") from exc
     return Model(backbone.eval(), config["backbone"]["settings"], centers.float(), names, preprocessing)
 
 
@@ -85,17 +95,56 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _read_json(path: Path) -> Any:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
     except FileNotFoundError as exc:
         raise ConfigError(f"{path} does not exist; is {path.parent} the model folder of a run?") from exc
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    try:
+        config = unseal_json(data)
+    except ValueError as exc:
+        if (older := _format_of(data)) != FORMAT and older is not None:
+            raise ConfigError(
+                f"{path} has format {older!r}; this version reads format {FORMAT}, which has checksums. Train on: "
+                "'geartrain worker ... --resume RUN' saves the model anew at its end"
+            ) from exc
+        raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
+    if config.get("format") != FORMAT:
+        raise ConfigError(f"{path} has format {config.get('format')!r}; this version reads format {FORMAT}")
+    return config
+
+
+def _format_of(data: bytes) -> object:
+    """What a file without a sound checksum says of its format; None if it says nothing."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    # With a checksum it is one of ours that is damaged, and its word counts for nothing.
+    return found.get("format") if isinstance(found, dict) and "xxh3_128" not in found else None
+
+
+def _require_checksum(path: Path, expected: str) -> None:
+    try:
+        found = _checksum(path)
+    except FileNotFoundError as exc:
+        raise ModelDamaged(f"{path} is missing; {_REMEDY}") from exc
+    except OSError as exc:
+        raise ModelDamaged(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    if found != expected:
+        raise ModelDamaged(f"{path} is damaged: its content does not match its checksum in {_CONFIG}; {_REMEDY}")
+
+
+def _checksum(path: Path) -> str:
+    """XXH3 (128 bits) of a file, as hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return {name: torch.as_tensor(tensor) for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError) as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    return {name: torch.as_tensor(tensor) for name, tensor in load_file(path).items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import xxhash
@@ -166,23 +167,14 @@ def marks_path(shard: int) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the file's content. Raises InvalidArgument where ``tables`` or ``job`` hold what JSON cannot (NaN)."""
     try:
-        return _seal(manifest.model_dump(mode="json"))
+        return seal_json(manifest.model_dump(mode="json"))
     except ValueError as exc:
         raise InvalidArgument(f"the manifest cannot be written as JSON: {exc}") from exc
 
 
 def decode_manifest(data: bytes) -> Manifest:
     """Return what :func:`encode_manifest` wrote. Raises ValueError saying what is wrong."""
-    try:
-        content: Any = json.loads(data)
-        is_whole = isinstance(content, dict) and _DIGEST in content
-        if is_whole:
-            del content[_DIGEST]
-            is_whole = _seal(content) == data
-    except (ValueError, RecursionError) as exc:
-        raise ValueError(f"it is not valid JSON ({exc})") from exc
-    if not is_whole:
-        raise ValueError("its content does not match its checksum")
+    content = unseal_json(data)
     if content.get("format") not in _READABLE:
         readable = " and ".join(map(str, _READABLE))
         raise ValueError(f"it has format {content.get('format')!r}; this version of Geartrain reads {readable}")
@@ -200,8 +192,24 @@ def in_words(exc: ValidationError | InvalidArgument) -> str:
     return f"{'.'.join(str(part) for part in first['loc']) or 'content'}: {first['msg']}, not {first['input']!r:.200}"
 
 
-def _seal(content: dict[str, Any]) -> bytes:
-    """Return the one text of ``content``, with its hash as one more key. Raises ValueError."""
+def seal_json(content: Mapping[str, Any]) -> bytes:
+    """Return the one text of ``content``, with its hash as one more key. Raises ValueError for what JSON cannot say."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     sealed = {**content, _DIGEST: xxhash.xxh3_128_hexdigest(text.encode())}
     return (json.dumps(sealed, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()
+
+
+def unseal_json(data: bytes) -> dict[str, Any]:
+    """Return what :func:`seal_json` was given. Raises ValueError, saying what is wrong, if any bit of it is changed."""
+    try:
+        content: Any = json.loads(data)
+        is_whole = isinstance(content, dict) and _DIGEST in content
+        if is_whole:
+            del content[_DIGEST]
+            is_whole = seal_json(content) == data
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"it is not valid JSON ({exc})") from exc
+    if not is_whole:
+        raise ValueError("its content does not match its checksum")
+    found: dict[str, Any] = content
+    return found

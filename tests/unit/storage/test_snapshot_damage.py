@@ -162,7 +162,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path, take: Take) -> None:
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m._seal({**content, "format": 3}))
+    path.write_bytes(m.seal_json({**content, "format": 3}))
     with pytest.raises(SnapshotDamaged, match="format 3; this version of Geartrain reads 1 and 2"):
         open_snapshot(path.parent)
 
@@ -172,7 +172,7 @@ def test_the_first_format_which_knew_no_parents_is_read(tmp_path: Path, take: Ta
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m._seal({**{k: v for k, v in content.items() if k not in ("deltas", "moment")}, "format": 1}))
+    path.write_bytes(m.seal_json({**{k: v for k, v in content.items() if k not in ("deltas", "moment")}, "format": 1}))
     assert open_snapshot(path.parent).verify() == []
 
 
