@@ -1,6 +1,6 @@
 """Imprinting: class centers from the mean features of their images (Qi, Brown and Lowe 2018), a strong start.
 
-Legend: N images of a batch, D width, P classes of a part.
+Legend: N images of a batch, D width, S classes.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.errors import NonFinite
+from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.heads.checks import check_features, check_labels
+from geartrain.bridge.heads.class_sums import ClassSums
 from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _BAR_AFTER_SECONDS = 2.0
-_ROWS_PER_ASSIGN = 65_536
+_BYTES_AT_ONCE = 32 << 20
+"""Of sums that are made into rows and assigned; not from ``memory_bytes``, in which ranks may differ."""
 
+T = TypeVar("T")
 Loader = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -41,33 +46,26 @@ def imprint_rows(
 ) -> int:
     """See ``ClassHead.imprint``."""
     num_classes, dim = living.num_classes, table.spec.dim
-    part_classes = max(1, min(num_classes, memory_bytes // (4 * dim)))
     imprinted = 0
-    with _in_eval_mode(backbone), _reporting(progress) as report:
-        images_read = 0
-        for first in range(0, num_classes, part_classes):
-            sums_PD = torch.zeros(min(part_classes, num_classes - first), dim)
-            failure: Exception | None = None  # of any kind: the other ranks wait for this one
-            try:
-                if part_classes < num_classes and isinstance(loader, Iterator):
-                    raise InvalidArgument(
-                        f"loader can be read only once, and the sums of {num_classes:,} classes of dim {dim} take "
-                        f"{4 * dim * num_classes:,} bytes; pass a DataLoader or a list, or memory_bytes of as much "
-                        f"(it is {memory_bytes:,})"
-                    )
-                for features_ND, labels_N in _features(loader, backbone, dim, living):
-                    inside = (labels_N >= first) & (labels_N < first + len(sums_PD))
-                    sums_PD.index_add_(0, labels_N[inside] - first, features_ND[inside])
-                    images_read += len(labels_N)
-                    report(images_read)
-            except Exception as exc:
-                if ranks is None:
-                    raise
-                failure = exc
+    with (
+        _in_eval_mode(backbone),
+        _reporting(progress) as report,
+        ClassSums(num_classes, dim, memory_bytes) as sums,
+    ):
+        what = f"the classes of table {table.spec.name!r} were not imprinted"
+        _together(ranks, lambda: _read_all(sums, loader, backbone, dim, living, report), what)
+        classes_at_once = max(1, _BYTES_AT_ONCE // (4 * dim))
+        for first in range(0, num_classes, classes_at_once):
+            met = sums.met(first, first + classes_at_once)
             if ranks is not None:
-                ranks.fail_together(failure, f"the classes of table {table.spec.name!r} were not imprinted")
-                sums_PD = ranks.sum(sums_PD)
-            write = functools.partial(_assign, table, sums_PD, first)
+                met = ranks.sum(torch.from_numpy(met.astype(np.int32))).numpy() > 0
+            ids = np.flatnonzero(met).astype(np.int64, copy=False) + first
+            if not len(ids):
+                continue
+            sums_SD = _together(ranks, functools.partial(sums.of, ids), f"from class {first} on {what}")
+            if ranks is not None:
+                sums_SD = ranks.sum(sums_SD)
+            write = functools.partial(_assign, table, ids, sums_SD)
             if ranks is None:
                 imprinted += write(writes=True)
             else:
@@ -75,6 +73,32 @@ def imprint_rows(
                     functools.partial(write, writes=True), functools.partial(write, writes=False)
                 )
     return imprinted
+
+
+def _together(ranks: Ranks | RankLink | None, action: Callable[[], T], what: str) -> T:
+    return action() if ranks is None else ranks.run_together(action, what)
+
+
+def _read_all(
+    sums: ClassSums,
+    loader: Loader,
+    backbone: nn.Module,
+    dim: int,
+    living: LivingClasses,
+    report: Callable[[int], None],
+) -> None:
+    images_read = 0
+    for features_ND, labels_N in _features(loader, backbone, dim, living):
+        bad_N = ~torch.isfinite(features_ND).all(1)
+        if bool(bad_N.any()):
+            raise NonFinite(
+                f"a feature of class {int(labels_N[bad_N][0])} holds NaN or infinity; check the backbone and its "
+                "input. No class was changed"
+            )
+        sums.add(features_ND, labels_N.numpy())
+        images_read += len(labels_N)
+        report(images_read)
+    sums.settle()
 
 
 @torch.no_grad()
@@ -97,19 +121,18 @@ def _features(loader: Loader, backbone: nn.Module, dim: int, living: LivingClass
         yield features.to("cpu", torch.float32), torch.from_numpy(checked)
 
 
-def _assign(table: ReadableTable, sums_PD: Tensor, first: int, *, writes: bool) -> int:
-    """Assign the classes that have a direction, part by part; return how many they are."""
-    lengths_P = torch.linalg.vector_norm(sums_PD, dim=1)
-    if not bool(torch.isfinite(lengths_P).all()):
-        bad = first + int((~torch.isfinite(lengths_P)).nonzero()[0])
-        raise NonFinite(f"the mean feature of class {bad} holds NaN or infinity; check the backbone and its input")
-    seen_S = (lengths_P > NORM_FLOOR).nonzero().squeeze(1)
-    for part in seen_S.split(_ROWS_PER_ASSIGN) if writes and len(seen_S) else ():
-        rows_SD = sums_PD[part]
+def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, *, writes: bool) -> int:
+    """Assign those of the classes that have a direction; return how many they are."""
+    lengths_S = torch.linalg.vector_norm(sums_SD, dim=1)
+    if not bool(torch.isfinite(lengths_S).all()):
+        bad = int(ids[int((~torch.isfinite(lengths_S)).nonzero()[0])])
+        raise NonFinite(f"the sum of the features of class {bad} is beyond float32; check the backbone and its input")
+    seen_S = lengths_S > NORM_FLOOR
+    if writes and bool(seen_S.any()):
+        rows_SD = sums_SD[seen_S]
         normalise_(rows_SD)
-        ids = (part + first).numpy().astype(np.int64, copy=False)
-        table.assign(ids, as_numpy(rows_SD.to(TORCH_DTYPES[table.spec.dtype])))
-    return len(seen_S)
+        table.assign(ids[seen_S.numpy()], as_numpy(rows_SD.to(TORCH_DTYPES[table.spec.dtype])))
+    return int(seen_S.sum())
 
 
 @contextmanager

@@ -264,20 +264,6 @@ def test_imprinted_centers_are_the_unit_mean_features() -> None:
         np.testing.assert_allclose(table.rows[class_id], mean.numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(table.rows[[2, 3, 5]], before[[2, 3, 5]])
 
-    in_parts, parted_table = make_head(num_classes=6, dim=4)
-    assert in_parts.imprint(loader, backbone, memory_bytes=2 * 4 * 4) == 3
-    np.testing.assert_array_equal(parted_table.rows, table.rows)
-
-
-def test_what_can_be_read_only_once_is_not_imprinted_in_parts() -> None:
-    head, table = make_head(num_classes=6, dim=4)
-    before = table.rows.copy()
-    loader = [(torch.ones(1, 4), torch.tensor([5]))]
-    with pytest.raises(InvalidArgument, match="read only once, and the sums of 6 classes of dim 4 take 96 bytes"):
-        head.imprint(iter(loader), nn.Identity(), memory_bytes=2 * 4 * 4)
-    np.testing.assert_array_equal(table.rows, before)
-    assert head.imprint(iter(loader), nn.Identity()) == 1
-
 
 def test_weights_come_in_the_order_asked_for() -> None:
     head, table = make_head()

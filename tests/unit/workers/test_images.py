@@ -32,7 +32,7 @@ def test_ranks_share_out_the_images() -> None:
 
 
 def test_batches_can_be_read_again() -> None:
-    """A head whose sums do not fit into memory is imprinted in parts, each a pass over the images."""
+    """A head whose sums do not fit into memory is imprinted all the same."""
     images = ImageSet(torch.zeros(5, 1, 32, 32, dtype=torch.uint8), torch.arange(5))
     batches = images.batches(2, torch.device("cpu"))
     for _ in range(2):
