@@ -31,6 +31,7 @@ def dial(
     connect_seconds = config.connect_timeout_seconds if once else seconds_to_connect(attempt_seconds)
 
     def open_carrier(shard_address: str) -> ShardCarrier:
+        split_address(shard_address)  # it was told by another process
         return GrpcCarrier(
             shard_address,
             part_bytes=config.part_bytes,

@@ -162,7 +162,6 @@ class GrpcCarrier:
         connect_seconds: float = CONNECT_SECONDS,
         ping_seconds: float = PING_SECONDS,
     ) -> None:
-        split_address(address)  # it was told by another process: raises ConfigError
         self._address = address
         self._part_bytes = part_bytes
         self._options = channel_options(max_message_bytes, connect_seconds, ping_seconds)
