@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "bits.hpp"
 #include "common.hpp"
 #include "id_index.hpp"
 #include "slabs.hpp"
@@ -36,7 +37,9 @@ class HashedDirectory {
   int64_t find(int64_t id) const { return index_.find(id); }
   int64_t size() const { return index_.size(); }
   int64_t memory_bytes() const { return index_.memory_bytes() + index_.size() * static_cast<int64_t>(sizeof(int64_t)); }
-  std::vector<uint64_t> present_bits() const;
+  Bits present() const { return Bits::first(size()); }
+  // The lowest position >= `from` that has a row, or -1.
+  int64_t next_present(int64_t from) const { return from < size() ? from : -1; }
   int64_t id_at(int64_t position) const { return *reinterpret_cast<const int64_t*>(ids_.at(position)); }
 
   // Makes room for `ids` (absent; repeats allowed) and returns the positions they may be given.
@@ -60,21 +63,16 @@ class DenseDirectory {
     if (ranks_[static_cast<size_t>(dense_bucket(id))] < 0) return Reason::foreign_bucket;
     return std::nullopt;
   }
-  void prefetch(int64_t id) const {
-    const int64_t position = position_of(id);
-    if (present_.has(position / 64)) prefetch_bytes(present_.at(position / 64), 1);
-  }
+  void prefetch(int64_t id) const { present_.prefetch(position_of(id)); }
   int64_t find(int64_t id) const {
     const int64_t position = position_of(id);
-    return is_present(position) ? position : -1;
+    return present_.has(position) ? position : -1;
   }
   int64_t size() const { return size_; }
-  int64_t memory_bytes() const { return (num_positions_ + 7) / 8; }
+  int64_t memory_bytes() const { return present_.memory_bytes(); }
   int64_t num_positions() const { return num_positions_; }
-  bool is_present(int64_t position) const {
-    return present_.has(position / 64) && ((*word(position) >> (position % 64)) & 1) != 0;
-  }
-  std::vector<uint64_t> present_bits() const;
+  Bits present() const { return present_.copy(); }
+  int64_t next_present(int64_t from) const { return present_.next(from); }
   int64_t id_at(int64_t position) const {
     return position / num_owned_ << kBucketBits | owned_[static_cast<size_t>(position % num_owned_)];
   }
@@ -86,7 +84,6 @@ class DenseDirectory {
   int64_t position_of(int64_t id) const {
     return (id >> kBucketBits) * num_owned_ + ranks_[static_cast<size_t>(dense_bucket(id))];
   }
-  uint64_t* word(int64_t position) const { return reinterpret_cast<uint64_t*>(present_.at(position / 64)); }
 
   BucketRanks ranks_;
   std::vector<int64_t> owned_;
@@ -94,7 +91,7 @@ class DenseDirectory {
   int64_t num_rows_;
   int64_t num_positions_;
   int64_t size_ = 0;
-  SlabArray present_;
+  Bits present_;
 };
 
 using Directory = std::variant<HashedDirectory, DenseDirectory>;

@@ -1,55 +1,45 @@
 // The rows of a table as they were at one moment, while writes go on.
 //
 // A row that is about to be written for the first time since that moment is copied aside; all others are read where they
-// lie. So the moment itself costs a bit per position, a push pays for the rows it touches, and nothing stops for long.
+// lie. So the moment itself costs about a bit per row, a push pays for the rows it touches, and nothing stops for long.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 #include <span>
-#include <vector>
+#include <utility>
 
+#include "bits.hpp"
 #include "id_index.hpp"
 #include "slabs.hpp"
 
 namespace geartrain {
 
-using Bits = std::vector<uint64_t>;
-
-inline bool has_bit(const Bits& bits, int64_t at) {
-  return (bits[static_cast<size_t>(at / 64)] >> (at % 64) & 1) != 0;
-}
-inline void set_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64)] |= uint64_t{1} << (at % 64); }
-inline void clear_bit(Bits& bits, int64_t at) { bits[static_cast<size_t>(at / 64)] &= ~(uint64_t{1} << (at % 64)); }
-
 // Items are a row followed by its slot, if it has one, and the number of its last step, if the table counts them.
 class FrozenRows {
  public:
-  // `members`: the positions that belong to the moment; `touched_before`: what was touched since the moment before it;
-  // `room`: memory for items to keep, whatever it holds.
-  FrozenRows(Bits members, Bits touched_before, SlabArray room)
-      : members_(members), in_place_(std::move(members)), touched_before_(std::move(touched_before)), copies_(std::move(room)) {}
+  // `members`: the positions that belong to the moment; `room`: memory for items to keep, whatever it holds.
+  FrozenRows(Bits members, SlabArray room)
+      : members_(std::move(members)),
+        in_place_(members_.copy()),
+        num_members_(members_.count()),
+        only_in_place_(num_members_),
+        copies_(std::move(room)) {}
 
-  const Bits& members() const { return members_; }
-  const Bits& touched_before() const { return touched_before_; }
+  int64_t num_members() const { return num_members_; }
+  // What was touched since the moment before it; the table's to fill and to take back.
+  Bits& touched_before() { return touched_before_; }
   // The memory that was used, for the next moment: fresh pages cost a push more than the copies. Bounded, so that a
   // moment at which every row was written does not hold as much for good.
   SlabArray take_room() {
     copies_.keep(aside_.size(), kMostKeptBytes);
     return std::move(copies_);
   }
-  bool is_only_in_place(int64_t position) const {
-    return position / 64 < static_cast<int64_t>(in_place_.size()) && has_bit(in_place_, position);
-  }
+  bool is_only_in_place(int64_t position) const { return in_place_.has(position); }
 
   // How many of the members are in place alone, and may still have to be kept.
-  int64_t only_in_place() const {
-    int64_t count = 0;
-    for (uint64_t word : in_place_) count += std::popcount(word);
-    return count;
-  }
+  int64_t only_in_place() const { return only_in_place_; }
 
   // Makes room to keep `count` items. Throws std::bad_alloc, and then nothing has changed.
   void reserve(int64_t count) {
@@ -65,7 +55,7 @@ class FrozenRows {
       if (!part.empty()) std::memcpy(copy, part.data(), part.size());
       copy += part.size();
     }
-    clear_bit(in_place_, position);
+    leave_place(position);
   }
   // The kept item of a position, or null.
   const char* aside(int64_t position) const {
@@ -74,24 +64,25 @@ class FrozenRows {
   }
   // The next position that belongs to the moment, or -1. Its row in place need not be kept from now on.
   int64_t next() {
-    for (; cursor_ < static_cast<int64_t>(members_.size()) * 64; ++cursor_) {
-      if (cursor_ % 64 == 0 && members_[static_cast<size_t>(cursor_ / 64)] == 0) {
-        cursor_ += 63;
-        continue;
-      }
-      if (has_bit(members_, cursor_)) {
-        clear_bit(in_place_, cursor_);
-        return cursor_++;
-      }
-    }
-    return -1;
+    const int64_t position = members_.next(cursor_);
+    if (position < 0) return -1;
+    cursor_ = position + 1;
+    if (in_place_.has(position)) leave_place(position);
+    return position;
   }
 
  private:
   static constexpr int64_t kMostKeptBytes = int64_t{256} << 20;
 
+  void leave_place(int64_t position) {
+    in_place_.clear(position);
+    --only_in_place_;
+  }
+
   Bits members_;
   Bits in_place_;  // of the members: neither copied aside nor read yet
+  int64_t num_members_;
+  int64_t only_in_place_;
   Bits touched_before_;
   SlabArray copies_;
   IdIndex aside_;  // position -> place in copies_

@@ -19,6 +19,7 @@ class Pages {
     return *this;
   }
 
+  explicit operator bool() const { return data_ != nullptr; }
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 

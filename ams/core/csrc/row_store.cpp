@@ -82,7 +82,7 @@ RowStore::RowStore(const RowStoreSpec& spec)
 
 int64_t RowStore::num_present() const {
   std::shared_lock lock(mutex_);
-  return std::visit([](const auto& directory) { return directory.size(); }, directory_);
+  return num_rows_there();
 }
 
 int64_t RowStore::memory_bytes() const {
@@ -186,7 +186,7 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
     rows_.ensure(position);
     if (slots_) slots_->ensure(position);
     if (row_steps_) row_steps_->ensure(position);
-    if (position / 64 >= static_cast<int64_t>(touched_.size())) touched_.resize(static_cast<size_t>(position / 64) + 1);
+    ensure_touchable(position);
   }
 }
 
@@ -256,7 +256,7 @@ void RowStore::make_room_to_keep(int64_t count) {
   std::unique_lock lock(mutex_);
   if (steps_) {  // the end of the step writes rows of its own
     steps_->reserve();
-    count += rows_of_a_sweep(num_positions() + count);
+    count += rows_of_a_sweep(num_rows_there() + count);
   }
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
@@ -271,18 +271,20 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   std::optional<CatchUp> catch_up = new_catch_up();
   Resolved found = resolve_push(ids, count, values, dtype, factors, catch_up ? &*catch_up : nullptr);
   reserve(found.missing);
-
-  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
-  before_writes(found.positions);
   const bool ends = steps_ && ends_step;
   const Overdue overdue = ends ? next_overdue() : Overdue{};
-  before_writes(overdue.positions);
   if (ends) steps_->reserve();
   if (ends) reach_back(*catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
-  const int64_t* positions = found.positions.data();
-  const Lookahead lookahead;
   std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
+  before_writes(found.positions);
+  before_writes(overdue.positions);
+  // From here on nothing can fail.
+  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions, buffers.data());
+  for (int64_t position : found.positions) touched_.set(position);
+  for (int64_t position : overdue.positions) touched_.set(position);
+  const int64_t* positions = found.positions.data();
+  const Lookahead lookahead;
   fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
     float* buffer = buffers.data() + thread * spec_.dim * 3;
@@ -306,15 +308,15 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   return created;
 }
 
-// Gives every id whose position is -1 a row with its initial value; room is reserved. Returns how many were created.
-int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& positions) {
-  std::vector<float> buffer(static_cast<size_t>(spec_.dim));
+// Gives every id whose position is -1 a row with its initial value; room is reserved. Uses buffer [0, D). Returns how many were
+// created.
+int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer) {
   int64_t created = 0;
   for (size_t i = 0; i < positions.size(); ++i) {
     if (positions[i] >= 0) continue;
     const Placed placed = place(ids[i]);
     positions[i] = placed.position;
-    if (placed.created) write_initial(rows_.at(placed.position), ids[i], buffer.data());
+    if (placed.created) write_initial(rows_.at(placed.position), ids[i], buffer);
     created += placed.created;
   }
   return created;
@@ -451,7 +453,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
           positions[i] = placed.position;
           created += placed.created;
         }
-        set_bit(touched_, positions[i]);
+        touched_.set(positions[i]);
         std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
         if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
         if (steps_) last_step(positions[i]) = steps_->moves_rows_at_rest() ? steps_->now() : kResting;
@@ -460,11 +462,17 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   return created;
 }
 
-// Notes that rows are about to be written (-1: one that is not there yet), and keeps what they were for a freeze under way.
+// Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as touched, and keeps what
+// they were for a freeze under way. Throws std::bad_alloc, and then no row has changed.
 void RowStore::before_writes(const std::vector<int64_t>& positions) {
-  if (frozen_) keep_aside(positions);
   for (int64_t position : positions)
-    if (position >= 0) set_bit(touched_, position);
+    if (position >= 0) ensure_touchable(position);
+  if (frozen_) keep_aside(positions);
+}
+
+void RowStore::ensure_touchable(int64_t position) {
+  touched_.ensure(position);
+  if (frozen_) frozen_->touched_before().ensure(position);  // so that the two can be joined whatever happens
 }
 
 void RowStore::keep_aside(const std::vector<int64_t>& positions) {
@@ -486,17 +494,13 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions) {
 
 int64_t RowStore::freeze(bool only_touched) {
   std::unique_lock lock(mutex_);
-  Bits members = touched_;
-  if (!only_touched)
-    std::visit([&](const auto& directory) { members = directory.present_bits(); }, directory_);
-  int64_t count = 0;
-  for (uint64_t word : members) count += std::popcount(word);
-  Bits untouched(touched_.size());
+  Bits members = only_touched ? touched_.copy()
+                              : std::visit([](const auto& directory) { return directory.present(); }, directory_);
   if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()), INT64_MAX);
-  frozen_.emplace(std::move(members), touched_, std::move(*room_));
+  frozen_.emplace(std::move(members), std::move(*room_));
   room_.reset();
-  touched_.swap(untouched);
-  return count;
+  std::swap(frozen_->touched_before(), touched_);
+  return frozen_->num_members();
 }
 
 bool RowStore::is_frozen() const {
@@ -526,8 +530,10 @@ int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slot
 void RowStore::thaw(bool kept) {
   std::unique_lock lock(mutex_);
   if (!frozen_) return;
-  const Bits& before = frozen_->touched_before();
-  for (size_t i = 0; !kept && i < before.size(); ++i) touched_[i] |= before[i];
+  if (!kept) {
+    frozen_->touched_before().add(touched_);
+    touched_ = std::move(frozen_->touched_before());
+  }
   room_ = frozen_->take_room();
   frozen_.reset();
 }
@@ -551,8 +557,9 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     largest_second = std::max(largest_second, second);
   }
   reserve(found.missing);
-  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions);
+  std::vector<float> buffer(static_cast<size_t>(spec_.dim));
   if (frozen_) keep_aside(found.positions);
+  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions, buffer.data());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = found.positions[static_cast<size_t>(i)];
     std::memcpy(rows_.at(position), row_of(rows, i, row_bytes()), row_bytes());

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "adam.hpp"
+#include "bits.hpp"
 #include "common.hpp"
 #include "directory.hpp"
 #include "frozen_rows.hpp"
@@ -112,7 +113,7 @@ class RowStore {
   void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors,
                 const CatchUp* catch_up) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
-  int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions);
+  int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);
   void update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
                   float* buffer, Bounds& bounds);
   // Updates a float32 row and its slots that had `updates` updates before.
@@ -135,8 +136,10 @@ class RowStore {
   int64_t rows_of_a_sweep(int64_t count) const;
   Overdue next_overdue();
   void bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer);
-  int64_t num_positions() const;
+  int64_t next_present(int64_t from) const;
+  int64_t num_rows_there() const;
   void before_writes(const std::vector<int64_t>& positions);
+  void ensure_touchable(int64_t position);
   void keep_aside(const std::vector<int64_t>& positions);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }

@@ -21,9 +21,12 @@ float as_bound(double value) { return value < largest_of(DType::float32) ? stati
 
 }  // namespace
 
-int64_t RowStore::num_positions() const {
-  if (const auto* dense = std::get_if<DenseDirectory>(&directory_)) return dense->num_positions();
-  return std::get<HashedDirectory>(directory_).size();
+int64_t RowStore::num_rows_there() const {
+  return std::visit([](const auto& directory) { return directory.size(); }, directory_);
+}
+
+int64_t RowStore::next_present(int64_t from) const {
+  return std::visit([from](const auto& directory) { return directory.next_present(from); }, directory_);
 }
 
 // Finds how old the rows are; each of their last steps is another line of memory.
@@ -66,22 +69,23 @@ void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp
   k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
 }
 
-// How many of `count` rows a step looks at.
+// How many of a table's `count` rows a step looks at.
 int64_t RowStore::rows_of_a_sweep(int64_t count) const { return count * kSweepShare / spec_.window + 1; }
 
 // The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
 // it began.
 RowStore::Overdue RowStore::next_overdue() {
-  const int64_t now = steps_->now(), count = num_positions();
-  if (sweep_at_ >= count) {
+  const int64_t now = steps_->now();
+  if (next_present(sweep_at_) < 0) {
     steps_->forget_before(sweep_began_ - spec_.window / kOverdueShare);
     sweep_at_ = 0;
     sweep_began_ = now;
   }
-  Overdue overdue;
-  overdue.sweep_at = std::min(count, sweep_at_ + rows_of_a_sweep(count));
-  for (int64_t position = sweep_at_; position < overdue.sweep_at; ++position) {
-    if (!row_steps_->has(position)) continue;
+  Overdue overdue{{}, sweep_at_};
+  for (int64_t left = rows_of_a_sweep(num_rows_there()); left > 0; --left) {
+    const int64_t position = next_present(overdue.sweep_at);
+    if (position < 0) break;
+    overdue.sweep_at = position + 1;
     const int64_t last = last_step(position);
     if (last > 0 && last <= now - spec_.window / kOverdueShare) overdue.positions.push_back(position);
   }

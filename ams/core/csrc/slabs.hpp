@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <vector>
+#include <utility>
 
+#include "index_tree.hpp"
 #include "pages.hpp"
 
 namespace geartrain {
@@ -20,27 +21,26 @@ class SlabArray {
 
   char* at(int64_t position) const {
     const int64_t offset = position & ((int64_t{1} << shift_) - 1);
-    return slabs_[static_cast<size_t>(position >> shift_)].data() + offset * item_bytes_;
+    return slabs_.at(position >> shift_).data() + offset * item_bytes_;
   }
 
   bool has(int64_t position) const {
-    const size_t slab = static_cast<size_t>(position >> shift_);
-    return slab < slabs_.size() && slabs_[slab].data() != nullptr;
+    const Pages* slab = slabs_.find(position >> shift_);
+    return slab != nullptr && *slab;
   }
 
   // Makes `at(position)` valid, zeroed if new. Throws std::bad_alloc, and then nothing has changed.
   void ensure(int64_t position) {
     if (has(position)) return;
-    const size_t slab = static_cast<size_t>(position >> shift_);
-    if (slab >= slabs_.size()) slabs_.resize(slab + 1);
-    slabs_[slab] = Pages(static_cast<size_t>(item_bytes_) << shift_);
+    Pages fresh(static_cast<size_t>(item_bytes_) << shift_);
+    slabs_.make_place(position >> shift_) = std::move(fresh);
   }
 
   // Gives back the memory behind the first `items` items, and that of whole slabs above `most_bytes`.
   void keep(int64_t items, int64_t most_bytes) {
     const int64_t slab_items = int64_t{1} << shift_;
     const int64_t slabs = std::min((items + slab_items - 1) / slab_items, most_bytes / (slab_items * item_bytes_));
-    if (slabs < static_cast<int64_t>(slabs_.size())) slabs_.resize(static_cast<size_t>(slabs));
+    for (int64_t slab = slabs_.next(slabs); slab >= 0; slab = slabs_.next(slab + 1)) slabs_.at(slab) = Pages();
   }
 
   int64_t item_bytes() const { return item_bytes_; }
@@ -50,7 +50,7 @@ class SlabArray {
 
   int64_t item_bytes_;
   int shift_;
-  std::vector<Pages> slabs_;
+  IndexTree<Pages> slabs_;
 };
 
 }  // namespace geartrain

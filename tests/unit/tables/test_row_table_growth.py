@@ -97,15 +97,3 @@ def test_a_vast_dense_table_uses_memory_only_where_it_was_touched() -> None:
     assert_holds(table, bucket_ids)
     assert table.num_present == 4
     assert table.memory_bytes < 64 * 2**20
-
-
-def test_a_table_that_cannot_grow_says_so_and_changes_nothing() -> None:
-    table = make(dim=65_536, num_rows=2**61)
-    near, far = np.array([1, 2]), np.array([2**61 - 1, 3])
-    table.assign(near, np.ones((2, 65_536), np.float32))
-    with pytest.raises(MemoryError):
-        table.push(far, np.ones((2, 65_536), np.float32))
-    out, present = np.empty((3, 65_536), np.float32), np.zeros(3, bool)
-    table.pull(np.array([1, 2, 3]), out, present=present)
-    assert present.tolist() == [True, True, False] and out[:2].min() == 1
-    assert table.num_present == 2
