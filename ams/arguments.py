@@ -12,6 +12,9 @@ import numpy as np
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.words import quoted
 
+MAX_NAME = 200
+"""Characters of the name of a stream, job or worker."""
+
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
     """Return ``value``, of any integer type but bool, as an int. Raises InvalidArgument unless least <= it <= most."""
@@ -52,3 +55,13 @@ def real_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidArgument(f"{name} is {quoted(value)}; it must be a number")
     return float(value)
+
+
+def checked_name(what: str, name: str) -> str:
+    """Return the name of a stream, job or worker. Raises InvalidArgument."""
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable() or "" in name.split("/"):
+        raise InvalidArgument(
+            f"{what} is {quoted(name)}; it must have 1 … {MAX_NAME} printable characters in parts that '/' "
+            "divides, for example 'job/rank0'"
+        )
+    return name

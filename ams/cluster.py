@@ -12,7 +12,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams import failpoints
-from geartrain.ams.arguments import integer
+from geartrain.ams.arguments import checked_name, integer
 from geartrain.ams.client import Table
 from geartrain.ams.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.config import ClientConfig
@@ -36,7 +36,7 @@ from geartrain.ams.streams import DataStreams
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
 from geartrain.ams.transport.dial import REMEDY, dial
 from geartrain.ams.words import quoted
-from geartrain.ams.writes import ClientStream, checked_incarnation, checked_name
+from geartrain.ams.writes import ClientStream, check_stream, checked_incarnation
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.remote import RemoteGears
@@ -429,14 +429,19 @@ def local(
 
     failpoints.arm_from_environment()
     config = _checked_config(config)
-    writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
+    check_stream(stream, incarnation)
     embedded = EmbeddedCluster(num_shards, models)
+    try:
+        taken = embedded.scheduler.take_incarnation(incarnation or 0, None)
+    except BaseException:
+        embedded.close()
+        raise
     return Cluster(
         embedded.scheduler,
         embedded.scheduler.describe(None),
         embedded.open_carrier,
         config,
-        stream=writes,
+        stream=ClientStream(config.max_in_flight_writes, stream, taken),
         remote=False,
         close=embedded.close,
     )
@@ -448,8 +453,10 @@ def connect(
     """Return the cluster whose scheduler listens at ``address`` ("host:port"), once all its shards have registered.
 
     ``stream`` names this process's writes, for example ``"job/rank0"``, and takes them over: from now on shards refuse
-    a process of the same name and a lower ``incarnation`` (default: the time in ns), and recognise writes that it
-    numbered (``table.push(…, sequence=step)``). Without a name nobody is superseded.
+    a process of the same name and a lower ``incarnation``, and recognise writes that it numbered
+    (``table.push(…, sequence=step)``). Without a name nobody is superseded. The scheduler gives incarnations, each
+    higher than all before, whatever the clocks of the machines say; one that is given here (of the processes of one
+    job, for example) must be from 1 to 2**62, or one that the scheduler gave. Costs two RPCs to the scheduler.
 
     Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (nobody answers
     there within ``connect_timeout_seconds``), ClusterNotReady (shards are missing after ``recovery_timeout_seconds``)
@@ -457,10 +464,11 @@ def connect(
     """
     failpoints.arm_from_environment()
     config = _checked_config(config)
-    writes = ClientStream(config.max_in_flight_writes, stream, incarnation)
+    check_stream(stream, incarnation)
     scheduler, open_carrier = dial(address, config)
     try:
-        view = _await_ready(scheduler, address, config)
+        view, taken = _joined(scheduler, address, config, incarnation or 0)
+        writes = ClientStream(config.max_in_flight_writes, stream, taken)
         return Cluster(scheduler, view, open_carrier, config, stream=writes, remote=True)
     except BaseException:
         scheduler.close()
@@ -473,7 +481,10 @@ def _checked_config(config: ClientConfig | None) -> ClientConfig:
     return config or ClientConfig()
 
 
-def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig) -> ClusterView:
+def _joined(scheduler: SchedulerCarrier, address: str, config: ClientConfig, chosen: int) -> tuple[ClusterView, int]:
+    """Wait until all shards have registered; return the cluster, and the incarnation of this process: the ``chosen``
+    one, or, if that is 0, one that the scheduler gives.
+    """
     start = time.monotonic()
     answered: ClusterView | None = None
     while True:
@@ -481,7 +492,11 @@ def _await_ready(scheduler: SchedulerCarrier, address: str, config: ClientConfig
         try:
             answered = scheduler.describe(config.connect_timeout_seconds)
             if answered.ready:
-                return answered
+                return answered, scheduler.take_incarnation(chosen, config.connect_timeout_seconds)
+        except ClusterNotReady:  # the scheduler was restarted between the two calls
+            answered = None
+            if waited >= config.recovery_timeout_seconds:
+                raise
         except AttemptFailed as exc:
             if waited >= config.connect_timeout_seconds:
                 raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {REMEDY}") from exc

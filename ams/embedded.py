@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -10,10 +9,11 @@ from geartrain.ams.config import SchedulerConfig
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext
 from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.server.machine import threads_per_shard
-from geartrain.ams.server.shard import Shard
+from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.kv import MemoryStore
 from geartrain.ams.transport.carrier import ClusterView, Cursor, StreamHolders, StreamLease, StreamRenewal
@@ -56,6 +56,10 @@ class LocalSchedulerCarrier:
     ) -> None:
         """See :class:`SchedulerCarrier`."""
         self._scheduler.drop_table(table, require_current=lambda: self._streams.require_current(caller))
+
+    def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:  # noqa: ARG002
+        """See :class:`SchedulerCarrier`."""
+        return self._scheduler.take_incarnation(chosen)
 
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""
@@ -123,17 +127,23 @@ class EmbeddedCluster:
     """A scheduler and ``num_shards`` shards on threads of this process."""
 
     def __init__(self, num_shards: int, models: HostedModels = MappingProxyType({})) -> None:
-        scheduler = Scheduler(num_shards, self.open_carrier, lease_seconds=_NEVER_LOST)
+        store = MemoryStore()
+        incarnations = Incarnations(store)
+        scheduler = Scheduler(
+            num_shards, self.open_carrier, lease_seconds=_NEVER_LOST, store=store, incarnations=incarnations
+        )
         placement = even_placement(num_shards)
         self._shards: dict[str, Shard] = {}
         threads = threads_per_shard(num_shards)
         for number in range(num_shards):
             owned = buckets_of_shard(placement, number)
-            shard = Shard(number, owned, incarnation=time.time_ns(), threads=threads, models=models)
+            shard = Shard(number, owned, incarnation=new_incarnation(), threads=threads, models=models)
             address = f"local:{number}"
             self._shards[address] = shard
             scheduler.register(address, number, shard.incarnation)
-        self.scheduler = LocalSchedulerCarrier(scheduler, DataStreams(MemoryStore(), _STREAM_LEASE_SECONDS))
+        self.scheduler = LocalSchedulerCarrier(
+            scheduler, DataStreams(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
+        )
 
     def open_carrier(self, address: str) -> LocalCarrier:
         """Return the way to the shard at ``address``."""

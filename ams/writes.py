@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 import weakref
 from collections import deque
@@ -17,15 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from geartrain.ams import failpoints
-from geartrain.ams.arguments import integer
+from geartrain.ams.arguments import checked_name, integer
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, Request
-from geartrain.ams.words import quoted
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAM_NAME = 200
-"""Characters."""
 _WARN_SECONDS = 10.0
 
 
@@ -150,14 +146,10 @@ class ClientStream:
     Without a name it is nobody's successor. With one, the shards refuse lower incarnations of the same name.
     """
 
-    def __init__(self, window: int, name: str | None = None, incarnation: int | None = None) -> None:
-        if name is None and incarnation is not None:
-            raise InvalidArgument(f"incarnation {incarnation} is that of no stream; name it: stream='job/rank0'")
-        if incarnation is not None:
-            incarnation = checked_incarnation(incarnation)
+    def __init__(self, window: int, name: str | None = None, incarnation: int = 1) -> None:
         self.is_named = name is not None
-        self.name = uuid.uuid4().hex if name is None else checked_name("stream", name)
-        self.incarnation = time.time_ns() if incarnation is None else incarnation
+        self.name = uuid.uuid4().hex if name is None else name
+        self.incarnation = incarnation
         self.acknowledged = 0
         """Numbers below this one that the caller gave are not used again."""
         # Named, its numbers begin anew with every incarnation, so each has a stream of its own.
@@ -197,19 +189,14 @@ class ClientStream:
         self.acknowledged = max(self.acknowledged, integer("sequence", sequence, 0, 2**63 - 1))
 
 
-def checked_name(what: str, name: str) -> str:
-    """Return the name of a stream or job. Raises InvalidArgument."""
-    if (
-        not isinstance(name, str)
-        or not 1 <= len(name) <= MAX_STREAM_NAME
-        or not name.isprintable()
-        or "" in name.split("/")
-    ):
-        raise InvalidArgument(
-            f"{what} is {quoted(name)}; it must have 1 … {MAX_STREAM_NAME} printable characters in parts that '/' "
-            "divides, for example 'job/rank0'"
-        )
-    return name
+def check_stream(name: str | None, incarnation: int | None) -> None:
+    """Raise InvalidArgument unless a client may write under ``name`` (None: none) and ``incarnation`` (None: any)."""
+    if name is None and incarnation is not None:
+        raise InvalidArgument(f"incarnation {incarnation} is that of no stream; name it: stream='job/rank0'")
+    if name is not None:
+        checked_name("stream", name)
+    if incarnation is not None:
+        checked_incarnation(incarnation)
 
 
 def checked_incarnation(incarnation: int) -> int:

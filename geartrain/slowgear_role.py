@@ -92,8 +92,8 @@ class SlowGearRole:
         config = self._config
         bound = self._server.bind()
         address = config.advertise or bound
-        incarnation = time.time_ns()
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
+        incarnation = joined.write_stream.incarnation
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import psutil
 from rich.console import Console
 
-from geartrain.ams.cluster import connect, local
+from geartrain.ams.cluster import Cluster, connect, local
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.errors import ConfigError
 from geartrain.bridge.hosted.models import hosted_models
@@ -67,24 +68,33 @@ def _run_once(
         if options.scheduler is None:
             stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
         data = _load_in_turn(load, ranks, console)
-        job, incarnation = _job_name(options, ranks), ranks.share(time.time_ns())
-        stream = f"{job}/rank{ranks.rank}"
-        cluster = stack.enter_context(
-            connect(
-                options.scheduler,
-                config=ClientConfig(graph=options.graph),
-                stream=stream,
-                incarnation=incarnation,
-            )
-            if options.scheduler
-            else local(num_shards=1, models=hosted_models())
-        )
+        job = _job_name(options, ranks)
+        cluster = stack.enter_context(_open_cluster(options, ranks, job))
         if options.resume and ranks.is_first:
-            cluster.fence(job, incarnation)  # a process of this job that was only stopped must not go on beside it
+            # A process of this job that was only stopped must not go on beside it.
+            cluster.fence(job, cluster.write_stream.incarnation)
         stop = stack.enter_context(interruption())
         again = loss is not None or _is_restart()
         run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), again=again, loss=loss)
         return run.execute(stop, {"data": time.perf_counter() - started})
+
+
+def _open_cluster(options: JobOptions, ranks: Ranks, job: str) -> Cluster:
+    """The cluster of the job, or one in this process; all ranks have the incarnation that the first one was given."""
+    if options.scheduler is None:
+        return local(num_shards=1, models=hosted_models())
+    open_as = partial(
+        connect, options.scheduler, config=ClientConfig(graph=options.graph), stream=f"{job}/rank{ranks.rank}"
+    )
+    if not ranks.is_first:
+        return open_as(incarnation=ranks.share(0))
+    cluster = open_as()
+    try:
+        ranks.share(cluster.write_stream.incarnation)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
 
 
 def _job_name(options: JobOptions, ranks: Ranks) -> str:

@@ -6,6 +6,7 @@ not, and says so until somebody drops it: rows are never replaced by initial val
 
 from __future__ import annotations
 
+import math
 import shlex
 import threading
 import time
@@ -26,6 +27,7 @@ from geartrain.ams.errors import (
 )
 from geartrain.ams.messages import CreateTable, DropTable
 from geartrain.ams.placement import MAX_SHARDS
+from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.scheduler.tell_shards import tell_shards
@@ -82,8 +84,10 @@ class Scheduler:
         lease_seconds: float = 10.0,
         store: KeyValueStore | None = None,
         clock: Callable[[], float] = time.monotonic,
+        incarnations: Incarnations | None = None,
     ) -> None:
-        """Go on from what ``store`` holds (None: nothing, and nothing is kept).
+        """Go on from what ``store`` holds (None: nothing, and nothing is kept); number tables by ``incarnations``,
+        which data streams share (None: those of the store).
 
         Raises ConfigError (another number of shards, a newer format), StateDamaged.
         """
@@ -93,7 +97,11 @@ class Scheduler:
         self._open_carrier = open_carrier
         self.lease_seconds = lease_seconds
         self._clock = clock
-        self._state = State(MemoryStore() if store is None else store, num_shards)
+        store = MemoryStore() if store is None else store
+        self._state = State(store, num_shards)
+        self._incarnations = Incarnations(store) if incarnations is None else incarnations
+        for schema in self._state.schemas.values():
+            self._incarnations.hear(schema.spec.incarnation)
         self._started = clock()
         for member in self._state.members.values():
             # It may live, unheard as long as there was no scheduler: it has a whole lease to say so.
@@ -101,8 +109,6 @@ class Scheduler:
         self._stops = OwnStops(lease_seconds / 2, clock)
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
-        self._last_table = max((schema.spec.incarnation for schema in self._state.schemas.values()), default=0)
-        """The highest incarnation of a table that is known."""
         self._changing: str | None = None
         """The table that is being made or dropped."""
 
@@ -127,10 +133,12 @@ class Scheduler:
         """Take a shard into the cluster, or take back one that knew an earlier scheduler.
 
         ``heartbeat_seconds`` is how often it means to send heartbeats. Raises ConfigError if the shard asked for, or
-        every shard, is held by a living process; ClusterNotReady if that is not known yet, after a restart.
+        every shard, is held by a living process; ClusterNotReady if that is not known yet, after a restart;
+        InvalidArgument if a number is none that a shard can have.
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
+            self._check_numbers(incarnation, cluster_version, heartbeat_seconds, tables)
             self._notice_own_stop()
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
@@ -155,11 +163,27 @@ class Scheduler:
                 failpoints.reach("scheduler.version.after")
             return Registration(chosen, self._num_shards, version)
 
+    def _check_numbers(
+        self, incarnation: int, cluster_version: int, heartbeat_seconds: float, tables: Sequence[TableSpec]
+    ) -> None:
+        """Refuse what would be taken over from a shard and leaves no room to count on."""
+        if not 1 <= incarnation < 2**63:
+            raise InvalidArgument(f"incarnation of the shard is {incarnation}; it must be from 1 to 2^63 - 1")
+        if cluster_version > max(MOST_GIVEN, self._state.cluster_version):
+            raise InvalidArgument(
+                f"cluster_version is {cluster_version}, and at most 2^62 ({MOST_GIVEN}) can be; this scheduler is at "
+                f"{self._state.cluster_version}. Start the shard's server anew"
+            )
+        if not 0 <= heartbeat_seconds < math.inf:
+            raise InvalidArgument(f"heartbeat_seconds is {heartbeat_seconds}; it must be a number of seconds, or 0")
+        for spec in tables:
+            self._incarnations.check(f"incarnation of table {spec.name!r}", spec.incarnation)
+
     def _held(self, shard: int, incarnation: int, tables: Sequence[TableSpec]) -> dict[str, Schema]:
         """Return the schemas as they are once a shard has said which tables it holds."""
         changed = {}
         for spec in tables:
-            self._last_table = max(self._last_table, spec.incarnation)
+            self._incarnations.hear(spec.incarnation)
             schema = self._state.schemas.get(spec.name, Schema(spec))
             if schema.spec == spec and schema.spec.incarnation == spec.incarnation:
                 changed[spec.name] = replace(schema, holders=schema.holders | {shard: incarnation})
@@ -188,6 +212,23 @@ class Scheduler:
             if member is not None and member.incarnation == incarnation:
                 self._state.keep(members={shard: replace(member, left=True)})
 
+    def take_incarnation(self, chosen: int = 0) -> int:
+        """Return an incarnation for a job or stream that begins, higher than all before; if ``chosen`` is not 0, that
+        one, and give out higher ones from now on.
+
+        Raises InvalidArgument (``chosen`` leaves no room), ClusterNotReady (a scheduler that was restarted does not
+        know what a shard has seen before that has registered).
+        """
+        if chosen:
+            self._incarnations.note("incarnation", chosen)
+            return chosen
+        self.describe().require_registered("which incarnations were used")
+        return self._incarnations.next()
+
+    def hear_incarnation(self, highest: int) -> None:
+        """Note the highest incarnation that a shard has seen."""
+        self._incarnations.hear(highest)
+
     def describe(self) -> ClusterView:
         """Return the cluster as it is now."""
         with self._lock:
@@ -215,7 +256,7 @@ class Scheduler:
                 return MadeTable(existing.spec, existed=True)
             if existing is not None:  # an earlier change was cut short: some shards may hold the table
                 tell_shards(self._open_carrier, view.shards, DropTable(table=spec.name))
-            spec = replace(spec, incarnation=self._next_table_incarnation())
+            spec = replace(spec, incarnation=self._incarnations.next())
             self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
             try:
                 failpoints.reach("table.create.before")
@@ -256,12 +297,6 @@ class Scheduler:
             tell_shards(self._open_carrier, view.shards, DropTable(table=name, incarnation=incarnation))
             if existing is not None:
                 self._keep_schema(name, None)
-
-    def _next_table_incarnation(self) -> int:
-        """Higher than that of any table before; of those that earlier schedulers made and dropped, by the clock."""
-        with self._lock:
-            self._last_table = max(self._last_table + 1, time.time_ns())
-            return self._last_table
 
     @contextmanager
     def _change_of(self, table: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ from geartrain.ams.config import SchedulerConfig, split_address
 from geartrain.ams.errors import ConfigError
 from geartrain.ams.messages import CallContext
 from geartrain.ams.pb.v1 import scheduler_pb2
+from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.storage.kv import KeyValueStore, LockedStore, MemoryStore
@@ -59,6 +60,7 @@ class SchedulerService:
             "DescribeCluster": self.describe_cluster,
             "CreateClusterTable": self.create_table,
             "DropClusterTable": self.drop_table,
+            "TakeIncarnation": self.take_incarnation,
             "FenceJob": self.fence_job,
             "LeaseStreams": self.lease_streams,
             "RenewStreams": self.renew_streams,
@@ -81,6 +83,7 @@ class SchedulerService:
             heartbeat_seconds=request.heartbeat_seconds,
             tables=[codec.spec_from_pb(table) for table in request.tables],
         )
+        self._scheduler.hear_incarnation(request.highest_incarnation)
         return scheduler_pb2.RegisterReply(
             shard=registration.shard,
             num_shards=registration.num_shards,
@@ -91,6 +94,7 @@ class SchedulerService:
     def heartbeat(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """A shard lives."""
         request = framing.parse(data, scheduler_pb2.HeartbeatRequest)
+        self._scheduler.hear_incarnation(request.highest_incarnation)
         beat = self._scheduler.heartbeat(request.shard, request.incarnation)
         return scheduler_pb2.HeartbeatReply(
             unknown=beat.unknown, replaced=beat.replaced, cluster_version=beat.cluster_version
@@ -153,6 +157,12 @@ class SchedulerService:
             self._streams.require_current(caller)
 
         return require
+
+    def take_incarnation(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Number a job or stream that begins."""
+        request = framing.parse(data, scheduler_pb2.TakeIncarnationRequest)
+        incarnation = self._scheduler.take_incarnation(request.chosen)
+        return scheduler_pb2.TakeIncarnationReply(incarnation=incarnation).SerializeToString()
 
     def fence_job(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Shut out the past of a job."""
@@ -244,7 +254,8 @@ class SchedulerServer:
 
     def _start(self) -> str:
         store = LockedStore(MemoryStore() if self._store is None else self._store)
-        streams = DataStreams(store, self._config.stream_lease_seconds)
+        incarnations = Incarnations(store)
+        streams = DataStreams(store, self._config.stream_lease_seconds, incarnations=incarnations)
         scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(
@@ -252,6 +263,7 @@ class SchedulerServer:
             ),
             lease_seconds=self._config.lease_seconds,
             store=store,
+            incarnations=incarnations,
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
         self._server.add(

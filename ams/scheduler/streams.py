@@ -16,14 +16,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from geartrain.ams.arguments import checked_name
 from geartrain.ams.errors import InvalidArgument, StaleClient
 from geartrain.ams.messages import CallContext, jobs_of
+from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.scheduler.stops import OwnStops
 from geartrain.ams.storage.kv import KeyValueStore
 from geartrain.ams.transport.carrier import Cursor, StreamHolders, StreamLease, StreamRenewal
 
 MAX_STREAMS = 4096
+MOST_READ = 2**62
+"""Largest epoch or position of a cursor."""
 _KIND, _FENCE = "streams", "fence"
 
 
@@ -85,9 +89,19 @@ class _Job:
 class DataStreams:
     """The data streams of all jobs. Thread-safe. What a method returns or acknowledges was written to the store."""
 
-    def __init__(self, store: KeyValueStore, lease_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Go on from what ``store`` holds; every worker has a whole lease from now."""
+    def __init__(
+        self,
+        store: KeyValueStore,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        incarnations: Incarnations | None = None,
+    ) -> None:
+        """Go on from what ``store`` holds; every worker has a whole lease from now.
+
+        ``incarnations`` learns of those that callers chose; None: that of the store.
+        """
         self.lease_seconds = lease_seconds
+        self._incarnations = Incarnations(store) if incarnations is None else incarnations
         self._store = store
         self._clock = clock
         self._stops = OwnStops(lease_seconds / 4, clock)
@@ -99,9 +113,11 @@ class DataStreams:
             if key.startswith(f"{_FENCE}/"):
                 fence = json.loads(value)
                 self._fences[fence["job"]] = fence["incarnation"]
+                self._incarnations.hear(fence["incarnation"])
             if key.startswith(f"{_KIND}/"):
                 name, job = _from_json(value, clock() + lease_seconds)
                 self._jobs[name] = job
+                self._incarnations.hear(max(job.incarnations.values(), default=0))
 
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""
@@ -117,16 +133,20 @@ class DataStreams:
         For one lease after the first worker's, streams are kept for ``num_workers``. A higher incarnation takes the
         place of a lower one of the same name. Raises StaleClient, InvalidArgument.
         """
+        checked_name("job", job)
+        checked_name("worker", worker)
         with self._lock:
+            self._incarnations.check(f"incarnation of worker {worker!r}", incarnation)
             changed = self._look_at(job, num_streams)
             if len(changed.cursors) != num_streams:
                 raise InvalidArgument(
                     f"num_streams is {num_streams}, job {job!r} has {len(changed.cursors)}; keep that number for the "
                     "life of a job, or choose another job name"
                 )
-            if not worker or num_workers < 1:
-                raise InvalidArgument(f"worker {worker!r} needs a name, num_workers ({num_workers}) must be >= 1")
+            if num_workers < 1:
+                raise InvalidArgument(f"num_workers is {num_workers} for worker {worker!r}; it must be >= 1")
             self._require_current(job, changed, worker, incarnation)
+            self._incarnations.note("incarnation", incarnation)
             known = changed.workers.get(worker)
             if known is not None and known.incarnation < incarnation:
                 changed.drop(worker)
@@ -208,9 +228,11 @@ class DataStreams:
                 f"cursors are of streams {sorted(cursors)}; there must be one for each stream 0 … n − 1, n in "
                 f"[1, {MAX_STREAMS}]"
             )
+        checked_name("job", job)
         ordered = [cursors[stream] for stream in range(len(cursors))]
         epoch = min(cursor.epoch for cursor in ordered)
         for stream, cursor in enumerate(ordered):
+            _check_cursor(stream, cursor)
             if cursor.position < 0 or cursor.epoch < 0 or (cursor.epoch != epoch and cursor != (epoch + 1, 0)):
                 raise InvalidArgument(
                     f"cursor {tuple(cursor)} of stream {stream} fits no epoch: others are in epoch {epoch}, and a "
@@ -218,6 +240,7 @@ class DataStreams:
                 )
         with self._lock:
             self._require_fence(job, incarnation)
+            self._incarnations.note("incarnation", incarnation)
             known = self._jobs.get(job)
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
@@ -229,8 +252,10 @@ class DataStreams:
 
         Raises StaleClient if a higher incarnation did so before.
         """
+        checked_name("job", job)
         with self._lock:
             self._require_fence(job, incarnation)
+            self._incarnations.note("incarnation", incarnation)
             self._keep(job, None, fence=incarnation)
             for name in [name for name in self._jobs if job in jobs_of(name)]:
                 changed = self._jobs[name].copy()
@@ -281,6 +306,7 @@ class DataStreams:
         epoch = changed.epoch
         for stream, cursor in cursors.items():
             self._require_held(job, changed, worker, stream)
+            _check_cursor(stream, cursor)
             before = changed.cursors[stream]
             is_next = cursor.epoch == epoch or cursor == (epoch + 1, 0)
             if cursor < before or not is_next:
@@ -324,13 +350,24 @@ class DataStreams:
         changes: dict[str, bytes | None] = {}
         if job is not None:
             changes[key_of(_KIND, name)] = _to_json(name, job)
+        shadowed: list[str] = []
         if fence is not None:
             changes[key_of(_FENCE, name)] = json.dumps({"job": name, "incarnation": fence}).encode()
+            # A job's fence shuts out whatever a lower one of its parts would.
+            shadowed = [part for part, low in self._fences.items() if part.startswith(f"{name}/") and low <= fence]
+            changes.update(dict.fromkeys((key_of(_FENCE, part) for part in shadowed), None))
         self._store.write(changes)
         if job is not None:
             self._jobs[name] = job
         if fence is not None:
             self._fences[name] = fence
+        for part in shadowed:
+            del self._fences[part]
+
+
+def _check_cursor(stream: int, cursor: Cursor) -> None:
+    if max(cursor) > MOST_READ:
+        raise InvalidArgument(f"cursor {tuple(cursor)} of stream {stream} is beyond 2^62 ({MOST_READ})")
 
 
 def _to_json(name: str, job: _Job) -> bytes:

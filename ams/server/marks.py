@@ -57,6 +57,8 @@ class WriteMarks:
         self._streams: dict[str, _Stream] = {}
         self._fences: dict[str, int] = {}
         """Lowest incarnation that may write, by job."""
+        self.highest_incarnation = 0
+        """Of all streams and jobs that were ever here."""
         self._forgotten: dict[str, int] = {}
         """Incarnation below which the marks of a job were forgotten last: a repeated fence must spare those restored
         since."""
@@ -130,6 +132,7 @@ class WriteMarks:
             raise InvalidArgument(f"a fence needs a job and an incarnation >= 1 (job {job!r}, {incarnation})")
         self._require_current(job, incarnation)
         self._fences[job] = incarnation
+        self.highest_incarnation = max(self.highest_incarnation, incarnation)
         if forget and self._forgotten.get(job, 0) < incarnation:
             self._forgotten[job] = incarnation
             for name in [name for name in self._streams if job in jobs_of(name)]:
@@ -159,6 +162,7 @@ class WriteMarks:
         """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds."""
         stream = self._streams.setdefault(name, _Stream())
         stream.incarnation = max(stream.incarnation, marked.incarnation)
+        self.highest_incarnation = max(self.highest_incarnation, marked.incarnation)
         self._forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation)
         for write in marked.done:
             known = stream.done.get(write.sequence)
@@ -171,6 +175,7 @@ class WriteMarks:
         if context.incarnation < stream.incarnation:
             raise _superseded(context.stream, context.incarnation, context.stream, stream.incarnation)
         stream.incarnation = context.incarnation
+        self.highest_incarnation = max(self.highest_incarnation, context.incarnation)
         return stream
 
     def _require_current(self, name: str, incarnation: int) -> None:

@@ -49,7 +49,7 @@ from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
 from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
-from geartrain.ams.server.shard import Shard
+from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.specs import DTYPES, TableSpec
 from geartrain.ams.storage.snapshot_roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.transport import grpc_codec as codec
@@ -454,7 +454,7 @@ class _HeldShard:
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(SHARD_SERVICE, self.service.methods, waiting=self.service.waiting_methods)
         self.address = config.advertise or _reachable(self.server.address)
-        self.incarnation = time.time_ns()
+        self.incarnation = new_incarnation()
         self.shard: Shard | None = None
         self.lease: Lease | None = None
 
@@ -474,6 +474,7 @@ class _HeldShard:
             cluster_version=0 if known is None else known.cluster_version,
             heartbeat_seconds=self.config.heartbeat_seconds,
             tables=[] if known is None else [codec.spec_to_pb(spec) for spec in known.specs],
+            highest_incarnation=0 if known is None else known.highest_incarnation,
         )
         began = boot_seconds()
         reply = scheduler.register(request, _CALL_TIMEOUT_SECONDS)
@@ -503,7 +504,12 @@ class _HeldShard:
         self.service.bulk.forget_closed()
         failpoints.reach("lease.heartbeat.before")
         began = boot_seconds()
-        reply = scheduler.heartbeat(self.shard.shard, self.incarnation, _CALL_TIMEOUT_SECONDS)
+        reply = scheduler.heartbeat(
+            self.shard.shard,
+            self.incarnation,
+            _CALL_TIMEOUT_SECONDS,
+            highest_incarnation=self.shard.highest_incarnation,
+        )
         failpoints.reach("lease.heartbeat.after")
         if reply.replaced:
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import secrets
 import threading
 import time
 import traceback
@@ -97,6 +98,11 @@ class _Call:
     future: Future[Reply]
 
 
+def new_incarnation() -> int:
+    """Return the incarnation of a shard that begins. Nobody orders those of shards, so that no clock need be right."""
+    return 1 + secrets.randbelow(2**63 - 1)
+
+
 class Shard:
     """The rows of some buckets of every table.
 
@@ -128,6 +134,8 @@ class Shard:
         self._started = clock()
         self._tables: dict[str, _Table] = {}
         self._specs: dict[str, TableSpec] = {}
+        self._highest_table = 0
+        """The highest incarnation of a table that was ever here."""
         self._marks = WriteMarks()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._frozen: dict[str, FrozenTables] = {}
@@ -213,6 +221,11 @@ class Shard:
         """Raise ShardUnavailable if the shard may belong to another process by now. Any thread."""
         if self.lease is not None:
             self.lease.check()
+
+    @property
+    def highest_incarnation(self) -> int:
+        """The highest of a job, stream or table that it has seen. Any thread."""
+        return max(self._marks.highest_incarnation, self._highest_table)
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -390,6 +403,7 @@ class Shard:
                 raise TableExists(f"shard {self.shard} has another table of the name {spec.name!r}; drop it first")
             return Done(duplicate=True)
         self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets, threads=self._threads), spec)
+        self._highest_table = max(self._highest_table, spec.incarnation)
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done()
 

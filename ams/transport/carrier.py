@@ -140,6 +140,9 @@ class SchedulerCarrier(Protocol):
     def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
         """Remove a table from all shards. Raises StaleClient as :meth:`create_table`."""
 
+    def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:
+        """Return an incarnation higher than all before; if ``chosen`` is not 0, note that one and return it."""
+
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
         """End the stream leases of a job's lower incarnations, and give them no more."""
 

@@ -104,6 +104,11 @@ class GrpcSchedulerCarrier:
         )
         self._call("DropClusterTable", request, scheduler_pb2.DropClusterTableReply, timeout_seconds)
 
+    def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.TakeIncarnationRequest(chosen=chosen)
+        return self._call("TakeIncarnation", request, scheduler_pb2.TakeIncarnationReply, timeout_seconds).incarnation
+
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
         """See :class:`SchedulerCarrier`."""
         request = scheduler_pb2.FenceJobRequest(job=job, incarnation=incarnation)
@@ -189,9 +194,13 @@ class GrpcSchedulerCarrier:
         """Join the cluster (shards only)."""
         return self._call("Register", request, scheduler_pb2.RegisterReply, timeout_seconds)
 
-    def heartbeat(self, shard: int, incarnation: int, timeout_seconds: float) -> scheduler_pb2.HeartbeatReply:
-        """Say that a shard lives."""
-        request = scheduler_pb2.HeartbeatRequest(shard=shard, incarnation=incarnation)
+    def heartbeat(
+        self, shard: int, incarnation: int, timeout_seconds: float, *, highest_incarnation: int = 0
+    ) -> scheduler_pb2.HeartbeatReply:
+        """Say that a shard lives, and the highest incarnation of a job, stream or table that it has seen."""
+        request = scheduler_pb2.HeartbeatRequest(
+            shard=shard, incarnation=incarnation, highest_incarnation=highest_incarnation
+        )
         return self._call("Heartbeat", request, scheduler_pb2.HeartbeatReply, timeout_seconds)
 
     def leave(self, shard: int, incarnation: int, timeout_seconds: float) -> None:

@@ -30,6 +30,7 @@ class RegisterRequest(_message.Message):
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port at which others reach the shard."""
     shard: _builtins.int
@@ -40,6 +41,8 @@ class RegisterRequest(_message.Message):
     """The cluster version it last knew; 0 for a new shard."""
     heartbeat_seconds: _builtins.float
     """How often it means to send heartbeats. 0: not said."""
+    highest_incarnation: _builtins.int
+    """The highest incarnation of a job, stream or table that it has seen. 0: none."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
         """Tables it holds; empty for a new shard."""
@@ -53,10 +56,11 @@ class RegisterRequest(_message.Message):
         cluster_version: _builtins.int = ...,
         tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
         heartbeat_seconds: _builtins.float = ...,
+        highest_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -99,17 +103,21 @@ class HeartbeatRequest(_message.Message):
 
     SHARD_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     incarnation: _builtins.int
+    highest_incarnation: _builtins.int
+    """As in RegisterRequest."""
     def __init__(
         self,
         *,
         shard: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        highest_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,6 +403,45 @@ class DropClusterTableReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropClusterTableReply: _TypeAlias = DropClusterTableReply  # noqa: Y015
+
+@_typing.final
+class TakeIncarnationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    chosen: _builtins.int
+    """What the caller chose. 0: the scheduler chooses, higher than all before."""
+    def __init__(
+        self,
+        *,
+        chosen: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeIncarnationRequest: _TypeAlias = TakeIncarnationRequest  # noqa: Y015
+
+@_typing.final
+class TakeIncarnationReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeIncarnationReply: _TypeAlias = TakeIncarnationReply  # noqa: Y015
 
 @_typing.final
 class FenceJobRequest(_message.Message):

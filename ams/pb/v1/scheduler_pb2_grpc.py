@@ -59,6 +59,11 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CreateClusterTableRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CreateClusterTableReply.FromString,
                 _registered_method=True)
+        self.TakeIncarnation = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/TakeIncarnation',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TakeIncarnationRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TakeIncarnationReply.FromString,
+                _registered_method=True)
         self.DropClusterTable = channel.unary_unary(
                 '/geartrain.ams.v1.Scheduler/DropClusterTable',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.SerializeToString,
@@ -134,6 +139,13 @@ class SchedulerServicer:
 
     def CreateClusterTable(self, request, context):
         """Make a table on all shards. Fails with TableExists if the name is taken, unless reuse is set and the spec is equal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeIncarnation(self, request, context):
+        """Give out an incarnation for a job or a named stream that begins, or take note of one that the caller chose.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,6 +234,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.CreateClusterTable,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CreateClusterTableRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CreateClusterTableReply.SerializeToString,
+            ),
+            'TakeIncarnation': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeIncarnation,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TakeIncarnationRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TakeIncarnationReply.SerializeToString,
             ),
             'DropClusterTable': grpc.unary_unary_rpc_method_handler(
                     servicer.DropClusterTable,
@@ -399,6 +416,33 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/CreateClusterTable',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CreateClusterTableRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CreateClusterTableReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeIncarnation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/TakeIncarnation',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TakeIncarnationRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TakeIncarnationReply.FromString,
             options,
             channel_credentials,
             insecure,

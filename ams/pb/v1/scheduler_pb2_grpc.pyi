@@ -41,6 +41,8 @@ class SchedulerStub:
     """The cluster as the scheduler sees it now."""
     CreateClusterTable: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CreateClusterTableRequest, _scheduler_pb2.CreateClusterTableReply]
     """Make a table on all shards. Fails with TableExists if the name is taken, unless reuse is set and the spec is equal."""
+    TakeIncarnation: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.TakeIncarnationRequest, _scheduler_pb2.TakeIncarnationReply]
+    """Give out an incarnation for a job or a named stream that begins, or take note of one that the caller chose."""
     DropClusterTable: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DropClusterTableRequest, _scheduler_pb2.DropClusterTableReply]
     """Remove a table and its rows from all shards."""
     FenceJob: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]
@@ -71,6 +73,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """The cluster as the scheduler sees it now."""
     CreateClusterTable: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CreateClusterTableRequest, _scheduler_pb2.CreateClusterTableReply]  # type: ignore[assignment]
     """Make a table on all shards. Fails with TableExists if the name is taken, unless reuse is set and the spec is equal."""
+    TakeIncarnation: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.TakeIncarnationRequest, _scheduler_pb2.TakeIncarnationReply]  # type: ignore[assignment]
+    """Give out an incarnation for a job or a named stream that begins, or take note of one that the caller chose."""
     DropClusterTable: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DropClusterTableRequest, _scheduler_pb2.DropClusterTableReply]  # type: ignore[assignment]
     """Remove a table and its rows from all shards."""
     FenceJob: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]  # type: ignore[assignment]
@@ -128,6 +132,14 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.CreateClusterTableReply, _abc.Awaitable[_scheduler_pb2.CreateClusterTableReply]]:
         """Make a table on all shards. Fails with TableExists if the name is taken, unless reuse is set and the spec is equal."""
+
+    @_abc_1.abstractmethod
+    def TakeIncarnation(
+        self,
+        request: _scheduler_pb2.TakeIncarnationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.TakeIncarnationReply, _abc.Awaitable[_scheduler_pb2.TakeIncarnationReply]]:
+        """Give out an incarnation for a job or a named stream that begins, or take note of one that the caller chose."""
 
     @_abc_1.abstractmethod
     def DropClusterTable(

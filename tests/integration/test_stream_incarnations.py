@@ -1,0 +1,82 @@
+"""Who takes over a name is decided by the scheduler, whatever the clocks of the machines say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geartrain.ams.cluster import connect
+from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.service import ShardServer
+from geartrain.ams.specs import SGD, Constant
+
+HOUR_NS = 3600 * 10**9
+PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
+IDS = np.arange(8)
+ONES = np.full((8, 1), -1, np.float32)
+
+
+class Roles:
+    """A scheduler that can be restarted, and two shards that stay."""
+
+    def __init__(self, data: str | None) -> None:
+        self.data = data
+        self.scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=2, data=data))
+        self.address = self.scheduler.start()
+        self.server = ShardServer(ServerConfig(scheduler=self.address, shards=2, heartbeat_seconds=0.05))
+        self.server.start()
+
+    def restart_scheduler(self) -> None:
+        self.scheduler.stop(0)
+        self.scheduler = SchedulerServer(SchedulerConfig(listen=self.address, num_shards=2, data=self.data))
+        self.scheduler.start()
+
+    def stop(self) -> None:
+        self.server.stop(0)
+        self.scheduler.stop(0)
+
+
+@pytest.fixture(params=["in memory", "with its state"])
+def roles(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Roles]:
+    roles = Roles(None if request.param == "in memory" else str(tmp_path / "scheduler"))
+    yield roles
+    roles.stop()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_process_whose_clock_was_ahead_does_not_shut_out_its_successor(
+    roles: Roles, restart: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = time.time_ns
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time_ns", lambda: right() + HOUR_NS)
+        given = {"incarnation": time.time_ns()} if chosen else {}
+        first = connect(roles.address, config=PATIENT, stream="job/rank0", **given)  # type: ignore[arg-type]
+        table = first.create_table("t", dim=1, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))
+        table.push(IDS, ONES)
+    if restart:
+        roles.restart_scheduler()
+    with first, connect(roles.address, config=PATIENT, stream="job/rank0") as second:
+        assert second.write_stream.incarnation > first.write_stream.incarnation
+        second.table("t").push(IDS, ONES, sequence=1)
+        with pytest.raises(StaleClient):
+            table.push(IDS, ONES)
+        second.streams("job", worker="w", num_streams=1).lease()
+        np.testing.assert_array_equal(second.table("t").pull(IDS), np.full((8, 1), 2, np.float32))
+        assert second.create_table("u", dim=1, optimizer=SGD(1.0)).spec.incarnation > table.spec.incarnation
+
+
+def test_an_incarnation_beyond_all_clocks_is_refused_before_it_shuts_anybody_out(roles: Roles) -> None:
+    with pytest.raises(InvalidArgument, match=r"incarnation is 9223372036854775807; it must be at most 2\^62"):
+        connect(roles.address, config=PATIENT, stream="job", incarnation=2**63 - 1)
+    with connect(roles.address, config=PATIENT, stream="job") as ours:
+        with pytest.raises(InvalidArgument, match=r"at most 2\^62"):
+            ours.fence("job", 2**63 - 1)
+        ours.fence("job", ours.write_stream.incarnation)
