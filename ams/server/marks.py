@@ -159,7 +159,13 @@ class WriteMarks:
         }
 
     def restore(self, name: str, marked: MarkedStream) -> None:
-        """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds."""
+        """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds.
+
+        Of a job that has gone back under a lower incarnation than the marks have, these are another cluster's numbers:
+        they shut out nobody here, and are forgotten when the job goes back once more.
+        """
+        if begun := max((self._forgotten.get(job, 0) for job in jobs_of(name)), default=0):
+            marked = marked._replace(incarnation=min(marked.incarnation, begun))
         stream = self._streams.setdefault(name, _Stream())
         stream.incarnation = max(stream.incarnation, marked.incarnation)
         self.highest_incarnation = max(self.highest_incarnation, marked.incarnation)

@@ -12,9 +12,11 @@ import pytest
 from geartrain.ams.cluster import connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
 
 HOUR_NS = 3600 * 10**9
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
@@ -71,6 +73,24 @@ def test_a_process_whose_clock_was_ahead_does_not_shut_out_its_successor(
         second.streams("job", worker="w", num_streams=1).lease()
         np.testing.assert_array_equal(second.table("t").pull(IDS), np.full((8, 1), 2, np.float32))
         assert second.create_table("u", dim=1, optimizer=SGD(1.0)).spec.incarnation > table.spec.incarnation
+
+
+@pytest.mark.parametrize("field", ["cluster_version", "incarnation"])
+def test_a_registration_with_a_number_that_nobody_can_follow_is_refused(roles: Roles, field: str) -> None:
+    carrier = GrpcSchedulerCarrier(roles.address)
+    try:
+        before = carrier.describe(5).cluster_version
+        request = scheduler_pb2.RegisterRequest(address="h:1", shard=0, incarnation=5, cluster_version=1)
+        setattr(request, field, 2**64 - 1)
+        with pytest.raises(InvalidArgument, match=f"{field}.* is {2**64 - 1}"):
+            carrier.register(request, 5)
+        assert carrier.describe(5).cluster_version == before
+    finally:
+        carrier.close()
+    roles.server.stop(0)
+    successor = ShardServer(ServerConfig(scheduler=roles.address, shards=2, heartbeat_seconds=0.05))
+    successor.start()
+    successor.stop(0)
 
 
 def test_an_incarnation_beyond_all_clocks_is_refused_before_it_shuts_anybody_out(roles: Roles) -> None:

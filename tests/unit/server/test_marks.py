@@ -136,3 +136,15 @@ def test_a_fence_that_arrives_twice_forgets_nothing_of_what_was_restored_meanwhi
         marks.admit(context(2, oldest=1, incarnation=2), future())
     marks.fence("s", 3, forget=True)  # the next one goes back
     assert marks.admit(context(4, oldest=3, incarnation=3), future())
+
+
+def test_marks_of_another_cluster_shut_out_nobody_and_are_forgotten_with_the_next_return() -> None:
+    marks = WriteMarks()
+    marks.fence("s", 5, forget=True)  # the job goes back; it was numbered higher where the snapshot was taken
+    marks.restore("s", MarkedStream(1000, 2, [MarkedWrite(2, 7, "t")]))
+    again = future()
+    assert not marks.admit(context(2, incarnation=5), again)
+    assert again.result(0) == Done(created=7, duplicate=True)
+    marks.fence("s", 6, forget=True)
+    assert marks.admit(context(1, incarnation=6), future())
+    assert marks.admit(context(2, incarnation=6), future())  # else a step would be taken for done and be lost
