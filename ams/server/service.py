@@ -55,7 +55,7 @@ from geartrain.ams.storage.snapshot_roots import SnapshotRoots, checked_snapshot
 from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport import grpc_hosted as hosted
-from geartrain.ams.transport.bulk import BulkConnection, BulkPort, NotOffered
+from geartrain.ams.transport.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE, WAITS_KEY
 from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
@@ -388,7 +388,7 @@ class ShardService:
             self._check_size("one write", len(ids), dim * dtype.itemsize + 8)
             rows = np.empty((len(ids), dim), dtype)
             with self._bulk_connection(header.bulk, servicer_context) as connection:
-                connection.receive(header.bulk.use, rows)
+                connection.receive(header.bulk.use, rows, seconds_to_receive(rows.nbytes))
             return ids, rows
         if not header.HasField("shared"):
             ids = framing.ids_from(raw.get(14))

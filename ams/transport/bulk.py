@@ -47,6 +47,9 @@ DISTRUST_SECONDS = 30.0
 """After a call without an answer there are none for so long."""
 CONNECT_SECONDS = 5.0
 """To connect and be greeted; a secret that was not used for so long is void."""
+SILENCE_SECONDS = 30.0
+"""A client that neither sends nor takes rows for so long is given up by the shard, whatever its call may take."""
+_SLOWEST_BYTES_PER_SECOND = 1 << 20
 _LOST_SECONDS = 30.0
 """When the last attempt began so long ago, none is under way."""
 _MOST_GREETINGS = 64
@@ -177,6 +180,11 @@ class BulkConnection:
 def _seconds(seconds: float) -> tuple[int, int]:
     """Whole seconds and microseconds."""
     return int(seconds), int(seconds % 1 * 1e6)
+
+
+def seconds_to_receive(num_bytes: int) -> float:
+    """How long a shard waits for the rows of a call: no caller holds one of its threads for ever."""
+    return SILENCE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
 
 
 def connect(address: tuple[str, int], number: int, secret: bytes) -> BulkConnection:
@@ -488,6 +496,7 @@ class BulkPort:
                 if self._clock() >= end or self._is_closed:
                     raise OSError("it does not show the secret of an offer")
                 connected.sendall(_GREETING)  # fits the socket's buffer, so it does not block
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*_seconds(SILENCE_SECONDS)))
                 self._taken[number] = _Taken(BulkConnection(number, connected))
         except OSError as exc:
             connected.close()

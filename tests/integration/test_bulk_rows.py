@@ -20,10 +20,12 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport import bulk, grpc_client
+from geartrain.ams.transport import grpc_codec as codec
 from geartrain.ams.transport import grpc_framing as framing
 from geartrain.ams.transport.bulk import BulkConnection, BulkPort
 from geartrain.ams.transport.carrier import AttemptFailed
 from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.transport.grpc_status import error_from
 from tests.integration.conftest import ServedCluster, carriers_of, connect_bulk
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 
@@ -349,3 +351,21 @@ def test_a_foreign_client_can_have_a_bulk_connection(ours: Cluster) -> None:
             size = 2 * DIM * 4
             assert rows.recv(16, socket.MSG_WAITALL) == (1).to_bytes(8, "little") + size.to_bytes(8, "little")
             assert (np.frombuffer(rows.recv(size, socket.MSG_WAITALL), np.float32) == -1).all()
+
+
+def test_a_write_without_a_deadline_whose_rows_never_come_is_given_up(
+    ours: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "SILENCE_SECONDS", 0.2)
+    with grpc.insecure_channel(ours.status().shards[0].address) as channel:
+        offer = shard_pb2.OpenBulkReply.FromString(stub(channel, "OpenBulk")(b""))
+        connection = bulk.connect(("127.0.0.1", offer.port), offer.connection, offer.secret)
+        push = shard_pb2.PushRequest(
+            context=codec.context_to_pb(CallContext(stream="s", sequence=1, incarnation=1)),
+            table="t",
+            gradient_dtype=codec.dtype_to_pb(ONES.dtype),
+            bulk=shard_pb2.BulkBytes(connection=offer.connection, use=1),
+        )
+        call = stub(channel, "Push").future(framing.encode_framed(push, [(14, IDS)]))
+        assert isinstance(error_from(call.exception(timeout=20), "shard"), errors.BulkConnectionLost)
+        connection.close()

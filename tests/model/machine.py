@@ -138,7 +138,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def _watch(self, message: Message, answer: Callable[[], bytes]) -> bytes:
         self._is_checked = False
-        shard = self.oracle[int(message.address[1:])]
+        shard = self.oracle[int(message.address[1:].removesuffix(":1"))]
         expected = self._expect(shard, message)
         try:
             reply = answer()

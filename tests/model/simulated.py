@@ -212,7 +212,7 @@ class FaultyDisk:
 
 
 class SimulatedCluster:
-    """A scheduler and shards at the addresses ``s0``, ``s1``, … of a network. Incarnations count upwards."""
+    """A scheduler and shards at the addresses ``s0:1``, ``s1:1``, … of a network. Incarnations count upwards."""
 
     def __init__(self, network: Network, clock: Clock, num_shards: int, next_incarnation: Callable[[], int]) -> None:
         self.network, self.clock, self.num_shards = network, clock, num_shards
@@ -230,7 +230,7 @@ class SimulatedCluster:
     def start(self, number: int) -> Shard:
         """Start a shard without rows, as a server does."""
         incarnation = self._next_incarnation()
-        registration = self.scheduler.register(f"s{number}", number, incarnation)
+        registration = self.scheduler.register(f"s{number}:1", number, incarnation)
         shard = Shard(
             number,
             buckets_of_shard(even_placement(self.num_shards), number),
@@ -242,12 +242,12 @@ class SimulatedCluster:
         service._parts = PartBuffer(clock=self.clock.monotonic)
         service.serve(shard)
         self.shards[number] = shard
-        self.network.services[f"s{number}"] = service
+        self.network.services[f"s{number}:1"] = service
         return shard
 
     def kill(self, number: int) -> None:
         """The shard's memory is gone; its address answers no more."""
-        self.network.services.pop(f"s{number}", None)
+        self.network.services.pop(f"s{number}:1", None)
         self.shards.pop(number).close()
 
     def beat(self) -> None:

@@ -162,6 +162,14 @@ def test_rows_that_the_network_swallows_are_given_up(port: BulkPort, num_bytes: 
     assert client.is_closed
 
 
+def test_rows_that_a_client_does_not_take_are_given_up(port: BulkPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "SILENCE_SECONDS", 0.05)
+    client = opened(port)
+    with pytest.raises(BulkConnectionLost, match="could not be sent"), port.claimed(client.number, 1, waits) as shard:
+        shard.send(1, np.zeros(8 << 20))
+    client.close()
+
+
 def test_a_connection_whose_call_failed_is_not_used_again(port: BulkPort) -> None:
     client = opened(port)
     with pytest.raises(KeyError), port.claimed(client.number, 1, waits):
