@@ -17,8 +17,8 @@ from typing import Protocol
 
 from geartrain.ams import failpoints
 from geartrain.ams.arguments import checked_name, integer
-from geartrain.ams.errors import InvalidArgument
-from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, Request
+from geartrain.ams.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
+from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Push, Reply, Request, UpdateHosted
 
 logger = logging.getLogger(__name__)
 
@@ -241,11 +241,13 @@ class Write:
         """Send to every shard that has not answered yet; return the joint reply.
 
         Raises the first GeartrainError of a shard; the shards that answered keep the write, the others may be tried
-        again with the same write.
+        again with the same write. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards
+        have applied and one refuses.
         """
         failpoints.reach("client.send.before")
         outcomes = self._deliver(self._pending, self._numbers.context(self._sequence)) if self._pending else []
         failed, first_error = [], None
+        refusal: tuple[tuple[int, Request], GeartrainError] | None = None
         for call, outcome in zip(self._pending, outcomes, strict=True):
             if isinstance(outcome, Done):
                 self._created += outcome.created
@@ -253,15 +255,33 @@ class Write:
             elif isinstance(outcome, BaseException):
                 failed.append(call)
                 first_error = first_error or outcome
+                if isinstance(outcome, GeartrainError) and not isinstance(outcome, Unavailable | Fenced):
+                    refusal = refusal or (call, outcome)
         self._pending = failed
         if first_error is not None:
             try:
+                if refusal is not None and self.is_on_a_shard:
+                    raise self._partly_applied(*refusal)
                 raise first_error
             finally:
-                del first_error, outcomes, outcome  # or the error would hold the arrays, by way of this frame
+                del first_error, refusal, outcomes, outcome  # or the error would hold the arrays, by way of this frame
         failpoints.reach("client.reply.after")
         self._numbers.end(self._sequence)
         return Done(created=self._created, duplicate=self._duplicate)
+
+    def _partly_applied(self, call: tuple[int, Request], error: GeartrainError) -> GeartrainError:
+        """What it means that a shard refused a call and another applied its own: if all ranks wait for all of it, half
+        of a step."""
+        shard, request = call
+        if not isinstance(request, Push | UpdateHosted) or request.group is None:
+            return error
+        partly = StepPartlyApplied(
+            f"step {request.group.sequence} of job {request.group.job!r} was applied to table {request.table!r} by "
+            f"{self._num_requests - len(self._pending)} of {self._num_requests} shards and refused by shard {shard}: "
+            f"{error}. The table holds half of the step: stop all ranks and go back to their last snapshot"
+        )
+        partly.__cause__ = error
+        return partly
 
     def abandon(self) -> None:
         """Give the write up. On shards that have not answered it is unknown whether it was applied."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from geartrain.ams.core import ops
 from geartrain.ams.errors import InvalidArgument, RankMissing, StepMismatch
@@ -35,6 +36,8 @@ class _Group:
     incarnation: int = 0
     """Its incarnation."""
     waiting: dict[int, tuple[CallContext, RankWrite]] = field(default_factory=dict)
+    applied: dict[int, bytes] = field(default_factory=dict)
+    """What each rank's part of the last step was, by rank. None after a restore."""
 
 
 class GroupStep(NamedTuple):
@@ -75,11 +78,18 @@ class SyncGroups:
     def is_applied(self, push: RankWrite) -> bool:
         """Whether the group's write was applied before: this push is a rank's retry of it.
 
-        Raises StepMismatch if the rank is not at its group's step, InvalidArgument if it cannot belong to the group.
+        Raises StepMismatch if the rank is not at its group's step, or pushes something else than it did,
+        InvalidArgument if it cannot belong to the group.
         """
         member = _member(push)
         group = self._group(push.table, member)
         if member.sequence == group.next_sequence - 1:
+            if group.applied.get(member.rank, _digest(push)) != _digest(push):
+                # Another shard, which refused the step, would apply these: the table would hold half of each.
+                raise StepMismatch(
+                    f"step {member.sequence} of job {member.job!r} was applied to table {push.table!r} here with other "
+                    f"gradients of rank {member.rank}; restart all ranks from their last snapshot"
+                )
             return True
         self._require_step(push.table, member, group)
         return False
@@ -112,6 +122,7 @@ class SyncGroups:
     def complete(self, push: RankWrite) -> None:
         """The joint write was applied: the group is at its next step."""
         group = self._group(push.table, _member(push))
+        group.applied = {rank: _digest(part) for rank, (_, part) in group.waiting.items()}
         group.waiting.clear()
         group.next_sequence += 1
 
@@ -207,6 +218,25 @@ class SyncGroups:
                 f"rank {member.rank} of job {member.job!r} is at step {member.sequence} of table {table!r}, its group "
                 f"at {group.next_sequence}; restart all ranks from the same state"
             )
+
+
+def _digest(write: RankWrite) -> bytes:
+    """What tells one rank's part of a step from another: a checksum of all that the rows are changed by."""
+    seen = xxhash.xxh3_128()
+    parts: list[tuple[object, list[npt.NDArray[Any]]]] = []
+    if isinstance(write, Push):
+        parts.append((write.step_goes_on, [write.ids, write.gradients]))
+    else:
+        for one in write.inputs:
+            names = sorted(one.arrays)
+            settings = (write.model, names, sorted(one.settings.items()), one.seed, one.step, one.weight)
+            parts.append((settings, [one.arrays[name] for name in names]))
+    for told, arrays in parts:
+        shapes = [(array.dtype.name, array.shape) for array in arrays]
+        seen.update(repr((told, shapes, write.lr, write.scale, _member(write).sample_count)).encode())
+        for array in arrays:
+            seen.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return seen.digest()
 
 
 def _goes_on(push: RankWrite) -> bool:

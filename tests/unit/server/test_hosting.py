@@ -346,8 +346,10 @@ def test_ranks_are_weighted_by_samples_and_applied_once(shard: Shard) -> None:
     second = shard.submit(by(1), update(8.0, scale=0.5, group=member(1, 1)))
     assert first.result(10) == second.result(10)
     assert (rows(shard) == -2.5).all()
-    late = shard.submit(by(0, 9), update(4.0, group=member(0, 3))).result(10)
+    late = shard.submit(by(0, 9), update(4.0, scale=0.5, group=member(0, 3))).result(10)
     assert isinstance(late, Done) and late.duplicate
+    with pytest.raises(StepMismatch, match="other gradients of rank 0"):
+        shard.submit(by(0, 10), update(5.0, scale=0.5, group=member(0, 3))).result(10)
 
 
 def test_a_rank_without_samples_still_counts(shard: Shard) -> None:

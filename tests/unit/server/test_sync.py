@@ -67,6 +67,16 @@ def test_a_retried_rank_joins_and_a_late_retry_is_a_duplicate(shard: Shard) -> N
     assert pulled(shard, [1]) == [-1.0]
 
 
+def test_a_rank_that_repeats_an_applied_step_with_other_gradients_is_told(shard: Shard) -> None:
+    for rank in (0, 1):
+        done = shard.submit(context(rank, 1), push(rank, 1, [1], 1.0))
+    done.result(10)
+    for other in (push(0, 1, [1], 2.0), push(0, 1, [2], 1.0), push(0, 1, [1], 1.0, samples=2)):
+        with pytest.raises(StepMismatch, match=r"step 1 of job 'j' was applied .* with other gradients of rank 0"):
+            shard.submit(context(0, 9), other).result(10)
+    assert pulled(shard, [1]) == [-1.0]
+
+
 def test_a_rank_that_gave_its_push_up_may_send_another_one(shard: Shard) -> None:
     given_up = replace(push(0, 1, [5], 1.0), lr=0.5)
     shard.submit(context(0, 1), given_up)
