@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,12 +23,14 @@ from geartrain.ams.errors import (
     SchedulerUnavailable,
     ShardRestarted,
     TableNotFound,
+    being_restored,
 )
 from geartrain.ams.gear_messages import Freshness
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import Fence
 from geartrain.ams.shard_calls import ShardCalls
-from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot, restore_snapshot
+from geartrain.ams.snapshot import JobState, PendingSnapshot, begin_snapshot
+from geartrain.ams.snapshot_restore import restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.streams import DataStreams
@@ -189,7 +190,9 @@ class Cluster:
         )
         return Table(self._create(spec, reuse=reuse), self._calls, self._stream)
 
-    def _create(self, spec: TableSpec, *, reuse: bool) -> TableSpec:
+    def _create(
+        self, spec: TableSpec, *, reuse: bool = False, for_restore: bool = False, replace: bool = False
+    ) -> TableSpec:
         self._calls.require_usable()
         try:
             return self._scheduler.create_table(
@@ -197,6 +200,8 @@ class Cluster:
                 reuse=reuse,
                 timeout_seconds=self._config.attempt_timeout_seconds,
                 caller=self._stream.caller,
+                for_restore=for_restore,
+                replace=replace,
             )
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
@@ -204,11 +209,13 @@ class Cluster:
     def table(self, name: str) -> Table:
         """Return an existing table.
 
-        Raises TableNotFound, ShardRestarted if a shard has lost its part of it, and ClusterNotReady if that is not
-        known because shards have not registered yet.
+        Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, and ClusterNotReady
+        if that is not known because shards have not registered yet.
         """
         view = self._describe()
         tables = {spec.name: spec for spec in view.tables}
+        if name in view.restoring_tables:
+            raise being_restored(name)
         if name in view.incomplete_tables:
             raise ShardRestarted(
                 f"table {name!r} is incomplete: a shard with rows of it was restarted, or its creation or drop was "
@@ -228,16 +235,21 @@ class Cluster:
 
         A graph service that does not answer is logged: what it keeps is of rows that are gone.
         """
-        self._calls.require_usable()
-        try:
-            self._scheduler.drop_table(name, self._config.attempt_timeout_seconds, caller=self._stream.caller)
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
+        self._drop(name)
         if (graphs := self._graphs()) is not None:
             try:
                 graphs.forget(name)
             except GraphUnavailable as exc:
                 logger.warning("the graph of table %r was not dropped: %s", name, exc)
+
+    def _drop(self, name: str, incarnation: int = 0) -> None:
+        self._calls.require_usable()
+        try:
+            self._scheduler.drop_table(
+                name, self._config.attempt_timeout_seconds, caller=self._stream.caller, incarnation=incarnation
+            )
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
 
     def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
         """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
@@ -351,8 +363,10 @@ class Cluster:
         """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.
 
         The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
-        All or nothing: if anything fails, none of its tables stays. With ``replace=True`` (a job that goes back) tables
-        of these names are dropped first, but only after every byte of the snapshot was read and found sound. What
+        All or nothing: nobody can open, read or write the tables (TableBeingRestored) before all of their rows are
+        there, and if anything fails before that, none of them stays. Those of a process that died meanwhile are listed
+        as incomplete; a restore in their place begins anew. With ``replace=True`` (a job that goes back) tables of
+        these names are dropped first, but only after every byte of the snapshot was read and found sound. What
         this process has open of them with equal settings goes on with the restored rows: tables, and heads of one
         process; a dense module once it is refreshed (``refresh()``). Heads of several ranks and slow gears are made
         anew. Other processes must open theirs anew (:meth:`table`): until then they get TableNotFound, so that nobody
@@ -361,14 +375,14 @@ class Cluster:
         step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
         the snapshot has not), SnapshotNotFound, SnapshotRefused (a server does not read there: ``snapshot_roots``),
-        SnapshotDamaged (naming the file; checked before any of its rows is written), ShardUnavailable. Graphs come back
-        to where :attr:`graph` keeps them, if it was used or is a service.
+        SnapshotDamaged (naming the file; checked before any of its rows is written), ShardUnavailable,
+        SchedulerUnavailable. Graphs come back, once the tables are open, to where :attr:`graph` keeps them, if it was
+        used or is a service.
         """
         return restore_snapshot(
             self._calls,
             path,
-            partial(self._create, reuse=False),
-            self.drop_table,
+            _Restored(self),
             tables=tables,
             replace=replace,
             caller=self._stream.caller,
@@ -409,6 +423,31 @@ class Cluster:
             return self._scheduler.describe(self._config.attempt_timeout_seconds)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(str(exc)) from exc
+
+
+class _Restored:
+    """The tables of a restore, as the scheduler makes, opens and removes them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def make(self, spec: TableSpec, *, replace: bool) -> TableSpec:
+        return self._cluster._create(spec, for_restore=True, replace=replace)
+
+    def publish(self, tables: Sequence[TableSpec]) -> None:
+        cluster, incarnations = self._cluster, {table.name: table.incarnation for table in tables}
+        cluster._calls.require_usable()
+        try:
+            cluster._scheduler.publish_tables(
+                incarnations, cluster._config.attempt_timeout_seconds, caller=cluster._stream.caller
+            )
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(
+                f"{exc}; whether tables {sorted(incarnations)} can be opened is unknown"
+            ) from exc
+
+    def drop(self, table: TableSpec) -> None:
+        self._cluster._drop(table.name, table.incarnation)
 
 
 def local(

@@ -58,7 +58,10 @@ class ClusterStatus:
     shards: tuple[ShardStatus, ...]
     tables: tuple[TableStatus, ...]
     incomplete_tables: tuple[str, ...] = ()
-    """Names of tables that lost rows with a shard that was restarted, or whose creation or drop was cut off."""
+    """Names of tables that lost rows with a shard that was restarted, or whose making or drop was cut off; and of those
+    being restored."""
+    restoring_tables: tuple[str, ...] = ()
+    """Those of them that are being restored, unless whoever did so is gone: nobody can open them."""
 
 
 def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
@@ -173,4 +176,5 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
         shards=tuple(shards),
         tables=tuple(tables_status),
         incomplete_tables=view.incomplete_tables,
+        restoring_tables=view.restoring_tables,
     )

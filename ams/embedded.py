@@ -41,11 +41,27 @@ class LocalSchedulerCarrier:
         reuse: bool,
         timeout_seconds: float | None,  # noqa: ARG002
         caller: CallContext | None = None,
+        for_restore: bool = False,
+        replace: bool = False,
     ) -> TableSpec:
         """See :class:`SchedulerCarrier`."""
         return self._scheduler.create_table(
-            spec, reuse=reuse, require_current=lambda: self._streams.require_current(caller)
+            spec,
+            reuse=reuse,
+            require_current=lambda: self._streams.require_current(caller),
+            for_restore=for_restore,
+            replace=replace,
         ).spec
+
+    def publish_tables(
+        self,
+        tables: Mapping[str, int],
+        timeout_seconds: float | None,  # noqa: ARG002
+        *,
+        caller: CallContext | None = None,
+    ) -> None:
+        """See :class:`SchedulerCarrier`."""
+        self._scheduler.publish_tables(tables, require_current=lambda: self._streams.require_current(caller))
 
     def drop_table(
         self,
@@ -53,9 +69,12 @@ class LocalSchedulerCarrier:
         timeout_seconds: float | None,  # noqa: ARG002
         *,
         caller: CallContext | None = None,
+        incarnation: int = 0,
     ) -> None:
         """See :class:`SchedulerCarrier`."""
-        self._scheduler.drop_table(table, require_current=lambda: self._streams.require_current(caller))
+        self._scheduler.drop_table(
+            table, incarnation=incarnation, require_current=lambda: self._streams.require_current(caller)
+        )
 
     def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""

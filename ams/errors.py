@@ -9,6 +9,7 @@ GeartrainError
 ├── ConfigError (ValueError)         a file, flag or environment variable that cannot be right
 ├── TableExists                      create_table on a name in use without reuse=True
 ├── TableNotFound (LookupError)
+│   └── TableBeingRestored           nobody reads, writes or opens it before all of its rows are there
 ├── GraphNotFound (LookupError)      no graph of this table was built, or it was dropped
 ├── Unavailable (ConnectionError)
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
@@ -90,6 +91,10 @@ class TableExists(GeartrainError):
 
 class TableNotFound(GeartrainError, LookupError):
     """No table of this name exists in the cluster."""
+
+
+class TableBeingRestored(TableNotFound):
+    """The table is being restored from a snapshot, or that was cut off: nobody reads, writes or opens it."""
 
 
 class GraphNotFound(GeartrainError, LookupError):
@@ -273,6 +278,15 @@ class MessageTooLarge(ProtocolError):
 
 class InternalError(GeartrainError):
     """A defect of Geartrain itself, reported by a shard."""
+
+
+def being_restored(table: str) -> TableBeingRestored:
+    """The error of a table that is made to be restored, or is being given its rows."""
+    return TableBeingRestored(
+        f"table {table!r} is being restored from a snapshot: nobody reads, writes or opens it before all of its rows "
+        "are there; try again then. If the process that restored it is gone, restore the snapshot again, or drop the "
+        "table"
+    )
 
 
 def error_named(name: str) -> type[GeartrainError]:

@@ -83,6 +83,8 @@ FAILPOINTS: Mapping[str, Failpoint] = {
         "a block to restore is read and checked, none of its rows is written", InternalError
     ),
     "restore.block.after": Failpoint("the rows of one block to restore are written", InternalError),
+    "restore.publish.before": Failpoint("every shard has the rows of a restore, nobody may read them", InternalError),
+    "restore.publish.after": Failpoint("the tables of a restore are open, who restored them has not gone on"),
     "lease.heartbeat.before": Failpoint("a shard is about to renew its lease", InternalError),
     "lease.heartbeat.after": Failpoint("a shard has renewed its lease", InternalError),
     "scheduler.register.before": Failpoint("a shard asks to join, the scheduler has not decided", InternalError),
@@ -92,6 +94,8 @@ FAILPOINTS: Mapping[str, Failpoint] = {
     "state.write.after": Failpoint("a change of the scheduler's state is written, not shown"),
     "table.create.before": Failpoint("a table is to be made, no shard has been told", InternalError),
     "table.create.after": Failpoint("every shard has a new table, the scheduler has not noted it", InternalError),
+    "table.publish.before": Failpoint("restored tables are to be opened, no shard has been told", InternalError),
+    "table.publish.after": Failpoint("every shard has opened restored tables, the scheduler has not", InternalError),
     "graph.part.after": Failpoint("a part of a graph is built and kept, the next one not begun", InternalError),
     "job.save.before": Failpoint("a worker is about to save its job", OSError),
     "job.save.after": Failpoint("a worker has saved its job and not gone on", OSError),

@@ -67,6 +67,8 @@ class CreateTable:
     """Make a table. Idempotent for an equal spec."""
 
     spec: TableSpec
+    for_restore: bool = False
+    """Nobody reads or writes it before :class:`PublishTable`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,15 @@ class DropTable:
     table: str
     incarnation: int = 0
     """Another table of the name stays; 0: whichever there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishTable:
+    """Open a table that was made to be restored, now that every shard has its rows. Idempotent."""
+
+    table: str
+    incarnation: int
+    """No other table of the name is meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +176,7 @@ class Thaw:
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+    """Write those rows of a snapshot that this shard owns into tables that exist. Repeated, it joins the first."""
 
     folder: str
     tables: tuple[str, ...]
@@ -233,6 +244,7 @@ class UpdateHosted:
 Request = (
     CreateTable
     | DropTable
+    | PublishTable
     | Pull
     | Push
     | Assign

@@ -10,31 +10,24 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams import failpoints
 from geartrain.ams.errors import (
-    GeartrainError,
     GraphUnavailable,
     InvalidArgument,
-    SnapshotDamaged,
-    SnapshotError,
     SnapshotFailed,
-    SnapshotNotFound,
     StateError,
-    TableExists,
     TableNotFound,
 )
-from geartrain.ams.messages import CallContext, Done, Freeze, Restore, Thaw, WriteFrozen, Written
+from geartrain.ams.messages import CallContext, Freeze, Thaw, WriteFrozen, Written
 from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
-from geartrain.ams.storage.snapshot_chain import layers_of
-from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, list_snapshots, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import GRAPH, FileEntry, Parent
+from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
+from geartrain.ams.storage.snapshot_manifest import FileEntry, Parent
 from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
 from geartrain.ams.words import quoted
 
@@ -111,12 +104,12 @@ def begin_snapshot(
     root = place(root)
     older = None if parent is None else _parent(root, parent)
     before = existing()
-    chosen = None if tables is None else _chosen(tables, [spec.name for spec in before], "cluster")
+    chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
     staging = new_staging(root, name)
     try:
         parent_id = "" if older is None else older.manifest.moment_id
         freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
-        _all_of(calls.on_all_shards(freeze, caller=caller))
+        all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
         changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
         if changed:
@@ -144,7 +137,7 @@ def _finish(
         if older is not None:
             _require_parent(older)  # nothing is added to what cannot be restored
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
-        outcomes = _all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
+        outcomes = all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
         files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
         deltas: dict[str, list[int]] = {}
@@ -231,7 +224,7 @@ def _tell(calls: ShardCalls, thaw: Thaw) -> None:
     calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
 
 
-def _chosen(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:
+def chosen_tables(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:
     """The names, each once. Raises TableNotFound if one does not exist, InvalidArgument if there are none."""
     if isinstance(names, str) or not isinstance(names, Collection) or len(names) == 0:
         raise InvalidArgument(f"tables is {names!r}; it must be a list of names, or None for all tables")
@@ -242,98 +235,8 @@ def _chosen(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[
     return tuple(dict.fromkeys(names))
 
 
-def restore_snapshot(
-    calls: ShardCalls,
-    path: str | Path,
-    create: Callable[[TableSpec], TableSpec],
-    drop: Callable[[str], None],
-    *,
-    tables: Sequence[str] | None = None,
-    replace: bool = False,
-    caller: CallContext | None = None,
-    graphs: Callable[[bool], GraphCalls | None] = lambda _: None,
-) -> Snapshot:
-    """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
-
-    ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. If anything
-    fails, the tables made so far are dropped. With ``replace`` tables of these names are dropped first, once the whole
-    snapshot was read and found sound, which is one more read of all of it, here, and every shard has found it.
-    ``graphs``, told whether the snapshot holds graphs of these tables, says who takes them.
-    Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable.
-    """
-    snapshot = _open(place(path))
-    specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
-    if tables is not None:
-        chosen = _chosen(tables, [spec.name for spec in specs], "snapshot")
-        specs = [spec for spec in specs if spec.name in chosen]
-    chain = snapshot.chain()
-    expected = sum(
-        entry.num_rows for spec in specs for layer in layers_of(chain, spec.name) for entry in layer.blocks()
-    )
-    created: list[TableSpec] = []
-    try:
-        snapshot.job_files()  # all of it is sound, or nothing of it is used
-        if replace:
-            _all_of(snapshot.verify())
-            # Every shard finds it too, and the caller is not superseded.
-            _all_of(calls.on_all_shards(Restore(folder=str(snapshot.path), tables=()), caller=caller))
-            for spec in specs:
-                drop(spec.name)
-        for spec in specs:
-            try:
-                made = create(spec)
-            except TableExists as exc:
-                raise TableExists(
-                    f"table {spec.name!r} of the snapshot exists already; drop it, or let replace=True (--replace) do "
-                    "that once the snapshot is known to be sound"
-                ) from exc
-            created.append(made)
-            failpoints.reach("restore.create.after")
-        request = Restore(
-            folder=str(snapshot.path),
-            tables=tuple(table.name for table in created),
-            incarnations=tuple(table.incarnation for table in created),
-        )
-        replies = _all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds, caller=caller))
-        restored = sum(reply.created for reply in replies if isinstance(reply, Done))
-        if restored != expected:
-            raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {restored} were there to restore")
-        numbered = {table.name: table.incarnation for table in created if table.num_rows is not None}
-        there_are_some = any(entry.kind == GRAPH and entry.table in numbered for entry in snapshot.manifest.files)
-        if (service := graphs(there_are_some)) is not None:
-            _restore_graphs(service, snapshot, numbered, there_are_some=there_are_some)
-    except BaseException:
-        for table in created:
-            with suppress(GeartrainError):  # what went wrong first is what the caller must hear
-                drop(table.name)
-        raise
-    calls.restored(created)
-    return snapshot
-
-
-def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Mapping[str, int], *, there_are_some: bool) -> None:
-    try:
-        if there_are_some:
-            graphs.restore_snapshot(str(snapshot.path), tables)
-            return
-        for table in tables:  # what is kept is of other rows; a service that is gone is not waited for
-            graphs.forget(table)
-    except (GraphUnavailable, StateError) as exc:  # its own trouble: a graph can be built again
-        logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)
-
-
-def _open(folder: Place) -> Snapshot:
-    try:
-        return open_snapshot(folder)
-    except SnapshotError as exc:
-        if inside := [listed.name for listed in list_snapshots(folder)]:
-            raise SnapshotNotFound(
-                f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them"
-            ) from exc
-        raise
-
-
-def _all_of(outcomes: list[Any]) -> list[Any]:
+def all_of(outcomes: list[Any]) -> list[Any]:
+    """Return the replies, or raise the first error among them."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

@@ -12,7 +12,7 @@ import typer
 from geartrain import configuration
 from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddress
-from geartrain.cli_table import INCOMPLETE
+from geartrain.cli_table import why_incomplete
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,7 +127,7 @@ def _print_tables(found: ClusterStatus, address: str) -> None:
     if found.tables:
         console.print(_table_table(found))
     for name in found.incomplete_tables:
-        console.print(f"table {name}: {INCOMPLETE}", highlight=False, markup=False)
+        console.print(f"table {name}: {why_incomplete(found, name)}", highlight=False, markup=False)
 
 
 def _shard_table(found: ClusterStatus) -> Table:

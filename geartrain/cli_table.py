@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,10 +14,23 @@ from geartrain.ams.errors import ConfigError
 from geartrain.ams.words import counted
 from geartrain.cli_options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
-INCOMPLETE = (
+if TYPE_CHECKING:
+    from geartrain.ams.cluster_status import ClusterStatus
+
+_INCOMPLETE = (
     "incomplete: a shard with rows of it was restarted, or its creation or drop was cut off; drop it, or restore a "
     "snapshot in its place"
 )
+_RESTORING = (
+    "incomplete: it is being restored from a snapshot; if the process that did so is gone, restore the snapshot again, "
+    "or drop it"
+)
+
+
+def why_incomplete(found: ClusterStatus, table: str) -> str:
+    """What is wrong with a table that is incomplete, and the remedy."""
+    return _RESTORING if table in found.restoring_tables else _INCOMPLETE
+
 
 app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster.")
 
@@ -41,7 +54,7 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
         rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
         print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.pushes, 'push', 'pushes')}")
     for name in found.incomplete_tables:
-        print(f"{name}: {INCOMPLETE}")
+        print(f"{name}: {why_incomplete(found, name)}")
     if not tables and not found.incomplete_tables:
         print("this cluster has no table")
 

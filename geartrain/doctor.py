@@ -172,8 +172,8 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
             "cluster",
             "warn",
             found,
-            "a shard with rows of them was restarted, or their making or drop was cut off: 'geartrain table drop' "
-            "them, or restore a snapshot in their place",
+            "a shard with rows of them was restarted, or their making or drop was cut off, or they are being restored "
+            "just now: wait, or 'geartrain table drop' them, or restore a snapshot in their place",
         )
     else:
         yield Finding("cluster", "ok", f"{found}, all up")

@@ -6,13 +6,14 @@ not, and says so until somebody drops it: rows are never replaced by initial val
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from geartrain.ams import failpoints
@@ -24,8 +25,10 @@ from geartrain.ams.errors import (
     ShardRestarted,
     SpecMismatch,
     TableExists,
+    TableNotFound,
+    being_restored,
 )
-from geartrain.ams.messages import CreateTable, DropTable
+from geartrain.ams.messages import CreateTable, DropTable, PublishTable
 from geartrain.ams.placement import MAX_SHARDS
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.state import Member, Schema, State
@@ -109,8 +112,8 @@ class Scheduler:
         self._stops = OwnStops(lease_seconds / 2, clock)
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
-        self._changing: str | None = None
-        """The table that is being made or dropped."""
+        self._changing: tuple[str, ...] = ()
+        """The tables that are being made, published or dropped."""
 
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, from where heartbeats are answered, so that
@@ -129,12 +132,14 @@ class Scheduler:
         cluster_version: int = 0,
         heartbeat_seconds: float = 0.0,
         tables: Sequence[TableSpec] = (),
+        restoring_tables: Collection[str] = (),
     ) -> Registration:
         """Take a shard into the cluster, or take back one that knew an earlier scheduler.
 
-        ``heartbeat_seconds`` is how often it means to send heartbeats. Raises ConfigError if the shard asked for, or
-        every shard, is held by a living process; ClusterNotReady if that is not known yet, after a restart;
-        InvalidArgument if a number is none that a shard can have.
+        ``heartbeat_seconds`` is how often it means to send heartbeats, ``restoring_tables`` are the names of those of
+        its ``tables`` that are being restored. Raises ConfigError if the shard asked for, or every shard, is held by a
+        living process; ClusterNotReady if that is not known yet, after a restart; InvalidArgument if a number is none
+        that a shard can have.
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
@@ -157,7 +162,9 @@ class Scheduler:
                 heartbeat_seconds=heartbeat_seconds,
             )
             self._state.keep(
-                cluster_version=version, members={chosen: member}, schemas=self._held(chosen, incarnation, tables)
+                cluster_version=version,
+                members={chosen: member},
+                schemas=self._held(chosen, incarnation, tables, restoring_tables),
             )
             if previous is not None and previous.incarnation != incarnation:
                 failpoints.reach("scheduler.version.after")
@@ -179,14 +186,20 @@ class Scheduler:
         for spec in tables:
             self._incarnations.check(f"incarnation of table {spec.name!r}", spec.incarnation)
 
-    def _held(self, shard: int, incarnation: int, tables: Sequence[TableSpec]) -> dict[str, Schema]:
+    def _held(
+        self, shard: int, incarnation: int, tables: Sequence[TableSpec], restoring: Collection[str]
+    ) -> dict[str, Schema]:
         """Return the schemas as they are once a shard has said which tables it holds."""
         changed = {}
         for spec in tables:
             self._incarnations.hear(spec.incarnation)
             schema = self._state.schemas.get(spec.name, Schema(spec))
             if schema.spec == spec and schema.spec.incarnation == spec.incarnation:
-                changed[spec.name] = replace(schema, holders=schema.holders | {shard: incarnation})
+                # A scheduler without a memory learns from the shards alone what is not published. One that knew all
+                # holders of a settled table has published it, perhaps while the shard wrote this.
+                if spec.name in restoring and len(schema.holders) < self._num_shards:
+                    schema = dataclasses.replace(schema, is_unsettled=True, for_restore=True)
+                changed[spec.name] = dataclasses.replace(schema, holders=schema.holders | {shard: incarnation})
         return changed
 
     def heartbeat(self, shard: int, incarnation: int) -> Beat:
@@ -199,7 +212,7 @@ class Scheduler:
             if member.incarnation != incarnation:
                 return Beat(version, replaced=True)
             if member.left:
-                self._state.keep(members={shard: replace(member, left=False)})
+                self._state.keep(members={shard: dataclasses.replace(member, left=False)})
                 member = self._state.members[shard]
             member.last_heartbeat = self._clock()
             member.is_heard = True
@@ -210,7 +223,7 @@ class Scheduler:
         with self._lock:
             member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation:
-                self._state.keep(members={shard: replace(member, left=True)})
+                self._state.keep(members={shard: dataclasses.replace(member, left=True)})
 
     def take_incarnation(self, chosen: int = 0) -> int:
         """Return an incarnation for a job or stream that begins, higher than all before; if ``chosen`` is not 0, that
@@ -236,13 +249,22 @@ class Scheduler:
             return self._view()
 
     def create_table(
-        self, spec: TableSpec, *, reuse: bool = False, require_current: Callable[[], None] = lambda: None
+        self,
+        spec: TableSpec,
+        *,
+        reuse: bool = False,
+        require_current: Callable[[], None] = lambda: None,
+        for_restore: bool = False,
+        replace: bool = False,
     ) -> MadeTable:
         """Make a table on every shard, and number it, unless it exists.
 
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
-        begins, so that a successor's is never undone. Raises TableExists, SpecMismatch (reuse of a different table),
-        ShardRestarted (reuse of one that lost rows), ClusterNotReady or ShardUnavailable; then no shard keeps it.
+        begins, so that a successor's is never undone. A table ``for_restore`` can be neither opened nor read nor
+        written before :meth:`publish_tables`; it takes the place of what another restore left under the name, whether
+        that goes on or not, and with ``replace`` that of any table. Raises TableExists, TableBeingRestored,
+        SpecMismatch (reuse of a different table), ShardRestarted (reuse of one that lost rows), ClusterNotReady or
+        ShardUnavailable; then no shard keeps it.
         """
         if reuse and (made := self._existing(spec, require_current)) is not None:
             return made
@@ -251,16 +273,19 @@ class Scheduler:
             view = self._ready_view()
             with self._lock:
                 existing = self._state.schemas.get(spec.name)
-            if existing is not None and not existing.is_unsettled:
+            if existing is not None and not existing.is_unsettled and not (for_restore and replace):
                 self._check_reuse(existing, spec, reuse, view)
                 return MadeTable(existing.spec, existed=True)
-            if existing is not None:  # an earlier change was cut short: some shards may hold the table
-                tell_shards(self._open_carrier, view.shards, DropTable(table=spec.name))
-            spec = replace(spec, incarnation=self._incarnations.next())
-            self._keep_schema(spec.name, Schema(spec, is_unsettled=True))
+            if existing is not None and existing.for_restore and not for_restore:
+                raise being_restored(spec.name)
+            spec = dataclasses.replace(spec, incarnation=self._incarnations.next())
+            # First, so that nobody opens any more what is dropped, nor makes another while there is none.
+            self._keep_schema(spec.name, Schema(spec, is_unsettled=True, for_restore=for_restore))
+            if existing is not None:  # to be replaced, or of a change that was cut short: some shards may hold it
+                tell_shards(self._open_carrier, view.shards, self._drop_of(existing, view))
             try:
                 failpoints.reach("table.create.before")
-                tell_shards(self._open_carrier, view.shards, CreateTable(spec=spec))
+                tell_shards(self._open_carrier, view.shards, CreateTable(spec=spec, for_restore=for_restore))
                 failpoints.reach("table.create.after")
             except (GeartrainError, AttemptFailed):
                 undo = DropTable(table=spec.name, incarnation=spec.incarnation)
@@ -268,7 +293,7 @@ class Scheduler:
                     self._keep_schema(spec.name, None)
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}
-            self._keep_schema(spec.name, Schema(spec, holders))
+            self._keep_schema(spec.name, Schema(spec, holders, is_unsettled=for_restore, for_restore=for_restore))
             return MadeTable(spec, existed=False)
 
     def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> MadeTable | None:
@@ -281,31 +306,75 @@ class Scheduler:
         self._check_reuse(existing, spec, True, self._ready_view())
         return MadeTable(existing.spec, existed=True)
 
-    def drop_table(self, name: str, *, require_current: Callable[[], None] = lambda: None) -> None:
-        """Remove a table from every shard. Idempotent. ``require_current`` is that of :meth:`create_table`."""
+    def publish_tables(self, tables: Mapping[str, int], *, require_current: Callable[[], None] = lambda: None) -> None:
+        """Open tables that were made ``for_restore``, by name with their incarnations: all of them at once. Idempotent.
+
+        ``require_current`` is that of :meth:`create_table`. If it is cut off, all of them stay as they were. Raises
+        TableNotFound (one was dropped, or another restore took its place), ShardRestarted (rows of one were lost),
+        ClusterNotReady, ShardUnavailable.
+        """
+        with self._change_of(*tables):
+            require_current()
+            view = self._ready_view()
+            with self._lock:
+                schemas = {name: self._state.schemas.get(name) for name in tables}
+            held = {entry.shard: entry.incarnation for entry in view.shards}
+            published = {}
+            for name, schema in schemas.items():
+                if schema is None or schema.spec.incarnation != tables[name]:
+                    raise TableNotFound(
+                        f"table {name!r} was dropped while it was restored, or another restore took its place; restore "
+                        "it again"
+                    )
+                if schema.holders != held:
+                    lost = [shard for shard in held if schema.holders.get(shard) != held[shard]]
+                    raise ShardRestarted(f"table {name!r} lost rows on shards {lost} while it was restored; try again")
+                if schema.is_unsettled:
+                    published[name] = Schema(schema.spec, schema.holders)
+            failpoints.reach("table.publish.before")
+            for name in published:
+                tell_shards(self._open_carrier, view.shards, PublishTable(table=name, incarnation=tables[name]))
+            failpoints.reach("table.publish.after")
+            with self._lock:
+                self._state.keep(schemas=published)
+
+    def drop_table(
+        self, name: str, *, incarnation: int = 0, require_current: Callable[[], None] = lambda: None
+    ) -> None:
+        """Remove a table from every shard, unless it is another than ``incarnation`` (0: whichever). Idempotent.
+
+        ``require_current`` is that of :meth:`create_table`.
+        """
         with self._change_of(name):
             require_current()
             view = self._ready_view()
             with self._lock:
                 existing = self._state.schemas.get(name)
-            incarnation = 0  # whichever a shard has
+            if incarnation and (existing is None or existing.spec.incarnation != incarnation):
+                return
+            drop = DropTable(table=name)
             if existing is not None:
-                incarnations = {entry.shard: entry.incarnation for entry in view.shards}
-                if existing.holders == incarnations and not existing.is_unsettled:
-                    incarnation = existing.spec.incarnation
-                self._keep_schema(name, replace(existing, is_unsettled=True))
-            tell_shards(self._open_carrier, view.shards, DropTable(table=name, incarnation=incarnation))
+                drop = self._drop_of(existing, view)
+                self._keep_schema(name, dataclasses.replace(existing, is_unsettled=True))
+            tell_shards(self._open_carrier, view.shards, drop)
             if existing is not None:
                 self._keep_schema(name, None)
 
+    @staticmethod
+    def _drop_of(existing: Schema, view: ClusterView) -> DropTable:
+        """What removes a table: by its number if every shard has that one, else whichever they have."""
+        held = {entry.shard: entry.incarnation for entry in view.shards}
+        is_sure = existing.holders == held and not existing.is_unsettled
+        return DropTable(table=existing.spec.name, incarnation=existing.spec.incarnation if is_sure else 0)
+
     @contextmanager
-    def _change_of(self, table: str) -> Iterator[None]:
+    def _change_of(self, *tables: str) -> Iterator[None]:
         with self._schema_change:
-            self._changing = table
+            self._changing = tables
             try:
                 yield
             finally:
-                self._changing = None
+                self._changing = ()
 
     def _keep_schema(self, name: str, schema: Schema | None) -> None:
         with self._lock:
@@ -399,13 +468,16 @@ class Scheduler:
             incomplete_tables=tuple(
                 name for name in schemas if name not in whole and self._is_incomplete(name, entries)
             ),
+            restoring_tables=tuple(name for name, one in schemas.items() if one.for_restore),
         )
 
     def _is_incomplete(self, name: str, entries: Sequence[ShardEntry]) -> bool:
         """Whether a table is so for good: neither on its way, nor on shards that may still say that they hold it."""
         schema = self._state.schemas[name]
+        if schema.for_restore:
+            return True  # for good, if whoever restores it is gone
         if schema.is_unsettled:
-            return name != self._changing
+            return name not in self._changing
         return any(schema.holders.get(one.shard) != one.incarnation for one in entries if one.state != "missing")
 
     def _member_state(self, member: Member, age: float) -> ShardCondition:

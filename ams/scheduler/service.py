@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from geartrain.ams.config import SchedulerConfig, split_address
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.errors import ConfigError, ProtocolError
 from geartrain.ams.messages import CallContext
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.incarnations import Incarnations
@@ -30,7 +30,7 @@ _PULSES_PER_LEASE = 10
 _MEMBERSHIP_THREADS = 8
 _MEMBERSHIP = ("Register", "Heartbeat", "Leave")
 _TABLE_THREADS = 64
-_TABLES = ("CreateClusterTable", "DropClusterTable")
+_TABLES = ("CreateClusterTable", "DropClusterTable", "PublishClusterTables")
 
 _STATES = {
     "up": scheduler_pb2.ShardEntry.STATE_UP,
@@ -61,6 +61,7 @@ class SchedulerService:
             "CreateClusterTable": self.create_table,
             "DropClusterTable": self.drop_table,
             "TakeIncarnation": self.take_incarnation,
+            "PublishClusterTables": self.publish_tables,
             "FenceJob": self.fence_job,
             "LeaseStreams": self.lease_streams,
             "RenewStreams": self.renew_streams,
@@ -82,6 +83,7 @@ class SchedulerService:
             cluster_version=request.cluster_version,
             heartbeat_seconds=request.heartbeat_seconds,
             tables=[codec.spec_from_pb(table) for table in request.tables],
+            restoring_tables=request.restoring_tables,
         )
         self._scheduler.hear_incarnation(request.highest_incarnation)
         return scheduler_pb2.RegisterReply(
@@ -126,6 +128,7 @@ class SchedulerService:
             ],
             tables=[codec.spec_to_pb(spec) for spec in view.tables],
             incomplete_tables=view.incomplete_tables,
+            restoring_tables=view.restoring_tables,
             bucket_shards=view.bucket_shards.astype("<u2").tobytes(),
         ).SerializeToString()
 
@@ -137,6 +140,8 @@ class SchedulerService:
             codec.spec_from_pb(request.spec),
             reuse=request.reuse,
             require_current=self._require_current(caller, servicer_context),
+            for_restore=request.for_restore,
+            replace=request.replace,
         )
         return scheduler_pb2.CreateClusterTableReply(
             existed=made.existed, incarnation=made.spec.incarnation
@@ -146,8 +151,24 @@ class SchedulerService:
         """Remove a table from all shards."""
         request = framing.parse(data, scheduler_pb2.DropClusterTableRequest)
         caller = codec.context_from_pb(request.caller)
-        self._scheduler.drop_table(request.table, require_current=self._require_current(caller, servicer_context))
+        self._scheduler.drop_table(
+            request.table,
+            incarnation=request.incarnation,
+            require_current=self._require_current(caller, servicer_context),
+        )
         return scheduler_pb2.DropClusterTableReply().SerializeToString()
+
+    def publish_tables(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Open restored tables on all shards."""
+        request = framing.parse(data, scheduler_pb2.PublishClusterTablesRequest)
+        caller = codec.context_from_pb(request.caller)
+        if len(request.tables) != len(request.incarnations):
+            raise ProtocolError(f"{len(request.tables)} tables have {len(request.incarnations)} incarnations")
+        self._scheduler.publish_tables(
+            dict(zip(request.tables, request.incarnations, strict=True)),
+            require_current=self._require_current(caller, servicer_context),
+        )
+        return scheduler_pb2.PublishClusterTablesReply().SerializeToString()
 
     def _require_current(self, caller: CallContext, servicer_context: grpc.ServicerContext) -> Callable[[], None]:
         """What ends a change of tables whose turn comes too late: nobody waits for it, or its job was taken over."""

@@ -47,6 +47,8 @@ class Schema:
     """Incarnation of each shard that holds the table."""
     is_unsettled: bool = False
     """Being made or dropped: some shards may hold it, none need."""
+    for_restore: bool = False
+    """Being restored from a snapshot, and unsettled until it is published."""
 
 
 class State:
@@ -133,7 +135,8 @@ class State:
                 fields = _parsed(key, value)
                 spec = TableSpec.from_dict(fields["spec"] | {"incarnation": fields.get("incarnation", 0)})
                 holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
-                self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"])
+                for_restore = fields.get("for_restore", False)
+                self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"], for_restore)
 
 
 def key_of(kind: str, name: str) -> str:
@@ -150,6 +153,7 @@ def _schema_json(schema: Schema) -> bytes:
         incarnation=schema.spec.incarnation,
         holders=schema.holders,
         is_unsettled=schema.is_unsettled,
+        for_restore=schema.for_restore,
     )
 
 

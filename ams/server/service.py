@@ -37,6 +37,7 @@ from geartrain.ams.messages import (
     DropTable,
     Fence,
     Freeze,
+    PublishTable,
     Pull,
     Push,
     Request,
@@ -110,6 +111,7 @@ class ShardService:
         methods = {
             "CreateTable": self.create_table,
             "DropTable": self.drop_table,
+            "PublishTable": self.publish_table,
             "Pull": self.pull,
             "Push": self.push,
             "Assign": self.assign,
@@ -141,7 +143,7 @@ class ShardService:
     def create_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Make a table."""
         request = framing.parse(data, shard_pb2.CreateTableRequest)
-        create = CreateTable(spec=codec.spec_from_pb(request.spec))
+        create = CreateTable(spec=codec.spec_from_pb(request.spec), for_restore=request.for_restore)
         future = self.shard.submit(codec.context_from_pb(request.context), create)
         return _encoded(await_reply(future, servicer_context))
 
@@ -151,6 +153,12 @@ class ShardService:
         drop = DropTable(table=request.table, incarnation=request.incarnation)
         future = self.shard.submit(codec.context_from_pb(request.context), drop)
         return _encoded(await_reply(future, servicer_context))
+
+    def publish_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        """Open a restored table."""
+        request = framing.parse(data, shard_pb2.PublishTableRequest)
+        publish = PublishTable(table=request.table, incarnation=request.incarnation)
+        return _encoded(await_reply(self._submit(request.context, publish), servicer_context))
 
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""
@@ -475,6 +483,7 @@ class _HeldShard:
             heartbeat_seconds=self.config.heartbeat_seconds,
             tables=[] if known is None else [codec.spec_to_pb(spec) for spec in known.specs],
             highest_incarnation=0 if known is None else known.highest_incarnation,
+            restoring_tables=() if known is None else known.restoring_tables,
         )
         began = boot_seconds()
         reply = scheduler.register(request, _CALL_TIMEOUT_SECONDS)

@@ -35,6 +35,7 @@ from geartrain.ams.errors import (
     StepMismatch,
     TableExists,
     TableNotFound,
+    being_restored,
 )
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import (
@@ -47,6 +48,7 @@ from geartrain.ams.messages import (
     DropTable,
     Fence,
     Freeze,
+    PublishTable,
     Pull,
     Push,
     Reply,
@@ -73,6 +75,19 @@ Clock = Callable[[], float]
 _REMEMBERED_FREEZES = 256
 
 
+@dataclass(frozen=True)
+class _Restoring:
+    """A request to restore tables, and the work that answers it: a repeated one joins it."""
+
+    folder: str
+    tables: frozenset[str]
+    work: Future[Reply]
+
+    @property
+    def has_failed(self) -> bool:
+        return self.work.done() and (self.work.cancelled() or self.work.exception() is not None)
+
+
 @dataclass
 class _Table:
     rows: RowTable
@@ -85,6 +100,15 @@ class _Table:
     """Folder of the snapshot whose rows it was given first; empty: none."""
     is_whole: bool = True
     """Whether it has all rows of ``restored_from``."""
+    is_public: bool = True
+    """False: made to be restored, and not published, since other shards may not have its rows yet."""
+    restore: _Restoring | None = None
+    """What gives, or gave, it the rows of a snapshot."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be read and written."""
+        return self.is_whole and self.is_public
 
     @property
     def all_writes(self) -> int:
@@ -190,13 +214,14 @@ class Shard:
         return call.future
 
     def spec(self, table: str, context: CallContext) -> TableSpec:
-        """Return the spec of the table that a caller means. Raises TableNotFound."""
+        """Return the spec of the table that a caller means, to read or write it. Raises TableNotFound and
+        TableBeingRestored. Any thread."""
         try:
-            spec = self._specs[table]
+            found = self._tables[table]
         except KeyError:
             raise self._no_table(table) from None
-        _require_meant(spec, context.table_incarnation)
-        return spec
+        _require_open(found, context)
+        return found.spec
 
     def check_fence(self, context: CallContext) -> None:
         """Raise unless the caller may be answered. Any thread.
@@ -231,6 +256,12 @@ class Shard:
     def specs(self) -> tuple[TableSpec, ...]:
         """The specs of all tables."""
         return tuple(self._specs.values())
+
+    @property
+    def restoring_tables(self) -> tuple[str, ...]:
+        """The names of those that are being restored and not published. Any thread."""
+        tables = ((name, self._tables.get(name)) for name in self._specs)
+        return tuple(name for name, table in tables if table is not None and not table.is_public)
 
     def close(self) -> None:
         """Finish the requests that are queued, refuse those that come later, end the thread. Idempotent."""
@@ -317,7 +348,9 @@ class Shard:
                     self._groups.require_step(request.table, request.required_sync)
                 return self._hosting.compute(table.rows, request)
             case CreateTable():
-                return self._create(request.spec)
+                return self._create(request.spec, for_restore=request.for_restore)
+            case PublishTable():
+                return self._publish(request.table, request.incarnation)
             case DropTable():
                 return self._drop(request.table, request.incarnation)
             case Describe():
@@ -336,7 +369,7 @@ class Shard:
 
     def _write(self, call: _Call, request: Push | Assign | UpdateHosted) -> None:
         if request.table in self._tables:  # not even as a repetition: the rows of the write it repeats are gone
-            _require_meant(self._tables[request.table].spec, call.context.table_incarnation)
+            _require_open(self._tables[request.table], call.context)
         if not self._marks.admit(call.context, call.future):
             return
         try:
@@ -394,7 +427,7 @@ class Shard:
         for part_context, _ in parts:
             self._marks.applied(part_context, Done(created=created), write.table)
 
-    def _create(self, spec: TableSpec) -> Done:
+    def _create(self, spec: TableSpec, *, for_restore: bool) -> Done:
         existing = self._tables.get(spec.name)
         if existing is not None:
             if existing.spec != spec:
@@ -402,10 +435,19 @@ class Shard:
             if spec.incarnation not in (0, existing.spec.incarnation):
                 raise TableExists(f"shard {self.shard} has another table of the name {spec.name!r}; drop it first")
             return Done(duplicate=True)
-        self._tables[spec.name] = _Table(RowTable(spec, self._owned_buckets, threads=self._threads), spec)
+        rows = RowTable(spec, self._owned_buckets, threads=self._threads)
+        self._tables[spec.name] = _Table(rows, spec, is_whole=not for_restore, is_public=not for_restore)
         self._highest_table = max(self._highest_table, spec.incarnation)
         self._specs = {name: table.spec for name, table in self._tables.items()}
         return Done()
+
+    def _publish(self, name: str, incarnation: int) -> Done:
+        table = self._table(name)
+        _require_meant(table.spec, incarnation)
+        if not table.is_whole:
+            raise being_restored(name)
+        was_public, table.is_public = table.is_public, True
+        return Done(duplicate=was_public)
 
     def _drop(self, name: str, incarnation: int) -> Done:
         table = self._tables.get(name)
@@ -432,8 +474,10 @@ class Shard:
             return Done(duplicate=True)
         tables = {name: self._table(name).rows for name in request.tables or self._tables}
         for name in tables:
-            if not self._tables[name].is_whole:
-                raise SnapshotFailed(f"table {name!r} is being restored; take the snapshot when all of it is there")
+            if not self._tables[name].is_open:
+                raise SnapshotFailed(
+                    f"table {name!r} is being restored; take the snapshot when all of it is there, or of other tables"
+                )
         for other in list(self._frozen.values()):
             if not request.tables or not other.tables.isdisjoint(tables):
                 self._thaw(other.snapshot_id, kept=False)  # whoever asked for that one is gone, or has given it up
@@ -473,7 +517,7 @@ class Shard:
             tables = {name: self._table(name) for name in request.tables}
             for table, incarnation in zip(tables.values(), request.incarnations, strict=bool(request.incarnations)):
                 _require_meant(table.spec, incarnation)
-            return self._files.submit(self._restore, request.folder, tables)
+            return self._restoring(request.folder, tables)
         frozen = self._frozen.get(request.snapshot_id)
         if frozen is None:
             raise SnapshotFailed(
@@ -483,6 +527,20 @@ class Shard:
         if request.snapshot_id not in self._writing:
             self._writing[request.snapshot_id] = self._files.submit(self._write_frozen, frozen, request.folder)
         return self._writing[request.snapshot_id]
+
+    def _restoring(self, folder: str, tables: dict[str, _Table]) -> Future[Reply]:
+        """Begin to restore tables, or join who does it or did it already, unless they were written to since."""
+        names = frozenset(tables)
+        for known in [table.restore for table in tables.values()][:1]:
+            is_same = known is not None and (known.folder, known.tables) == (folder, names)
+            if is_same and all(table.restore is known and not table.writes for table in tables.values()):
+                assert known is not None
+                if not known.has_failed:
+                    return known.work
+        work: Future[Reply] = self._files.submit(self._restore, folder, tables)
+        for table in tables.values():
+            table.restore = _Restoring(folder, names, work)
+        return work
 
     def _write_frozen(self, frozen: FrozenTables, folder: str) -> Reply:
         entries = frozen.write(folder, self.shard)
@@ -555,7 +613,7 @@ class Shard:
 
     def _table_meant(self, name: str, context: CallContext) -> _Table:
         table = self._table(name)
-        _require_meant(table.spec, context.table_incarnation)
+        _require_open(table, context)
         return table
 
     def _no_table(self, name: str) -> TableNotFound:
@@ -613,6 +671,13 @@ def _require_meant(spec: TableSpec, incarnation: int) -> None:
             f"the table {spec.name!r} that is meant was dropped, and another was made or restored under its name; "
             f"open that one: cluster.table({spec.name!r}), or make its head, dense module or slow gear anew"
         )
+
+
+def _require_open(table: _Table, context: CallContext) -> None:
+    """Raise TableBeingRestored, or TableNotFound if another table of the name is meant."""
+    if not table.is_open:
+        raise being_restored(table.spec.name)
+    _require_meant(table.spec, context.table_incarnation)
 
 
 def _check_settings(push: Push | UpdateHosted) -> None:

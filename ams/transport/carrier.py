@@ -52,6 +52,8 @@ class ClusterView:
     """[4096] uint16: the shard of each bucket."""
     incomplete_tables: tuple[str, ...] = ()
     """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
+    restoring_tables: tuple[str, ...] = ()
+    """Those of them that are being restored, or whose restore was cut off."""
 
     def require_registered(self, what: str) -> None:
         """Raise ClusterNotReady if ``what`` is not known because shards have not registered."""
@@ -131,14 +133,32 @@ class SchedulerCarrier(Protocol):
         """Return the cluster as it is now."""
 
     def create_table(
-        self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
+        self,
+        spec: TableSpec,
+        *,
+        reuse: bool,
+        timeout_seconds: float | None,
+        caller: CallContext | None = None,
+        for_restore: bool = False,
+        replace: bool = False,
     ) -> TableSpec:
         """Make a table on all shards; return its spec with its incarnation. Raises StaleClient if ``caller`` is of a
-        job that was taken over.
+        job that was taken over. ``for_restore`` and ``replace`` are those of :meth:`Scheduler.create_table`.
         """
 
-    def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
-        """Remove a table from all shards. Raises StaleClient as :meth:`create_table`."""
+    def publish_tables(
+        self, tables: Mapping[str, int], timeout_seconds: float | None, *, caller: CallContext | None = None
+    ) -> None:
+        """Open restored tables, by name with their incarnations, all at once. Raises as
+        :meth:`Scheduler.publish_tables`, StaleClient as :meth:`create_table`.
+        """
+
+    def drop_table(
+        self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None, incarnation: int = 0
+    ) -> None:
+        """Remove a table from all shards; another one of the name than ``incarnation`` stays, 0: whichever there is.
+        Raises StaleClient as :meth:`create_table`.
+        """
 
     def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:
         """Return an incarnation higher than all before; if ``chosen`` is not 0, note that one and return it."""

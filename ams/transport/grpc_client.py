@@ -35,6 +35,7 @@ from geartrain.ams.messages import (
     DropTable,
     Fence,
     Freeze,
+    PublishTable,
     Pull,
     Push,
     Reply,
@@ -64,6 +65,7 @@ SHARD_SERVICE = "geartrain.ams.v1.Shard"
 SHARD_METHODS = (
     "CreateTable",
     "DropTable",
+    "PublishTable",
     "Pull",
     "Push",
     "Assign",
@@ -197,7 +199,9 @@ class GrpcCarrier:
                 return self._in_parts("UpdateHosted", messages, timeout_seconds, _done, alone=alone, waits=waits)
             case CreateTable():
                 create = shard_pb2.CreateTableRequest(
-                    context=codec.context_to_pb(context), spec=codec.spec_to_pb(request.spec)
+                    context=codec.context_to_pb(context),
+                    spec=codec.spec_to_pb(request.spec),
+                    for_restore=request.for_restore,
                 )
                 return self._call("CreateTable", create.SerializeToString(), timeout_seconds, _done)
             case DropTable():
@@ -205,6 +209,11 @@ class GrpcCarrier:
                     context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
                 )
                 return self._call("DropTable", drop.SerializeToString(), timeout_seconds, _done)
+            case PublishTable():
+                publish = shard_pb2.PublishTableRequest(
+                    context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
+                )
+                return self._call("PublishTable", publish.SerializeToString(), timeout_seconds, _done)
             case Describe():
                 ask = shard_pb2.DescribeRequest(context=codec.context_to_pb(context))
                 return self._call(

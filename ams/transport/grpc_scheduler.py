@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,22 +85,47 @@ class GrpcSchedulerCarrier:
             tables=tuple(codec.spec_from_pb(table) for table in reply.tables),
             bucket_shards=bucket_shards,
             incomplete_tables=tuple(reply.incomplete_tables),
+            restoring_tables=tuple(reply.restoring_tables),
         )
 
     def create_table(
-        self, spec: TableSpec, *, reuse: bool, timeout_seconds: float | None, caller: CallContext | None = None
+        self,
+        spec: TableSpec,
+        *,
+        reuse: bool,
+        timeout_seconds: float | None,
+        caller: CallContext | None = None,
+        for_restore: bool = False,
+        replace: bool = False,
     ) -> TableSpec:
         """See :class:`SchedulerCarrier`."""
         request = scheduler_pb2.CreateClusterTableRequest(
-            spec=codec.spec_to_pb(spec), reuse=reuse, caller=codec.context_to_pb(caller or CallContext())
+            spec=codec.spec_to_pb(spec),
+            reuse=reuse,
+            caller=codec.context_to_pb(caller or CallContext()),
+            for_restore=for_restore,
+            replace=replace,
         )
         reply = self._call("CreateClusterTable", request, scheduler_pb2.CreateClusterTableReply, timeout_seconds)
-        return replace(spec, incarnation=reply.incarnation)
+        return dataclasses.replace(spec, incarnation=reply.incarnation)
 
-    def drop_table(self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None) -> None:
+    def publish_tables(
+        self, tables: Mapping[str, int], timeout_seconds: float | None, *, caller: CallContext | None = None
+    ) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.PublishClusterTablesRequest(
+            tables=tables.keys(),
+            incarnations=tables.values(),
+            caller=codec.context_to_pb(caller or CallContext()),
+        )
+        self._call("PublishClusterTables", request, scheduler_pb2.PublishClusterTablesReply, timeout_seconds)
+
+    def drop_table(
+        self, table: str, timeout_seconds: float | None, *, caller: CallContext | None = None, incarnation: int = 0
+    ) -> None:
         """See :class:`SchedulerCarrier`."""
         request = scheduler_pb2.DropClusterTableRequest(
-            table=table, caller=codec.context_to_pb(caller or CallContext())
+            table=table, caller=codec.context_to_pb(caller or CallContext()), incarnation=incarnation
         )
         self._call("DropClusterTable", request, scheduler_pb2.DropClusterTableReply, timeout_seconds)
 

@@ -138,11 +138,11 @@ class Job:
         self._opened.close()
         cluster = self._opened.enter_context(connect(self.address, config=self.config))
         self.log("back")
-        cluster.drop_table("t")
         if not list_snapshots(self.root):
+            cluster.drop_table("t")
             create = {"dim": DIM, "optimizer": SGD(1.0), "num_rows": NUM_ROWS, "initializer": Constant(0)}
             return cluster, cluster.create_table("t", **create), 0  # type: ignore[arg-type]
-        step = cluster.restore(latest(self.root).path).manifest.step
+        step = cluster.restore(latest(self.root).path, replace=True).manifest.step  # whatever was left of it
         table = cluster.table("t")
         self._check(table, step)
         return cluster, table, step
@@ -270,6 +270,8 @@ PLACES: dict[str, tuple[str, int]] = {
     "restore.create.after": (CLIENT, 1),
     "restore.block.before": (SHARD, 1),
     "restore.block.after": (SHARD, 1),
+    "restore.publish.before": (CLIENT, 1),
+    "restore.publish.after": (CLIENT, 1),
     "lease.heartbeat.before": (SHARD, 1),
     "lease.heartbeat.after": (SHARD, 1),
     "scheduler.register.before": (SCHEDULER_ROLE, 2),
@@ -279,6 +281,8 @@ PLACES: dict[str, tuple[str, int]] = {
     "state.write.after": (SCHEDULER_ROLE, 6),
     "table.create.before": (SCHEDULER_ROLE, 2),
     "table.create.after": (SCHEDULER_ROLE, 2),
+    "table.publish.before": (SCHEDULER_ROLE, 1),
+    "table.publish.after": (SCHEDULER_ROLE, 1),
     "job.save.before": (WORKER, 3),
     "job.save.after": (WORKER, 3),
 }

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from geartrain.ams import snapshot as snapshots
+from geartrain.ams import snapshot_restore as snapshots
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.errors import SnapshotNotFound, StaleClient
 from geartrain.ams.server import frozen

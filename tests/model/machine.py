@@ -7,6 +7,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from geartrain.ams import failpoints
 from geartrain.ams.errors import (
     Fenced,
     GeartrainError,
@@ -24,6 +26,7 @@ from geartrain.ams.errors import (
     ShardUnavailable,
     SnapshotFailed,
     StaleClient,
+    TableBeingRestored,
     TableNotFound,
 )
 from geartrain.ams.messages import CallContext, Done, Pull
@@ -169,12 +172,17 @@ class ClusterMachine(RuleBasedStateMachine):
                 return shard.write(message.method, context, header.table, them, values, part)
             case "Pull":
                 held = shard.tables.get(header.table)
-                if held is None or not held.is_meant_by(context):
-                    return Refused("there is no such table, or another is meant")
+                if held is None or not held.is_open or not held.is_meant_by(context):
+                    return Refused("there is no such table, it is being restored, or another is meant")
                 return None
             case "CreateTable":
                 spec = codec.spec_from_pb(header.spec)
-                shard.tables.setdefault(spec.name, OracleTable(spec))
+                shard.tables.setdefault(spec.name, OracleTable(spec, is_open=not header.for_restore))
+            case "PublishTable":
+                held = shard.tables.get(header.table)
+                if held is None or held.spec.incarnation != header.incarnation or not held.restored_from:
+                    return Refused("there is no such table, or it has no rows yet")
+                held.is_open = True
             case "DropTable":
                 shard.drop(header.table, header.incarnation)
             case "Freeze":
@@ -206,7 +214,10 @@ class ClusterMachine(RuleBasedStateMachine):
                 if not len(mine):
                     continue
                 found, present = np.empty((len(mine), DIM), np.float32), np.zeros(len(mine), np.bool_)
-                shard.run(CallContext(), Pull(table=name, ids=mine, out=found, present=present)).result(10)
+                if table.is_open:
+                    shard.run(CallContext(), Pull(table=name, ids=mine, out=found, present=present)).result(10)
+                else:
+                    shard._tables[name].rows.pull(mine, found, None, present)
                 expected = np.array([(table.rows.get(one) or table.initial())[0] for one in mine.tolist()])
                 assert np.array_equal(found, expected), f"shard {number}, {name}: {found} is not {expected}"
                 assert present.tolist() == [one in table.rows for one in mine.tolist()]
@@ -287,7 +298,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.cluster.beat()
         position = which % len(self.clients)
         old = self.clients[position]
-        if not all("sums" in shard.tables for shard in self.oracle.values()):
+        if not all("sums" in shard.tables and shard.tables["sums"].is_open for shard in self.oracle.values()):
             return  # its first write could not reach every shard: an old process is refused only where it was heard
         new = Client(self.cluster, old.stream.name, next(self._numbers))
         new.stream._next = old.stream._next
@@ -421,6 +432,50 @@ class ClusterMachine(RuleBasedStateMachine):
             self.clients[0].cluster.drop_table(spec.name)
         self._restore(taken, script)
 
+    @precondition(lambda self: self.taken and (self._calm or self._has_lost_rows()))
+    @rule(
+        which=small,
+        script=fates,
+        at=st.sampled_from(["restore.create.after", "restore.publish.before", "table.publish.before"]),
+    )
+    def a_process_dies_while_it_restores(self, which: int, script: int, at: str) -> None:
+        """Its tables stay, and nobody opens, reads or writes them; what others had open of them is gone."""
+        taken = self.taken[which % len(self.taken)]
+        self._calm = 0
+        self.disk.arm(None, Died)
+        cluster = self.clients[0].cluster
+        self.network.script.extend(script_of(script))
+
+        def reach(name: str) -> None:
+            if name == at:
+                raise Died
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(failpoints, "reach", reach)
+            patch.setattr(cluster, "_drop", lambda *_: None)  # the dead remove nothing
+            with suppress(Died, ShardUnavailable, Fenced):
+                cluster.restore(taken.path, replace=True)
+        self.network.script.clear()
+        hidden = {name for shard in self.oracle.values() for name, table in shard.tables.items() if not table.is_open}
+        view = self.cluster.scheduler.describe()
+        assert hidden <= set(view.restoring_tables) <= set(view.incomplete_tables)
+        assert not hidden.intersection(spec.name for spec in view.tables)
+        for name in hidden:
+            with pytest.raises(TableBeingRestored):
+                cluster.table(name)
+
+    @precondition(lambda self: self.taken and self._is_restoring())
+    @rule(which=small, script=fates, replace=st.booleans())
+    def another_process_restores_in_its_place(self, which: int, script: int, replace: bool) -> None:
+        taken = self.taken[which % len(self.taken)]
+        self._replace_clients()
+        for spec in SPECS:
+            if spec.name not in self.cluster.scheduler.describe().restoring_tables:
+                self.clients[0].cluster.drop_table(spec.name)
+        for name in set(self.cluster.scheduler.describe().restoring_tables) - set(taken.content):
+            self.clients[0].cluster.drop_table(name)
+        self._restore(taken, script, replace=replace)
+
     @precondition(lambda self: not self.taken and self._has_lost_rows())
     @rule()
     def the_job_starts_anew(self) -> None:
@@ -430,15 +485,18 @@ class ClusterMachine(RuleBasedStateMachine):
             self._create(spec)
 
     def _has_lost_rows(self) -> bool:
-        return any(not shard.tables for shard in self.oracle.values())
+        return self._is_restoring() or any(not shard.tables for shard in self.oracle.values())
 
-    def _restore(self, taken: Taken, script: int) -> None:
+    def _is_restoring(self) -> bool:
+        return any(not table.is_open for shard in self.oracle.values() for table in shard.tables.values())
+
+    def _restore(self, taken: Taken, script: int, *, replace: bool = False) -> None:
         self._calm = 0
         self.disk.arm(None, Died)
         client = self.clients[0].cluster
         self.network.script.extend(script_of(script))
         try:
-            client.restore(taken.path)
+            client.restore(taken.path, replace=replace)
         except (ShardUnavailable, Fenced):
             self.network.script.clear()
             for spec in SPECS:

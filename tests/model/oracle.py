@@ -41,6 +41,8 @@ class OracleTable:
     is_written: bool = False
     restored_from: str = ""
     """The folder whose rows it has, or is being given."""
+    is_open: bool = True
+    """False: made to be restored, and not published."""
 
     def is_meant_by(self, context: CallContext) -> bool:
         return context.table_incarnation in (0, self.spec.incarnation)
@@ -108,8 +110,8 @@ class OracleShard:
     ) -> Refused | None:
         """A push or assign arrives, whole or in part; the fence has let it pass."""
         held = self.tables.get(table)
-        if held is None or not held.is_meant_by(context):
-            return Refused("there is no such table, or another is meant")
+        if held is None or not held.is_open or not held.is_meant_by(context):
+            return Refused("there is no such table, it is being restored, or another is meant")
         key = (context.stream, context.incarnation, context.sequence)
         if part is not None:
             index, count = part
@@ -141,6 +143,8 @@ class OracleShard:
         if snapshot in self.ended:
             return Refused("this snapshot's moment is over")
         if self.frozen != snapshot:
+            if not all(table.is_open for table in self.tables.values()):
+                return Refused("a table is being restored")
             self.thaw(self.frozen)
             self.frozen, self.held = snapshot, list(self.tables.values())
         return None

@@ -36,9 +36,11 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
     # What gt.local embeds: the services on threads of the client's process.
     "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
     "snapshot": ("shard_calls", "graph", "storage"),
+    "snapshot_restore": ("snapshot", "shard_calls", "graph", "storage"),
     "cluster_status": ("gear", "transport"),
     "cluster": (
-        *("client", "shard_calls", "snapshot", "storage", "streams", "writes", "embedded", "graph", "gear"),
+        *("client", "shard_calls", "snapshot", "snapshot_restore", "storage", "streams", "writes", "embedded"),
+        *("graph", "gear"),
         *("transport", "cluster_status"),
     ),
 }

@@ -31,6 +31,7 @@ class RegisterRequest(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
+    RESTORING_TABLES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port at which others reach the shard."""
     shard: _builtins.int
@@ -47,6 +48,10 @@ class RegisterRequest(_message.Message):
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
         """Tables it holds; empty for a new shard."""
 
+    @_builtins.property
+    def restoring_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those of `tables` that are being restored and not published."""
+
     def __init__(
         self,
         *,
@@ -57,10 +62,11 @@ class RegisterRequest(_message.Message):
         tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
         heartbeat_seconds: _builtins.float = ...,
         highest_incarnation: _builtins.int = ...,
+        restoring_tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "restoring_tables", b"restoring_tables", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -273,6 +279,7 @@ class DescribeClusterReply(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     BUCKET_SHARDS_FIELD_NUMBER: _builtins.int
     INCOMPLETE_TABLES_FIELD_NUMBER: _builtins.int
+    RESTORING_TABLES_FIELD_NUMBER: _builtins.int
     cluster_version: _builtins.int
     num_shards: _builtins.int
     ready: _builtins.bool
@@ -291,6 +298,12 @@ class DescribeClusterReply(_message.Message):
         or restored in place. One that is just being made or dropped is in neither list.
         """
 
+    @_builtins.property
+    def restoring_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of incomplete_tables that are being restored from a snapshot, or whose restore was cut off. They cannot be
+        opened; a restore in their place begins anew.
+        """
+
     def __init__(
         self,
         *,
@@ -301,10 +314,11 @@ class DescribeClusterReply(_message.Message):
         tables: _abc.Iterable[_types_pb2.TableSpec] | None = ...,
         bucket_shards: _builtins.bytes = ...,
         incomplete_tables: _abc.Iterable[_builtins.str] | None = ...,
+        restoring_tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "num_shards", b"num_shards", "ready", b"ready", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "num_shards", b"num_shards", "ready", b"ready", "restoring_tables", b"restoring_tables", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,8 +331,16 @@ class CreateClusterTableRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     REUSE_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    FOR_RESTORE_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
     reuse: _builtins.bool
     """Accept an existing table of an equal spec."""
+    for_restore: _builtins.bool
+    """To be restored: nobody can open, read or write the table before PublishClusterTables. Takes the place of what a
+    restore that was cut off, or still goes on, left under the name.
+    """
+    replace: _builtins.bool
+    """With for_restore: an existing table of the name is dropped."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     @_builtins.property
@@ -331,10 +353,12 @@ class CreateClusterTableRequest(_message.Message):
         spec: _types_pb2.TableSpec | None = ...,
         reuse: _builtins.bool = ...,
         caller: _types_pb2.CallContext | None = ...,
+        for_restore: _builtins.bool = ...,
+        replace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "reuse", b"reuse", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "for_restore", b"for_restore", "replace", b"replace", "reuse", b"reuse", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,7 +394,10 @@ class DropClusterTableRequest(_message.Message):
 
     TABLE_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     table: _builtins.str
+    incarnation: _builtins.int
+    """TableSpec.incarnation: another table of the name stays. 0: whichever there is."""
     @_builtins.property
     def caller(self) -> _types_pb2.CallContext:
         """As in CreateClusterTableRequest."""
@@ -380,10 +407,11 @@ class DropClusterTableRequest(_message.Message):
         *,
         table: _builtins.str = ...,
         caller: _types_pb2.CallContext | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "incarnation", b"incarnation", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,6 +470,53 @@ class TakeIncarnationReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeIncarnationReply: _TypeAlias = TakeIncarnationReply  # noqa: Y015
+
+@_typing.final
+class PublishClusterTablesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """TableSpec.incarnation of each, in this order."""
+
+    @_builtins.property
+    def caller(self) -> _types_pb2.CallContext:
+        """As in CreateClusterTableRequest."""
+
+    def __init__(
+        self,
+        *,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
+        caller: _types_pb2.CallContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "incarnations", b"incarnations", "tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishClusterTablesRequest: _TypeAlias = PublishClusterTablesRequest  # noqa: Y015
+
+@_typing.final
+class PublishClusterTablesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishClusterTablesReply: _TypeAlias = PublishClusterTablesReply  # noqa: Y015
 
 @_typing.final
 class FenceJobRequest(_message.Message):

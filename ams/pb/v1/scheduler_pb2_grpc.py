@@ -69,6 +69,11 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableReply.FromString,
                 _registered_method=True)
+        self.PublishClusterTables = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/PublishClusterTables',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesReply.FromString,
+                _registered_method=True)
         self.FenceJob = channel.unary_unary(
                 '/geartrain.ams.v1.Scheduler/FenceJob',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobRequest.SerializeToString,
@@ -153,6 +158,13 @@ class SchedulerServicer:
 
     def DropClusterTable(self, request, context):
         """Remove a table and its rows from all shards.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishClusterTables(self, request, context):
+        """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,6 +256,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.DropClusterTable,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableReply.SerializeToString,
+            ),
+            'PublishClusterTables': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishClusterTables,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesReply.SerializeToString,
             ),
             'FenceJob': grpc.unary_unary_rpc_method_handler(
                     servicer.FenceJob,
@@ -470,6 +487,33 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/DropClusterTable',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DropClusterTableReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishClusterTables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/PublishClusterTables',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class SchedulerStub:
     """Give out an incarnation for a job or a named stream that begins, or take note of one that the caller chose."""
     DropClusterTable: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DropClusterTableRequest, _scheduler_pb2.DropClusterTableReply]
     """Remove a table and its rows from all shards."""
+    PublishClusterTables: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PublishClusterTablesRequest, _scheduler_pb2.PublishClusterTablesReply]
+    """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent."""
     FenceJob: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]
     """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
     LeaseStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseStreamsRequest, _scheduler_pb2.LeaseStreamsReply]
@@ -77,6 +79,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """Give out an incarnation for a job or a named stream that begins, or take note of one that the caller chose."""
     DropClusterTable: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DropClusterTableRequest, _scheduler_pb2.DropClusterTableReply]  # type: ignore[assignment]
     """Remove a table and its rows from all shards."""
+    PublishClusterTables: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PublishClusterTablesRequest, _scheduler_pb2.PublishClusterTablesReply]  # type: ignore[assignment]
+    """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent."""
     FenceJob: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]  # type: ignore[assignment]
     """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
     LeaseStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseStreamsRequest, _scheduler_pb2.LeaseStreamsReply]  # type: ignore[assignment]
@@ -148,6 +152,14 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DropClusterTableReply, _abc.Awaitable[_scheduler_pb2.DropClusterTableReply]]:
         """Remove a table and its rows from all shards."""
+
+    @_abc_1.abstractmethod
+    def PublishClusterTables(
+        self,
+        request: _scheduler_pb2.PublishClusterTablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.PublishClusterTablesReply, _abc.Awaitable[_scheduler_pb2.PublishClusterTablesReply]]:
+        """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent."""
 
     @_abc_1.abstractmethod
     def FenceJob(

@@ -64,6 +64,9 @@ class CreateTableRequest(_message.Message):
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    FOR_RESTORE_FIELD_NUMBER: _builtins.int
+    for_restore: _builtins.bool
+    """To be restored: nobody reads or writes the table before PublishTable."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     @_builtins.property
@@ -73,14 +76,42 @@ class CreateTableRequest(_message.Message):
         *,
         context: _types_pb2.CallContext | None = ...,
         spec: _types_pb2.TableSpec | None = ...,
+        for_restore: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "for_restore", b"for_restore", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateTableRequest: _TypeAlias = CreateTableRequest  # noqa: Y015
+
+@_typing.final
+class PublishTableRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    incarnation: _builtins.int
+    """TableSpec.incarnation: no other table of the name is meant."""
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        table: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "incarnation", b"incarnation", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishTableRequest: _TypeAlias = PublishTableRequest  # noqa: Y015
 
 @_typing.final
 class DropTableRequest(_message.Message):

@@ -104,6 +104,11 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.PublishTable = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/PublishTable',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.PublishTableRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
         self.Fence = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/Fence',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.FenceRequest.SerializeToString,
@@ -208,7 +213,15 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent.
+        """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent: a repeated request joins the
+        first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishTable(self, request, context):
+        """Open a table that was made to be restored. Idempotent. Clients ask the scheduler, which asks all shards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,6 +305,11 @@ def add_ShardServicer_to_server(servicer, server):
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'PublishTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishTable,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.PublishTableRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
             ),
             'Fence': grpc.unary_unary_rpc_method_handler(
@@ -677,6 +695,33 @@ class Shard:
             target,
             '/geartrain.ams.v1.Shard/Restore',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RestoreRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/PublishTable',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.PublishTableRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
             options,
             channel_credentials,

@@ -72,7 +72,11 @@ class ShardStub:
     Thaw: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ThawRequest, _shard_pb2.WriteReply]
     """End the freeze of a snapshot. Idempotent."""
     Restore: _grpc.UnaryUnaryMultiCallable[_shard_pb2.RestoreRequest, _shard_pb2.WriteReply]
-    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent: a repeated request joins the
+    first.
+    """
+    PublishTable: _grpc.UnaryUnaryMultiCallable[_shard_pb2.PublishTableRequest, _shard_pb2.WriteReply]
+    """Open a table that was made to be restored. Idempotent. Clients ask the scheduler, which asks all shards."""
     Fence: _grpc.UnaryUnaryMultiCallable[_shard_pb2.FenceRequest, _shard_pb2.WriteReply]
     """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent."""
 
@@ -110,7 +114,11 @@ class ShardAsyncStub(ShardStub):
     Thaw: _aio.UnaryUnaryMultiCallable[_shard_pb2.ThawRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """End the freeze of a snapshot. Idempotent."""
     Restore: _aio.UnaryUnaryMultiCallable[_shard_pb2.RestoreRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
-    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+    """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent: a repeated request joins the
+    first.
+    """
+    PublishTable: _aio.UnaryUnaryMultiCallable[_shard_pb2.PublishTableRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """Open a table that was made to be restored. Idempotent. Clients ask the scheduler, which asks all shards."""
     Fence: _aio.UnaryUnaryMultiCallable[_shard_pb2.FenceRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent."""
 
@@ -229,7 +237,17 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         request: _shard_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
-        """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent."""
+        """Write those rows of a snapshot that this shard owns into tables that exist. Idempotent: a repeated request joins the
+        first.
+        """
+
+    @_abc_1.abstractmethod
+    def PublishTable(
+        self,
+        request: _shard_pb2.PublishTableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """Open a table that was made to be restored. Idempotent. Clients ask the scheduler, which asks all shards."""
 
     @_abc_1.abstractmethod
     def Fence(
