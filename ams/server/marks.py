@@ -15,6 +15,11 @@ from geartrain.ams import failpoints
 from geartrain.ams.errors import InvalidArgument, StaleClient
 from geartrain.ams.messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_of
 
+MAX_STREAMS = 65_536
+"""Streams whose marks a shard keeps: those that wrote last."""
+MAX_FORGOTTEN_STREAMS = 4 * MAX_STREAMS
+"""Names kept of streams that it has forgotten: their writes are refused, for they may be repetitions."""
+
 
 class _Applied(NamedTuple):
     """A write that was applied: by which incarnation, to which table ("": one that was dropped), and its reply."""
@@ -53,8 +58,13 @@ class MarkedStream(NamedTuple):
 class WriteMarks:
     """The marks of one shard. Used by the shard's own thread only; memory is bounded by streams × window."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_streams: int = MAX_STREAMS, max_forgotten: int = MAX_FORGOTTEN_STREAMS) -> None:
+        self._max_streams = max_streams
+        self._max_forgotten = max_forgotten
         self._streams: dict[str, _Stream] = {}
+        """Who wrote last comes last."""
+        self._forgotten_streams: dict[str, int] = {}
+        """Their last incarnation. Who was forgotten last comes last."""
         self._fences: dict[str, int] = {}
         """Lowest incarnation that may write, by job."""
         self.highest_incarnation = 0
@@ -135,6 +145,9 @@ class WriteMarks:
         self.highest_incarnation = max(self.highest_incarnation, incarnation)
         if forget and self._forgotten.get(job, 0) < incarnation:
             self._forgotten[job] = incarnation
+            for name, last in list(self._forgotten_streams.items()):
+                if last < incarnation and job in jobs_of(name):
+                    del self._forgotten_streams[name]
             for name in [name for name in self._streams if job in jobs_of(name)]:
                 self._forget_before(name, incarnation)
 
@@ -166,7 +179,9 @@ class WriteMarks:
         """
         if begun := max((self._forgotten.get(job, 0) for job in jobs_of(name)), default=0):
             marked = marked._replace(incarnation=min(marked.incarnation, begun))
-        stream = self._streams.setdefault(name, _Stream())
+        if name in self._forgotten_streams:
+            return  # it may have written since
+        stream = self._streams.get(name) or self._begin(name)
         stream.incarnation = max(stream.incarnation, marked.incarnation)
         self.highest_incarnation = max(self.highest_incarnation, marked.incarnation)
         self._forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation)
@@ -177,11 +192,29 @@ class WriteMarks:
 
     def _current(self, context: CallContext) -> _Stream:
         self._require_current(context.stream, context.incarnation)
-        stream = self._streams.setdefault(context.stream, _Stream())
+        if context.stream in self._forgotten_streams:
+            raise StaleClient(
+                f"stream {context.stream!r} wrote nothing here while {self._max_streams} others did, so that it is not "
+                "known any more which of its writes are repetitions; connect anew, or begin the job anew: "
+                "cluster.fence(job, incarnation)"
+            )
+        stream = self._streams.pop(context.stream, None) or self._begin(context.stream)
+        self._streams[context.stream] = stream
         if context.incarnation < stream.incarnation:
             raise _superseded(context.stream, context.incarnation, context.stream, stream.incarnation)
         stream.incarnation = context.incarnation
         self.highest_incarnation = max(self.highest_incarnation, context.incarnation)
+        return stream
+
+    def _begin(self, name: str) -> _Stream:
+        """Make a stream; where there are too many, forget the one that has not written for the longest."""
+        if len(self._streams) >= self._max_streams:
+            idle = next((other for other, stream in self._streams.items() if not stream.waiting), None)
+            if idle is not None:
+                self._forgotten_streams[idle] = self._streams.pop(idle).incarnation
+        if len(self._forgotten_streams) > self._max_forgotten:
+            del self._forgotten_streams[next(iter(self._forgotten_streams))]
+        stream = self._streams[name] = _Stream()
         return stream
 
     def _require_current(self, name: str, incarnation: int) -> None:

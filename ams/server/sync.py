@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ from geartrain.ams.messages import CallContext, Push, SyncGroup, UpdateHosted, j
 from geartrain.ams.specs import Ids
 
 MAX_WORLD_SIZE = 65_536
+MAX_GROUPS = 4096
+"""Groups whose step a shard keeps: those that pushed last. A forgotten one is refused, as long as its name is known."""
 
 RankWrite = Push | UpdateHosted
 """One rank's part of a synchronous write; it has a group."""
@@ -70,7 +72,12 @@ def joint_push(pushes: list[Push]) -> Push:
 class SyncGroups:
     """The sync groups of one shard. Used by the shard's own thread only."""
 
-    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic, max_groups: int = MAX_GROUPS
+    ) -> None:
+        self._max_groups = max_groups
+        self._forgotten: dict[tuple[str, str], _Group] = {}
+        """Without what was applied. Who was forgotten last comes last."""
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._groups: dict[tuple[str, str], _Group] = {}
@@ -156,6 +163,9 @@ class SyncGroups:
             dropped.extend(past.values())
             if forget and not group.waiting and is_past(group.stream, group.incarnation):
                 del self._groups[key]
+        for key, group in list(self._forgotten.items()):
+            if forget and is_past(group.stream, group.incarnation):
+                del self._forgotten[key]
         return dropped
 
     def steps(self) -> list[GroupStep]:
@@ -166,7 +176,9 @@ class SyncGroups:
 
     def restore(self, step: GroupStep) -> None:
         """Let a group go on at ``step``, unless it has begun already."""
-        self._groups.setdefault((step.table, step.job), _Group(step.world_size, step.next_sequence))
+        if (step.table, step.job) not in self._groups:
+            self._forgotten.pop((step.table, step.job), None)  # the rows are those of this step
+            self._begin((step.table, step.job), _Group(step.world_size, step.next_sequence))
 
     def next_deadline(self) -> float | None:
         """When the first incomplete group runs out of time, on the injected clock; None if none waits."""
@@ -192,6 +204,8 @@ class SyncGroups:
     def drop_table(self, table: str) -> list[tuple[CallContext, RankWrite]]:
         """Forget the groups of a table; return the pushes that waited."""
         waiting: list[tuple[CallContext, RankWrite]] = []
+        for key in [key for key in self._forgotten if key[0] == table]:
+            del self._forgotten[key]
         for key in [key for key in self._groups if key[0] == table]:
             waiting.extend(self._groups.pop(key).waiting.values())
         return waiting
@@ -201,15 +215,34 @@ class SyncGroups:
             raise InvalidArgument(f"rank {member.rank} of world_size {member.world_size} is not a rank of a group")
         if member.sequence < 1:
             raise InvalidArgument(f"sequence {member.sequence} of job {member.job!r} must be >= 1")
-        group = self._groups.setdefault(
-            (table, member.job), _Group(world_size=member.world_size, next_sequence=member.sequence)
-        )
+        key = (table, member.job)
+        if key in self._forgotten:
+            raise StepMismatch(
+                f"job {member.job!r} pushed nothing to table {table!r} while {self._max_groups} other groups did, so "
+                "that its step is not known here any more; start all ranks anew from their last snapshot, under a new "
+                "job name"
+            )
+        group = self._groups.pop(key, None)
+        if group is None:
+            group = _Group(world_size=member.world_size, next_sequence=member.sequence)
+        self._begin(key, group)
         if group.world_size != member.world_size:
             raise StepMismatch(
                 f"rank {member.rank} of job {member.job!r} believes in {member.world_size} ranks, the group has "
                 f"{group.world_size}; start a new job name after changing the number of workers"
             )
         return group
+
+    def _begin(self, key: tuple[str, str], group: _Group) -> None:
+        """Add a group as the one that pushed last; where there are too many, forget the one that has not for the
+        longest."""
+        if len(self._groups) >= self._max_groups:
+            idle = next((other for other, its in self._groups.items() if not its.waiting), None)
+            if idle is not None:
+                self._forgotten[idle] = replace(self._groups.pop(idle), applied={})
+        if len(self._forgotten) > 4 * self._max_groups:
+            del self._forgotten[next(iter(self._forgotten))]
+        self._groups[key] = group
 
     @staticmethod
     def _require_step(table: str, member: SyncGroup, group: _Group) -> None:

@@ -148,3 +148,40 @@ def test_marks_of_another_cluster_shut_out_nobody_and_are_forgotten_with_the_nex
     marks.fence("s", 6, forget=True)
     assert marks.admit(context(1, incarnation=6), future())
     assert marks.admit(context(2, incarnation=6), future())  # else a step would be taken for done and be lost
+
+
+def test_a_stream_that_was_silent_for_too_many_others_is_refused_until_its_job_begins_anew() -> None:
+    marks = WriteMarks(max_streams=3)
+    written, again = named("job/rank0", 5, incarnation=1), future()
+    marks.admit(written, future())
+    marks.applied(written, Done(created=1), "t")
+    marks.admit(named("waits", 1, incarnation=1), future())
+    for other in ("a", "b"):
+        marks.admit(named(other, 1, incarnation=1), future())
+        marks.applied(named(other, 1, incarnation=1), Done(), "t")
+    with pytest.raises(StaleClient, match="'job/rank0' wrote nothing here while 3 others did"):
+        marks.admit(written, future())
+    assert set(marks.streams({"t"})) == {"waits", "a", "b"}
+    assert not marks.admit(named("waits", 1, incarnation=1), again)  # one in flight is never forgotten
+    marks.restore("job/rank0", MarkedStream(1, 3, []))
+    with pytest.raises(StaleClient, match="wrote nothing"):
+        marks.admit(written, future())
+    marks.fence("job", 1, forget=True)  # not of its past
+    with pytest.raises(StaleClient, match="wrote nothing"):
+        marks.admit(written, future())
+    marks.fence("job", 2, forget=True)
+    assert marks.admit(named("job/rank0", 5, incarnation=2), future())
+
+
+def test_a_stream_that_goes_on_writing_is_not_forgotten_for_others() -> None:
+    marks, again = WriteMarks(max_streams=2, max_forgotten=5), future()
+    marks.admit(named("mine", 1, incarnation=1), future())
+    marks.applied(named("mine", 1, incarnation=1), Done(created=4), "t")
+    for number in range(20):
+        marks.admit(named(f"other{number}", 1, incarnation=1), future())
+        marks.applied(named(f"other{number}", 1, incarnation=1), Done(), "t")
+        marks.admit(named("mine", number + 2, incarnation=1), future())
+        marks.applied(named("mine", number + 2, incarnation=1), Done(), "t")
+    assert not marks.admit(named("mine", 1, incarnation=1), again)
+    assert again.result(0) == Done(created=4, duplicate=True)
+    assert len(marks._forgotten_streams) <= 6

@@ -12,6 +12,7 @@ from geartrain.ams.errors import InvalidArgument, NonFinite, RankMissing, StaleC
 from geartrain.ams.messages import Assign, CallContext, CreateTable, Done, Fence, Pull, Push, SyncGroup
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.shard import Shard
+from geartrain.ams.server.sync import SyncGroups
 from geartrain.ams.specs import SGD, Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), initializer=Constant(0.0))
@@ -188,3 +189,24 @@ def test_ranks_end_a_step_together(shard: Shard) -> None:
         shard.submit(context(1, 1), going_on).result()
     shard.submit(context(1, 2), push(1, 1, [2], 1.0)).result()
     assert first.result() == Done(created=2)
+
+
+def test_a_group_that_was_silent_for_too_many_others_is_refused_rather_than_begun_anew() -> None:
+    groups = SyncGroups(30.0, max_groups=2)
+
+    def of(job: str, sequence: int = 1) -> Push:
+        return replace(
+            push(0, sequence, [1], 1.0),
+            group=SyncGroup(job=job, world_size=1, rank=0, sequence=sequence, sample_count=1),
+        )
+
+    for job in ("first", "second", "third"):
+        assert not groups.is_applied(of(job))
+        assert groups.join(context(0, 1), of(job)) is not None
+        groups.complete(of(job))
+        assert groups.is_applied(of(job))
+    assert [step.job for step in groups.steps()] == ["second", "third"]
+    with pytest.raises(StepMismatch, match="'first' pushed nothing to table 't' while 2 other groups did"):
+        groups.is_applied(of("first"))
+    groups.drop_table("t")
+    assert not groups.is_applied(of("first"))
