@@ -15,6 +15,7 @@ PUSHES_PER_RUN = 1000
 SHARED_PUSHES_PER_RUN = 100
 BULK_PUSHES_PER_RUN = 20
 DAMAGES_PER_RUN = 250
+ROUNDS_PER_RUN = 200
 PROXY_BYTES = 2_400_000
 """Connections last longer than in ``make test``: fewer faults for a push, more pushes in the time."""
 
@@ -92,6 +93,14 @@ def sequences(seed: int, folder: Path) -> int:
     return SEQUENCES_PER_RUN
 
 
+def threads(seed: int, folder: Path) -> int:
+    """Threads that push, read, take snapshots, restore and make tables at once."""
+    from tests.model.threads import run_threads
+
+    run_threads(seed, ROUNDS_PER_RUN, folder)
+    return ROUNDS_PER_RUN
+
+
 def suite(seed: int, folder: Path) -> int:
     """Each mechanism removed in turn: the attack on it must raise."""
     from tests.faults.test_the_suite import CAUGHT_BY
@@ -135,5 +144,6 @@ def all_faults() -> list[Fault]:
         Fault(name="bulk", unit="pushes", target=500, share=0.1, run=bulk, timeout_seconds=300),
         Fault(name="damage", unit="damages", target=10_000, share=0.05, run=damage),
         Fault(name="sequences", unit="sequences", target=20_000, share=0.3, run=sequences, timeout_seconds=600),
+        Fault(name="threads", unit="rounds", target=5_000, share=0.1, run=threads),
         Fault(name="suite", unit="mutations", target=len(mutations.REMOVALS), share=0.05, run=suite),
     ]
