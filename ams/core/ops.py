@@ -53,7 +53,7 @@ def lookahead() -> str:
 
 
 def has_bfloat16_class_pass() -> bool:
-    """Whether :class:`ClassPass` can make its products in bfloat16: on a CPU with AMX."""
+    """Whether products in bfloat16 are faster in :class:`ClassPass` than those in float32: on a CPU with AMX."""
     return _core.has_bfloat16_class_pass()
 
 

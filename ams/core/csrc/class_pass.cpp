@@ -27,6 +27,7 @@ const ClassPass& class_pass() {
 const ClassPass& class_pass() { return class_pass_baseline; }
 #endif
 
+extern const ClassPass class_pass_bfloat16;
 #if defined(GEARTRAIN_USES_AMX)
 extern const ClassPass class_pass_amx;
 
@@ -48,12 +49,16 @@ bool may_use_amx() {
 
 }  // namespace
 
-const ClassPass* bfloat16_class_pass() {
+bool has_bfloat16_unit() {
   static const bool may = may_use_amx();
-  return may ? &class_pass_amx : nullptr;
+  return may;
 }
+
+const ClassPass& bfloat16_class_pass() { return has_bfloat16_unit() ? class_pass_amx : class_pass_bfloat16; }
 #else
-const ClassPass* bfloat16_class_pass() { return nullptr; }
+bool has_bfloat16_unit() { return false; }
+
+const ClassPass& bfloat16_class_pass() { return class_pass_bfloat16; }
 #endif
 
 }  // namespace geartrain

@@ -65,7 +65,10 @@ struct ClassPass {
 
 const ClassPass& class_pass();
 
-// The same with products of bfloat16 and sums in float32; null where this CPU has no matrix unit for them (AMX), or may not use it.
-const ClassPass* bfloat16_class_pass();
+// The same with products of bfloat16 and sums in float32: by the CPU's matrix unit, or slower than in float32 without one.
+const ClassPass& bfloat16_class_pass();
+
+// Whether this CPU has a matrix unit for them (AMX), and may use it.
+bool has_bfloat16_unit();
 
 }  // namespace geartrain

@@ -16,7 +16,11 @@ constexpr int kLanes = 8, kTileRows = 6;
 #else
 constexpr int kLanes = 4, kTileRows = 6;
 #endif
+#if defined(GEARTRAIN_BFLOAT16_PRODUCTS)
+constexpr int64_t kPanel = 32;  // what products are written in
+#else
 constexpr int64_t kPanel = 2 * kLanes;  // columns of one packed panel: kTileRows x 2 vectors fill the registers
+#endif
 
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Unaligned __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
@@ -35,7 +39,7 @@ constexpr int64_t padded(int64_t width) { return panels(width) * kPanel; }
 Vector load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 void store(float* at, Vector value) { *reinterpret_cast<Unaligned*>(at) = value; }
 
-#if defined(__AMX_BF16__)
+#if defined(GEARTRAIN_BFLOAT16_PRODUCTS)
 #include "class_pass_products_bfloat16.hpp"
 #else
 #include "class_pass_products_float32.hpp"

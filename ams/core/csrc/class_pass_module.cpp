@@ -42,11 +42,7 @@ float* scratch_of(int64_t floats) {
   return memory.get();
 }
 
-const ClassPass& pass_in(bool bfloat16) {
-  if (!bfloat16) return class_pass();
-  require(bfloat16_class_pass() != nullptr, "this CPU has no products in bfloat16 (AMX)");
-  return *bfloat16_class_pass();
-}
+const ClassPass& pass_in(bool bfloat16) { return bfloat16 ? bfloat16_class_pass() : class_pass(); }
 
 // One batch, packed for the products; any number of threads may run it over chunks.
 class PackedClassPass {
@@ -195,7 +191,7 @@ class PackedClassPass {
 }  // namespace
 
 void bind_class_pass(nb::module_& m) {
-  m.def("has_bfloat16_class_pass", [] { return bfloat16_class_pass() != nullptr; });
+  m.def("has_bfloat16_class_pass", &has_bfloat16_unit);
   nb::class_<PackedClassPass>(m, "ClassPass")
       .def(nb::init<const FloatRows&, float, bool, bool>(), nb::arg("features").noconvert(), nb::arg("logit_factor"),
            nb::arg("normalised"), nb::arg("bfloat16") = false)

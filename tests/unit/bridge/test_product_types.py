@@ -18,6 +18,7 @@ import geartrain.bridge.heads.batch as batch_module
 from geartrain.ams.cluster import local
 from geartrain.ams.specs import SGD, Normal
 from geartrain.bridge import native_types
+from geartrain.bridge.heads import chunk_pass
 from geartrain.bridge.heads.batch import Arithmetic, Batch, Targets, Workspace
 from geartrain.bridge.heads.chunk_pass import TensorPass, pass_for
 from geartrain.bridge.heads.class_head import ClassHead
@@ -126,6 +127,16 @@ def test_negatives_keep_their_gradients_on_a_device(
 ) -> None:
     raise_log_sum(monkeypatch, 1e8)
     check_negatives(place, "cuda", 1e8, kind)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("place", ["pull", "streamed", "ranks"])
+def test_negatives_keep_their_gradients_in_the_compiled_pass(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with AMX; without it the same products are made in plain C++."""
+    monkeypatch.setattr(chunk_pass, "has_bfloat16_class_pass", lambda: True)
+    monkeypatch.setattr(chunk_pass, "TensorPass", None)
+    raise_log_sum(monkeypatch, 1e8)
+    check_negatives(place, "cpu", 1e8, torch.bfloat16)
 
 
 def check_features(device: str, kind: torch.dtype, margin: CosFace | ArcFace) -> None:
