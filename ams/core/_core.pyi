@@ -114,6 +114,7 @@ class ClassPass:
         weighted: npt.NDArray[np.float32] | None,
         kept: npt.NDArray[np.float32] | None,
         threads: int = 1,
+        offsets: npt.NDArray[np.float32] | None = None,
     ) -> None: ...
     def overwrite(
         self,
@@ -127,6 +128,7 @@ class ClassPass:
         factor: float,
         kept_exponentials: bool = False,
         threads: int = 1,
+        offsets: npt.NDArray[np.float32] | None = None,
     ) -> float: ...
 
 class RunningBest:

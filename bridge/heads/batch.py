@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -141,6 +142,8 @@ class Batch:
     """1 / |x|; None without a margin."""
     shifted: bool
     """Whether exponents are shifted by the running maximum; if not, exp(logit) itself stays in range."""
+    offsets_A: Tensor | None = None
+    """Added to the logits, to base 2, of each active row, compute dtype; None: 0."""
     lse2_B: Tensor = field(init=False)
     """Log-sum-exp of the logits, to base 2."""
     target_weight_B: Tensor = field(init=False)
@@ -154,7 +157,9 @@ class Batch:
         num_rows: int,
         arithmetic: Arithmetic,
     ) -> Batch:
-        """Prepare a batch with these targets among ``num_rows`` active rows."""
+        """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
+        stand for them.
+        """
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
             inverse_B = None if margin is None else normalise_(own_BD)
@@ -167,6 +172,15 @@ class Batch:
             inverse_lengths_B=inverse_B,
             shifted=not fits or arithmetic.matmul == torch.float16,
         )
+
+    def offsets(self, start: int, num_rows: int) -> Tensor | None:
+        """Those of ``num_rows`` rows from position ``start`` on."""
+        return None if self.offsets_A is None else self.offsets_A[start : start + num_rows]
+
+    def take_offsets(self, offsets: npt.NDArray[np.float32] | None) -> None:
+        """Set them, from the host."""
+        if offsets is not None:
+            self.offsets_A = torch.from_numpy(offsets).to(self.arithmetic.device, self.arithmetic.compute)
 
     @property
     def size(self) -> int:

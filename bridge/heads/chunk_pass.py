@@ -132,6 +132,7 @@ class CompiledPass:
         threads: int,
     ) -> None:
         samples, rows = self._targets(start, start + len(rows_ND))
+        offsets_N = self._batch.offsets(start, len(rows_ND))
         self._compiled.forward(
             rows_ND.numpy(),
             target_rows=rows,
@@ -142,6 +143,7 @@ class CompiledPass:
             weighted=None if weighted_PBD is None else weighted_PBD.numpy(),
             kept=None if kept_KB is None else kept_KB.numpy(),
             threads=threads,
+            offsets=None if offsets_N is None else offsets_N.numpy(),
         )
 
     def _overwrite(
@@ -149,6 +151,7 @@ class CompiledPass:
     ) -> Tensor:
         batch = self._batch
         samples, rows = self._targets(start, start + len(rows_ND))
+        offsets_N = batch.offsets(start, len(rows_ND))
         check = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
@@ -159,6 +162,7 @@ class CompiledPass:
             factor=float(factor),
             kept_exponentials=not batch.shifted,
             threads=threads,
+            offsets=None if offsets_N is None else offsets_N.numpy(),
         )
         return torch.tensor(check)
 
@@ -205,7 +209,7 @@ class TensorPass:
         """See :class:`ChunkPass`."""
         unit_ND, _ = self._unit_rows(work, rows_ND)
         operand_ND = work.narrow("narrow rows", unit_ND)
-        logits_NB = self._logits(work, operand_ND)
+        logits_NB = self._logits(work, operand_ND, start)
         if kept_NB is not None:
             kept_NB.copy_(logits_NB)
         found = self._targets(start, len(rows_ND))
@@ -233,7 +237,7 @@ class TensorPass:
         """See :class:`ChunkPass`."""
         batch = self._batch
         unit_ND, inverse_N = self._unit_rows(work, rows_ND)
-        logits_NB = self._logits(work, work.narrow("narrow rows", unit_ND)) if kept_NB is None else kept_NB
+        logits_NB = self._logits(work, work.narrow("narrow rows", unit_ND), start) if kept_NB is None else kept_NB
         logits_NB.sub_(batch.lse2_B).exp2_()
         found = self._targets(start, len(rows_ND))
         if found is not None:
@@ -267,8 +271,10 @@ class TensorPass:
         operand_NB = work.empty("narrow exponentials", *probability_NB.shape, dtype=torch.float16)
         return torch.mul(probability_NB, lift_N.unsqueeze(1), out=operand_NB), lift_N
 
-    def _logits(self, work: Workspace, operand_ND: Tensor) -> Tensor:
-        return work.product("logits", operand_ND, self._query_BD.t())
+    def _logits(self, work: Workspace, operand_ND: Tensor, start: int) -> Tensor:
+        logits_NB = work.product("logits", operand_ND, self._query_BD.t())
+        offsets_N = self._batch.offsets(start, len(operand_ND))
+        return logits_NB if offsets_N is None else logits_NB.add_(offsets_N.unsqueeze(1))
 
     def _targets(self, start: int, num_rows: int) -> _Found | None:
         """The targets in a chunk, on the device; None if the host knows that there are none."""

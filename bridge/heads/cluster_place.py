@@ -26,7 +26,7 @@ from geartrain.bridge.heads.place import HeadSettings
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.row_update import RowUpdate
 from geartrain.bridge.heads.scratch import BufferPool
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
+from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, SamplingCorrection
 from geartrain.bridge.heads.streamed_rows import StreamedRows
 from geartrain.bridge.heads.tables import HeadCluster, HeadTable
 from geartrain.bridge.hosted.class_head import NAME as HOSTED_NAME
@@ -97,16 +97,20 @@ class ClusterPlace:
         if in_training and isinstance(self.select, KNNSelection):
             self.select.prepare()
         required = None if ranks is None else ranks.sync_group(len(labels_B))
+        is_corrected = isinstance(self.select, PartialFC) and self.select.corrects(margin)
         if self._hosted is not None:
-            chosen = Chosen(self.select, living, self.update.step, all_labels)
+            chosen = Chosen(self.select, living, self.update.step, all_labels, is_corrected)
             hosted = HostedRows(self._hosted, features, labels_B, margin, chosen, required)
             return HeadCall(hosted, self.update, len(labels_B), 0, want_rows=want_rows)
         active = living.select(self.select, all_labels, self.update.step)
-        batch = Batch.of(features, Targets(active.positions(labels_B)), margin, active.num, Arithmetic.of(features))
+        correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
+        stands_for = active.num if correction is None else living.num_living
+        batch = Batch.of(features, Targets(active.positions(labels_B)), margin, stands_for, Arithmetic.of(features))
+        batch.take_offsets(None if correction is None else correction.offsets(active))
         rows = (
             HeldRows(self.table, active, self._pool, batch, required)
             if self.select.budget(living.num_living) * self.table.spec.row_bytes <= self._rows_cache_bytes
-            else StreamedRows(self.table, active, self._pool, batch, labels_B, required)
+            else StreamedRows(self.table, active, self._pool, batch, labels_B, required, correction)
         )
         return HeadCall(rows, self.update, len(labels_B), self._logits_cache_bytes, want_rows=want_rows)
 

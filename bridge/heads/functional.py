@@ -139,7 +139,9 @@ def class_center_sample(
     """The classes among the labels, filled up with random others to ``num_samples`` (PLSC, section 2.2; partial FC).
 
     The same for the same arguments, and without a group the same classes as :class:`PartialFC` makes active. Labels
-    are looked at on the host. O(K log K) time, whatever the number of classes.
+    are looked at on the host. O(K log K) time, whatever the number of classes. A loss without a margin over them
+    is that over all classes, on average, if log((C − P) / (K − P)) is added to the logits of the sampled classes that
+    are none of the P distinct labels.
 
     Args:
         labels: int64 [B] on any device, in [0, C).

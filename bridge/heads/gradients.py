@@ -25,7 +25,7 @@ from geartrain.bridge.heads.chunk_pass import ChunkPass
 from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.scratch import Buffer, BufferPool, Scratch, wait_for_copies
-from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.selection import ActiveClasses, SamplingCorrection
 from geartrain.bridge.heads.stream import Block, RowStream
 from geartrain.bridge.heads.tables import HeadTable, HeadWrite, as_numpy, gradient_view
 
@@ -204,6 +204,7 @@ class Factors:
     chunk_pass: ChunkPass
     active: ActiveClasses
     labels_B: Ids
+    correction: SamplingCorrection | None
     factor: Tensor
     """upstream gradient · scale / B, 0-dim."""
 
@@ -340,6 +341,7 @@ class _Part:
         self._is_whole = _are_same(factors.active, union)
         if not self._is_whole:
             factors.batch.targets = Targets(union.positions(factors.labels_B))
+            factors.batch.take_offsets(None if factors.correction is None else factors.correction.offsets(union))
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, ids: Ids) -> None:
         factors = self._factors

@@ -48,6 +48,8 @@ class Chosen:
     step: int
     labels: Ids
     """Of all samples of all ranks."""
+    is_corrected: bool = False
+    """Whether a partial selection corrects its logits."""
 
     def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
@@ -58,7 +60,8 @@ class Chosen:
         if isinstance(self.select, PartialFC):
             if len(self.labels) != len(labels_B):
                 more["batch_labels"] = self.labels
-            return self.select.seed, {"sample_rate": self.select.sample_rate}, [more for _ in shards]
+            settings = {"sample_rate": self.select.sample_rate, "corrected": float(self.is_corrected)}
+            return self.select.seed, settings, [more for _ in shards]
         ids = self._ids
         routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
         none = np.empty(0, np.int64)

@@ -35,6 +35,10 @@ class LocalActive(Protocol):
         """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
         ...
 
+    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+        """[A] float32 on the device: 0 for the rows of the labels, ``log2_weight`` for the others."""
+        ...
+
     def union(self, other: Self) -> Self:
         """Those active in either."""
         ...
@@ -88,6 +92,13 @@ class HostActive:
         """See :class:`LocalActive`."""
         return Targets(self.positions(numbers_B))
 
+    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+        """See :class:`LocalActive`."""
+        positions = self.positions(numbers_B)
+        offsets = np.full(self.num, log2_weight, np.float32)
+        offsets[positions[positions >= 0]] = 0.0
+        return torch.from_numpy(offsets)
+
     def union(self, other: HostActive) -> HostActive:
         """See :class:`LocalActive`."""
         if self.numbers_A is None or other.numbers_A is None:
@@ -126,6 +137,12 @@ class DeviceActive:
             return DeviceTargets(torch.full_like(numbers, -1))
         found_B = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
         return DeviceTargets(torch.where(self.numbers_A[found_B] == numbers, found_B, -1))
+
+    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+        """See :class:`LocalActive`."""
+        offsets = torch.full((self.num + 1,), log2_weight, device=self.device)
+        positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is none
+        return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]
 
     def union(self, other: DeviceActive) -> DeviceActive:
         """See :class:`LocalActive`; waits for the device, which alone knows how many there are."""

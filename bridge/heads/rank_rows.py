@@ -39,6 +39,12 @@ PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
 
 
+def take_offsets(batch: Batch, active: LocalActive, numbers_B: Ids, log2_weight: float) -> None:
+    """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
+    if log2_weight:
+        batch.offsets_A = active.offsets(numbers_B, log2_weight).to(batch.arithmetic.device, batch.arithmetic.compute)
+
+
 class RankRows:
     """The rows of one forward pass."""
 
@@ -50,14 +56,20 @@ class RankRows:
         numbers_B: Ids,
         sizes: Sequence[int],
         wants_gradient: bool,
+        log2_weight: float = 0.0,
     ) -> None:
-        """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks."""
+        """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks.
+
+        ``log2_weight`` is added to the logits, to base 2, of active classes that are none of the labels.
+        """
         self._table = table
         self._wants_gradient = wants_gradient
         self._batch = batch
         self._sizes = sizes
         self._active = active
         self._numbers_B = numbers_B
+        self._log2_weight = log2_weight
+        take_offsets(batch, active, numbers_B, log2_weight)
         self._pass = pass_for(batch)
         self._kept = KeptLogits(table.pool)
 
@@ -118,6 +130,7 @@ class RankRows:
             chunk_pass=chunk_pass,
             active=self._active,
             numbers_B=self._numbers_B,
+            log2_weight=self._log2_weight,
             factor=factor,
             kept=self._kept,
         )
@@ -136,6 +149,8 @@ class RankFactors:
     chunk_pass: ChunkPass
     active: LocalActive
     numbers_B: Ids
+    log2_weight: float
+    """Added to the logits, to base 2, of sampled classes."""
     factor: Tensor
     """upstream gradient · scale / B, 0-dim."""
     kept: KeptLogits
@@ -229,6 +244,7 @@ class _Part:
         if union is factors.active or union.num == factors.active.num:
             return
         factors.batch.targets = union.targets(factors.numbers_B)
+        take_offsets(factors.batch, union, factors.numbers_B, factors.log2_weight)
         self._present_U = factors.active.holds(union, factors.batch.arithmetic.device)
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, stop: int, kept_NB: Tensor | None) -> None:

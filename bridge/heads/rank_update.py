@@ -30,7 +30,7 @@ from geartrain.bridge.heads.rank_rows import RankGradient, RankRows
 from geartrain.bridge.heads.rank_selector import RankSelector
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.row_update import PendingUpdate
-from geartrain.bridge.heads.selection import Selection
+from geartrain.bridge.heads.selection import PartialFC, SamplingCorrection, Selection
 from geartrain.bridge.heads.transfers import Readback
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -103,8 +103,16 @@ class RankStep:
         table, arithmetic = self.update.table, Arithmetic.of(features)
         num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
         numbers_B = labels_B - table.first
-        batch = Batch.of(joint_features_BD, here.targets(numbers_B), self.margin, num_active, arithmetic)
-        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient), sizes[link.rank]
+        correction = (
+            SamplingCorrection.of(labels_B, num_active, self.living.num_living)
+            if isinstance(self.select, PartialFC) and self.select.corrects(self.margin)
+            else None
+        )
+        stands_for, weight = (
+            (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
+        )
+        batch = Batch.of(joint_features_BD, here.targets(numbers_B), self.margin, stands_for, arithmetic)
+        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient, weight), sizes[link.rank]
 
     def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
         """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""

@@ -8,13 +8,14 @@ Legend: A active classes, B labels. Class ids are int64.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.arguments import integer, real_number
+from geartrain.ams.arguments import boolean, integer, real_number
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.sampling import sample_ids
 from geartrain.ams.specs import Ids
@@ -86,8 +87,13 @@ class PartialFC:
     """Part of the classes that is active, in (0, 1]."""
     seed: int = 0
     """Key of the sampling, with the step; an unsigned 64-bit integer."""
+    corrected: bool | None = None
+    """Whether the sampled negatives count as often as they stand for others (:class:`SamplingCorrection`). None: where
+    the head has no margin, for then its loss is meant to be that over all classes."""
 
     def __post_init__(self) -> None:
+        if self.corrected is not None:
+            boolean("corrected", self.corrected)
         if not 0.0 < real_number("sample_rate", self.sample_rate) <= 1.0:
             raise InvalidArgument(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
         integer("seed", self.seed, 0, 2**64 - 1)
@@ -99,6 +105,45 @@ class PartialFC:
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
         """Positives and fill-up for the labels [B]; O(active log active)."""
         return positives_and_sample(labels, num_classes, self.budget(num_classes), self.seed, step)
+
+    def corrects(self, margin: object) -> bool:
+        """Whether a head with this margin (None: none) corrects its logits."""
+        return margin is None if self.corrected is None else self.corrected
+
+
+@dataclass(frozen=True)
+class SamplingCorrection:
+    """What makes a softmax over sampled classes one over all of them: −log q is added to the logit of each sampled one.
+
+    q = (A − P) / (L − P) is the probability with which one of the L living classes that is none of the P distinct
+    labels is among the A active ones. Labels always are, and stay as they are. (Sampled softmax: Jean et al. 2015,
+    section 3; Bengio and Senécal 2008.) The sums of exponentials are then right on average; their logarithm is so but
+    for a bias that shrinks with 1 / A.
+    """
+
+    log2_weight: float
+    """−log2 q."""
+    positives: Ids
+    """Ids [P] of the distinct labels, rising."""
+
+    @staticmethod
+    def of(labels: Ids, num_active: int, num_living: int) -> SamplingCorrection | None:
+        """For the labels [B] of the whole batch; None where nothing was sampled."""
+        positives = np.unique(labels)
+        num_positive = len(positives)
+        if not num_positive < num_active < num_living:
+            return None
+        return SamplingCorrection(math.log2((num_living - num_positive) / (num_active - num_positive)), positives)
+
+    def offsets(self, active: ActiveClasses) -> npt.NDArray[np.float32]:
+        """What is added to the logits, to base 2, of the active classes [A], among which are the positives."""
+        return self.offsets_at(active.positions(self.positives), active.num)
+
+    def offsets_at(self, positions: Ids, num: int) -> npt.NDArray[np.float32]:
+        """The same [``num``] where the positives are at ``positions``."""
+        offsets = np.full(num, self.log2_weight, np.float32)
+        offsets[positions] = 0.0
+        return offsets
 
 
 def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, step: int) -> ActiveClasses:

@@ -16,7 +16,7 @@ from geartrain.bridge.heads.chunk_pass import pass_for
 from geartrain.bridge.heads.chunk_pool import CHUNKS, Running
 from geartrain.bridge.heads.gradients import FactoredGradient, Factors
 from geartrain.bridge.heads.scratch import BufferPool, Scratch
-from geartrain.bridge.heads.selection import ActiveClasses
+from geartrain.bridge.heads.selection import ActiveClasses, SamplingCorrection
 from geartrain.bridge.heads.softmax import OnlineSoftmax
 from geartrain.bridge.heads.stream import Block, RowStream
 from geartrain.bridge.heads.tables import HeadTable
@@ -36,6 +36,7 @@ class StreamedRows:
         batch: Batch,
         labels_B: Ids,
         required_sync: SyncGroup | None,
+        correction: SamplingCorrection | None = None,
     ) -> None:
         self._table = table
         self._active = active
@@ -43,6 +44,7 @@ class StreamedRows:
         self._batch = batch
         self._labels_B = labels_B
         self._required_sync = required_sync
+        self._correction = correction
         self._pass = pass_for(batch)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
@@ -79,7 +81,12 @@ class StreamedRows:
         factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         factors = Factors(
-            batch=batch, chunk_pass=self._pass, active=self._active, labels_B=self._labels_B, factor=factor
+            batch=batch,
+            chunk_pass=self._pass,
+            active=self._active,
+            labels_B=self._labels_B,
+            correction=self._correction,
+            factor=factor,
         )
         return FactoredGradient(self._table, self._pool, factors), checksum
 

@@ -26,7 +26,7 @@ from geartrain.ams.hosted import Float32, Gradients, HostedRows
 from geartrain.ams.messages import Arrays, HostedInputs
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.living import LivingClasses
-from geartrain.bridge.heads.selection import PartialFC
+from geartrain.bridge.heads.selection import PartialFC, SamplingCorrection
 from geartrain.bridge.hosted.top_classes import top_classes
 
 NAME = "class_head"
@@ -157,6 +157,7 @@ class _Batch:
         self.logit_factor = factor
         self.want_gradient = _setting(inputs, "want_gradient", 1.0) != 0
         self.shifted = not (self.normalised and factor / _LOG2_E + math.log(num_classes) < _UNSHIFTED_LIMIT)
+        self._correction: SamplingCorrection | None = None
         self.active = self._select(rows, inputs, num_classes)
         mine = np.flatnonzero(rows.owns(self.labels_B))
         mine = mine[np.argsort(self.labels_B[mine], kind="stable")]
@@ -185,10 +186,27 @@ class _Batch:
             others = living.require(_ids(inputs, "batch_labels", None, num_classes), "batch_label")
             labels = np.concatenate([labels, others])
         chosen = living.select(select, labels, inputs.step)
+        if _setting(inputs, "corrected", 0.0) != 0:
+            self._correction = SamplingCorrection.of(labels, chosen.num, living.num_living)
         if chosen.sorted_ids is None:
             return _Active(rows, rows.num_owned, None)
         ids = chosen.sorted_ids[rows.owns(chosen.sorted_ids)]
         return _Active(rows, len(ids), ids)
+
+    @property
+    def log2_weight(self) -> float:
+        """The largest that is added to logits."""
+        return 0.0 if self._correction is None else self._correction.log2_weight
+
+    def offsets(self, ids: Ids) -> Float32 | None:
+        """What is added to the logits of classes [N], rising."""
+        if self._correction is None:
+            return None
+        positives = self._correction.positives
+        low, high = np.searchsorted(positives, (ids[0], ids[-1] + 1))
+        here = positives[low:high]
+        places = np.searchsorted(ids, here)
+        return self._correction.offsets_at(places[ids[places] == here], len(ids))
 
     def targets(self, ids: Ids) -> tuple[Ids, Ids]:
         """(samples, rows of the chunk) of the targets among ``ids`` [N], rising."""
@@ -229,6 +247,7 @@ def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
                 sum=sums.sum_B[None],
                 weighted=None if sums.weighted_BD is None else sums.weighted_BD[None],
                 kept=None,
+                offsets=batch.offsets(ids),
             )
         return sums
 
@@ -294,7 +313,9 @@ class _Update:
             return math.inf
         length = float(np.linalg.norm(self.batch.features_BD.astype(np.float64), axis=1).max())
         with np.errstate(over="ignore"):
-            steepest = np.exp2(self.batch.logit_factor * length * 1.0001 - float(self._lse2_B.min()))
+            steepest = np.exp2(
+                self.batch.logit_factor * length * 1.0001 + self.batch.log2_weight - float(self._lse2_B.min())
+            )
             sums = len(self._lse2_B) * steepest + float(np.abs(self._target_weight_B, dtype=np.float64).sum())
             largest = 2 * abs(self._weight) * _LARGEST_INVERSE * length * sums
         return (
@@ -312,6 +333,7 @@ class _Update:
             target_weight=self._target_weight_B,
             kept=None,
             factor=self._weight,
+            offsets=self.batch.offsets(ids),
         )
         return rows_ND
 

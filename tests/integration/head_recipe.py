@@ -16,7 +16,7 @@ from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
-from tests.unit.bridge.reference import plain_gradients
+from tests.unit.bridge.reference import plain_gradients, sampled_weights
 
 CLASSES, DIM, BATCH, STEPS = 4500, 12, 24, 10
 """More classes than buckets, so that a bucket has a second class."""
@@ -64,7 +64,9 @@ def expected(select: FullSoftmax | PartialFC, margin: Margin | None) -> Trained:
         active = select.select(labels.numpy(), CLASSES, step)
         ids: Ids = active.ids
         targets = torch.from_numpy(active.positions(labels.numpy()))
-        loss, dx, dw = plain_gradients(features, rows[ids], targets, margin.combined if margin is not None else None)
+        weights = sampled_weights(select, margin, ids, labels, CLASSES)
+        general = margin.combined if margin is not None else None
+        loss, dx, dw = plain_gradients(features, rows[ids], targets, general, weights)
         direction = dw + OPTIMIZER.weight_decay * rows[ids]
         velocity[ids] = OPTIMIZER.momentum * velocity[ids] + direction
         rows[ids] -= OPTIMIZER.lr * velocity[ids]

@@ -34,6 +34,7 @@ struct ForwardChunk {
   int64_t num_rows;
   bool normalised;  // whether rows count by their direction only
   Targets targets;
+  const float* offsets;  // [N] added to the logits of each row but in the targets' cells; null: 0
   float* target_rows;  // [B, D]: the (unit) rows of the targets found here
   float* shift;        // [B] finite; raised to the largest logit but the targets; null: exponentials need none
   double* sum;         // [B] += exp2(logit - shift), targets left out
@@ -46,6 +47,7 @@ struct GradientChunk {
   int64_t num_rows;
   bool normalised;
   Targets targets;
+  const float* offsets;  // as in the forward pass
   const float* log_sum;        // [B] log2 of the sum of the exponentials
   const float* target_weight;  // [B] derivative at the target's cosine
   const float* kept;           // [N, B] of the forward pass, or null: made again

@@ -134,9 +134,17 @@ void for_targets(const Targets& targets, int64_t first, int64_t count, int64_t s
   }
 }
 
-void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sample, int64_t samples) {
+// `offsets` are those of the tile's rows, or null.
+void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sample, int64_t samples, const float* offsets) {
   tile.products.logits(batch, tile.unit, tile.stride, count, sample, samples, tile.logits, kLogitStride);
+  if (offsets == nullptr) return;
+  for (int64_t r = 0; r < count; ++r) {
+    float* const logits = tile.logits + r * kLogitStride;
+    for (int64_t at = 0; at < samples; at += kLanes) store(logits + at, load(logits + at) + offsets[r]);
+  }
 }
+
+const float* from(const float* offsets, int64_t first) { return offsets == nullptr ? nullptr : offsets + first; }
 
 // Raises shift to the tile's largest logits and shrinks the sums to match.
 void raise_shift(const ForwardChunk& chunk, const Tile& tile, int64_t count, int64_t sample, int64_t samples, int64_t dim) {
@@ -224,7 +232,7 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
-      make_logits(batch, tile, count, sample, samples);
+      make_logits(batch, tile, count, sample, samples, from(chunk.offsets, first));
       const bool keeps = chunk.kept != nullptr, shifts = chunk.shift != nullptr;
       if (keeps && shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       // The targets are in no sum, so that they must not raise the shift: the others might vanish beside them.
@@ -277,7 +285,7 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
-      if (chunk.kept == nullptr) make_logits(batch, tile, count, sample, samples);
+      if (chunk.kept == nullptr) make_logits(batch, tile, count, sample, samples, from(chunk.offsets, first));
       const float* logits = chunk.kept == nullptr ? tile.logits : chunk.kept + first * batch.batch + sample;
       const ptrdiff_t stride = chunk.kept == nullptr ? kLogitStride : batch.batch;
       if (chunk.kept != nullptr && chunk.kept_exponentials)

@@ -63,7 +63,7 @@ class PackedClassPass {
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
   void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
                const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
-               const std::optional<FloatRows>& kept, int64_t threads) const {
+               const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets) const {
     const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     float* const targets_out = checked_batch(target_out);
@@ -75,6 +75,7 @@ class PackedClassPass {
                           static_cast<int64_t>(weighted->shape(1)) == batch_ && static_cast<int64_t>(weighted->shape(2)) == dim_),
             "weighted must be [P, B, D]");
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
+    const float* const offset_data = checked_offsets(offsets, num_rows);
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
     const int64_t room = scratch_room();
     threads = std::min(threads, parts);
@@ -89,6 +90,7 @@ class PackedClassPass {
                               .num_rows = last - first,
                               .normalised = normalised_,
                               .targets = from_row(targets, first),
+                              .offsets = offset_data == nullptr ? nullptr : offset_data + first,
                               .target_rows = targets_out,
                               .shift = shift ? shift->data() + part * batch_ : nullptr,
                               .sum = sum.data() + part * batch_,
@@ -106,8 +108,9 @@ class PackedClassPass {
   // `kept` may end before the rows do.
   float overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
                   const Floats& target_weight, const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
-                  int64_t threads) const {
+                  int64_t threads, const std::optional<Floats>& offsets) const {
     const int64_t num_rows = checked_rows(rows);
+    const float* const offset_data = checked_offsets(offsets, num_rows);
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     const float* const log_sums = checked_samples(log_sum);
     const float* const target_weights = checked_samples(target_weight);
@@ -132,6 +135,7 @@ class PackedClassPass {
                                  .num_rows = last - first,
                                  .normalised = normalised_,
                                  .targets = from_row(targets, first),
+                                 .offsets = offset_data == nullptr ? nullptr : offset_data + first,
                                  .log_sum = log_sums,
                                  .target_weight = target_weights,
                                  .kept = is_kept ? kept_data + first * batch_ : nullptr,
@@ -173,6 +177,10 @@ class PackedClassPass {
     require(static_cast<int64_t>(values.size()) == batch_, "array must be [B]");
     return values.data();
   }
+  static const float* checked_offsets(const std::optional<Floats>& offsets, int64_t num_rows) {
+    require(!offsets || static_cast<int64_t>(offsets->size()) == num_rows, "offsets must be [N], one for each row");
+    return offsets ? offsets->data() : nullptr;
+  }
   float* checked_logits(const FloatRows& kept, const FloatRows& rows) const {
     require(kept.shape(0) <= rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == batch_,
             "kept must be [K, B] of at most as many rows as there are");
@@ -198,11 +206,12 @@ void bind_class_pass(nb::module_& m) {
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),
-           nb::arg("threads") = 1)
+           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none())
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
            nb::arg("kept").noconvert().none(), nb::arg("factor"),
-           nb::arg("kept_exponentials") = false, nb::arg("threads") = 1);
+           nb::arg("kept_exponentials") = false, nb::arg("threads") = 1,
+           nb::arg("offsets").noconvert() = nb::none());
 }
 
 }  // namespace geartrain

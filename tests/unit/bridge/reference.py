@@ -16,27 +16,45 @@ from geartrain.ams.errors import NonFinite
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import SGD, Ids, TableSpec
 from geartrain.bridge.heads.margins import COS_LIMIT, CombinedMargin, psi
+from geartrain.bridge.heads.selection import PartialFC
 
 
-def plain_loss(features: Tensor, rows: Tensor, targets: Tensor, margin: CombinedMargin | None) -> Tensor:
-    """Mean softmax loss by the formula of the papers, with autograd, every logit written out."""
+def sampled_weights(select: object, margin: object, active: Ids, labels: Tensor, num_classes: int) -> Tensor | None:
+    """How many classes each active one [A] stands for, where ``select`` corrects its sampling."""
+    if not isinstance(select, PartialFC) or not (margin is None if select.corrected is None else select.corrected):
+        return None
+    is_label = torch.from_numpy(np.isin(active, labels.numpy()))
+    num_labels = int(is_label.sum())
+    if num_labels == len(active):
+        return None
+    return torch.where(is_label, 1.0, (num_classes - num_labels) / (len(active) - num_labels)).double()
+
+
+def plain_loss(
+    features: Tensor, rows: Tensor, targets: Tensor, margin: CombinedMargin | None, weights: Tensor | None = None
+) -> Tensor:
+    """Mean softmax loss by the formula of the papers, with autograd, every logit written out.
+
+    ``weights`` [A] multiply the exponentials.
+    """
+    more = 0.0 if weights is None else weights.log()
     if margin is None:
-        return F.cross_entropy(features @ rows.t(), targets)
+        return F.cross_entropy(features @ rows.t() + more, targets)
     cos = F.normalize(features) @ F.normalize(rows).t()
     target = cos.gather(1, targets[:, None])
     if margin.m1 != 1 or margin.m2 != 0:
         angle = torch.acos(target.clamp(-COS_LIMIT, COS_LIMIT))
         target = psi(margin.m1 * angle + margin.m2)[0]
-    return F.cross_entropy(margin.scale * cos.scatter(1, targets[:, None], target - margin.m3), targets)
+    return F.cross_entropy(margin.scale * cos.scatter(1, targets[:, None], target - margin.m3) + more, targets)
 
 
 def plain_gradients(
-    features: Tensor, rows: Tensor, targets: Tensor, margin: CombinedMargin | None
+    features: Tensor, rows: Tensor, targets: Tensor, margin: CombinedMargin | None, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, feature gradient [B, D] and row gradient [A, D] in float64."""
     x = features.detach().double().requires_grad_()
     w = rows.detach().double().requires_grad_()
-    loss = plain_loss(x, w, targets, margin)
+    loss = plain_loss(x, w, targets, margin, weights)
     loss.backward()
     assert x.grad is not None
     assert w.grad is not None

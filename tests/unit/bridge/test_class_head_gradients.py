@@ -14,7 +14,7 @@ from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
-from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_gradients
+from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_gradients, sampled_weights
 
 MARGINS: list[Margin | None] = [
     None,
@@ -58,7 +58,9 @@ def check(
     active = select.select(labels.numpy(), num_classes, 0)
     rows = torch.from_numpy(table.rows[active.ids])
     targets = torch.from_numpy(active.positions(labels.numpy()))
-    loss, feature_gradient, row_gradient = plain_gradients(features, rows, targets, check_margin(margin))
+    loss, feature_gradient, row_gradient = plain_gradients(
+        features, rows, targets, check_margin(margin), sampled_weights(select, margin, active.ids, labels, num_classes)
+    )
 
     optimizer = RowOptimizer(head)
     mine = head(features, labels)
@@ -108,11 +110,20 @@ def test_gradients_of_many_held_rows_in_float32(margin: Margin | None, kept: int
     dim=st.integers(1, 20),
     holds=st.booleans(),
     keep=st.integers(0, 20_000),
+    corrected=st.sampled_from([None, True, False]),
 )
 def test_gradients_are_right_for_any_shape(
-    margin: Margin | None, rate: float, batch: int, num_classes: int, dim: int, holds: bool, keep: int
+    margin: Margin | None,
+    rate: float,
+    batch: int,
+    num_classes: int,
+    dim: int,
+    holds: bool,
+    keep: int,
+    corrected: bool | None,
 ) -> None:
-    check(margin, PartialFC(sample_rate=rate), batch, num_classes, dim, holds=holds, keep_bytes=keep, tolerance=1e-5)
+    select = PartialFC(sample_rate=rate, corrected=corrected)
+    check(margin, select, batch, num_classes, dim, holds=holds, keep_bytes=keep, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -30,7 +30,7 @@ from geartrain.bridge.heads.selection import ActiveClasses, FullSoftmax, Partial
 from geartrain.bridge.optimizer import RowOptimizer
 from geartrain.hosting import local as hosting_cluster
 from tests.unit.bridge.rank_processes import run_ranks
-from tests.unit.bridge.reference import plain_gradients
+from tests.unit.bridge.reference import plain_gradients, sampled_weights
 
 CLASSES, DIM, BATCH, STEPS, RANKS = 101, 8, 11, 10, 3
 SHARES = {1: [11], 3: [6, 0, 5]}
@@ -39,6 +39,7 @@ REBUILD = 4
 SELECTIONS: dict[str, FullSoftmax | PartialFC | KNNSoftmax] = {
     "full": FullSoftmax(),
     "partial": PartialFC(0.3, seed=5),
+    "corrected": PartialFC(0.3, seed=5, corrected=True),
     "knn": KNNSoftmax(0.2, k=3, rebuild=REBUILD, seed=5),
 }
 MARGINS: dict[str, Margin | None] = {
@@ -68,8 +69,10 @@ class Outcome:
 Case = tuple[str, str, str]
 """Names of a selection, a margin and an optimizer."""
 CASES: list[Case] = [
-    *itertools.product(SELECTIONS, MARGINS, ["sparse"]),
+    *itertools.product(["full", "partial", "knn"], MARGINS, ["sparse"]),
     ("partial", "arcface", "nesterov"),
+    ("corrected", "cosface", "sparse"),
+    ("corrected", "combined", "sparse"),
 ]
 
 
@@ -150,7 +153,9 @@ def reference(case: Case) -> Outcome:
         ids = torch.from_numpy(active.ids)
         targets = torch.from_numpy(active.positions(labels.numpy()))
         general = None if margins is None else margins.combined
-        loss, x_gradient, w_gradient = plain_gradients(features, rows[ids], targets, general)
+        loss, x_gradient, w_gradient = plain_gradients(
+            features, rows[ids], targets, general, sampled_weights(choose, margins, active.ids, labels, CLASSES)
+        )
         direction = w_gradient + optimizer.weight_decay * rows[ids]
         velocity[ids] = optimizer.momentum * velocity[ids] + direction
         if isinstance(optimizer, Momentum) and optimizer.nesterov:
