@@ -15,6 +15,8 @@ import numpy.typing as npt
 from geartrain.ams.aside import Leave
 from geartrain.ams.specs import Ids, TableSpec
 
+FREEZE_LEASE_SECONDS = 30.0
+"""A freeze whose owner is silent for so long is ended, unless the shard is writing it."""
 WRITE_WINDOW = 1024
 """A client may be at most this many writes ahead of its oldest unacknowledged one."""
 
@@ -147,7 +149,10 @@ class Describe:
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables."""
+    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables.
+
+    Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
+    """
 
     snapshot_id: str
     tables: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from geartrain.ams.errors import (
     StepPending,
     Unavailable,
 )
-from geartrain.ams.messages import Assign, CallContext, Pull, Push, Reply, Request
+from geartrain.ams.messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
+_FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
 _CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
 
@@ -59,6 +61,8 @@ class ShardCalls:
         self._is_closing = self._closed = False
         self._process = os.getpid()
         self._given_up = threading.Event()
+        self.held_snapshots: set[str] = set()
+        """Ids of those whose moment the shards hold for this process."""
         self._restored: dict[str, TableSpec] = {}
         """By name."""
         self._lock = threading.Lock()
@@ -85,6 +89,11 @@ class ShardCalls:
         self.require_own_process()
         if self._closed or self._given_up.is_set():
             raise Unavailable(_CLOSED)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether no call can succeed any more."""
+        return self._closed or self._given_up.is_set()
 
     @property
     def view(self) -> ClusterView:
@@ -208,9 +217,23 @@ class ShardCalls:
         aside(self._give_up)
 
     def _give_up(self) -> None:
+        if self.remote and not self._closed:
+            self._let_go()
         self._given_up.set()
         for carrier in self._carriers:
             carrier.close()
+
+    def _let_go(self) -> None:
+        """Tell the shards, once and for a moment, to hold nothing more for this process's snapshots."""
+        told = []
+        for snapshot_id in list(self.held_snapshots):
+            for carrier, entry in zip(self._carriers, self._view.shards, strict=True):
+                context = CallContext(shard_incarnation=entry.incarnation)
+                thaw = Thaw(snapshot_id=snapshot_id, kept=False)
+                told.append(carrier.submit(context, thaw, _FAREWELL_SECONDS))
+        for future in told:
+            with suppress(GeartrainError, AttemptFailed):  # who cannot be told lets go when the lease is over
+                future.result()
 
     def close(self) -> None:
         """Finish background calls and close the connections. Idempotent."""

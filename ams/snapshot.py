@@ -7,22 +7,26 @@ Whatever fails on the way, the snapshot is given up as a whole: nothing is liste
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams import failpoints
+from geartrain.ams.aside import aside
 from geartrain.ams.errors import (
+    GeartrainError,
     GraphUnavailable,
     InvalidArgument,
     SnapshotFailed,
     StateError,
     TableNotFound,
 )
-from geartrain.ams.messages import CallContext, Freeze, Thaw, WriteFrozen, Written
+from geartrain.ams.messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
 from geartrain.ams.shard_calls import ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_RENEW_SECONDS = FREEZE_LEASE_SECONDS / 4
 _TELL_SECONDS = 2.0
 """How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
 
@@ -82,6 +87,34 @@ class PendingSnapshot:
         return self._work.result(timeout_seconds)
 
 
+class _Hold:
+    """Renews the leases of a freeze until the snapshot is done, and no longer than this process lives."""
+
+    def __init__(self, calls: ShardCalls, freeze: Freeze, caller: CallContext | None) -> None:
+        self._calls = calls
+        self._freeze = freeze
+        self._caller = caller
+        self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """From now on."""
+        self._calls.held_snapshots.add(self._freeze.snapshot_id)
+        renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
+        aside(renewing.start)
+
+    def end(self) -> None:
+        """No more. Idempotent."""
+        self._ended.set()
+        self._calls.held_snapshots.discard(self._freeze.snapshot_id)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEW_SECONDS):
+            with suppress(GeartrainError):  # of a shard: the writing, or the commit, hears of it
+                self._calls.on_all_shards(self._freeze, _TELL_SECONDS, recovery_seconds=0, caller=self._caller)
+            if self._calls.has_given_up:
+                return
+
+
 def begin_snapshot(
     calls: ShardCalls,
     existing: Callable[[], Sequence[TableSpec]],
@@ -106,20 +139,20 @@ def begin_snapshot(
     before = existing()
     chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
     staging = new_staging(root, name)
+    parent_id = "" if older is None else older.manifest.moment_id
+    freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
+    hold = _Hold(calls, freeze, caller)
     try:
-        parent_id = "" if older is None else older.manifest.moment_id
-        freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
+        hold.begin()
         all_of(calls.on_all_shards(freeze, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
         changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
-        work = calls.background(_finish, calls, staging, specs, job, older, caller, graphs)
-    except Exception:
+        work = calls.background(_finish, calls, staging, specs, job, older, caller, graphs, hold)
+    except BaseException:  # also Ctrl-C
+        hold.end()
         _give_up(calls, staging)
-        raise
-    except BaseException:  # Ctrl-C, perhaps while a dead shard is waited for: it would be waited for once more
-        staging.abandon()
         raise
     return PendingSnapshot(within(staging.root, name), work)
 
@@ -132,6 +165,7 @@ def _finish(
     older: Snapshot | None,
     caller: CallContext | None,
     graphs: GraphCalls | None,
+    hold: _Hold,
 ) -> Place:
     try:
         if older is not None:
@@ -170,9 +204,11 @@ def _finish(
             deltas=deltas,
         )
     except BaseException:
+        hold.end()
         _give_up(calls, staging)
         raise
     failpoints.reach("snapshot.commit.after")
+    hold.end()
     _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
 
@@ -220,7 +256,7 @@ def _require_parent(older: Snapshot) -> None:
 
 
 def _tell(calls: ShardCalls, thaw: Thaw) -> None:
-    """Best effort: a shard that cannot be told lets go when the next snapshot freezes the same tables."""
+    """Best effort: a shard that cannot be told lets go when the lease of the freeze is over."""
     calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
 
 

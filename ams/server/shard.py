@@ -39,6 +39,7 @@ from geartrain.ams.errors import (
 )
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import (
+    FREEZE_LEASE_SECONDS,
     Assign,
     CallContext,
     ComputeHosted,
@@ -61,6 +62,7 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
+from geartrain.ams.server.freeze_leases import FreezeLeases
 from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
 from geartrain.ams.server.frozen_marks import held_marks, restore_marks, writes_before
 from geartrain.ams.server.frozen_steps import restore_steps, steps_of
@@ -146,6 +148,7 @@ class Shard:
         lease: Lease | None = None,
         clock: Clock = time.monotonic,
         models: HostedModels = MappingProxyType({}),
+        freeze_lease_seconds: float = FREEZE_LEASE_SECONDS,
     ) -> None:
         self.shard = shard
         self.lease = lease
@@ -164,6 +167,7 @@ class Shard:
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._frozen: dict[str, FrozenTables] = {}
         """By snapshot; no table is in two."""
+        self._freeze_leases = FreezeLeases(freeze_lease_seconds, clock)
         self._ended_freezes: deque[str] = deque(maxlen=_REMEMBERED_FREEZES)
         """Snapshots that hold nothing here any more: a late request must not make them hold another moment."""
         self._writing: dict[str, Future[Reply]] = {}
@@ -198,9 +202,12 @@ class Shard:
         On the main thread it is :meth:`submit`.
         """
         # Python interrupts its main thread anywhere, also between the update of the rows and its mark. And only the
-        # shard's own thread watches how long a part of a synchronous push waits for the others.
+        # shard's own thread watches how long a part of a synchronous push waits for the others, or a freeze is kept.
         is_interruptible = threading.current_thread() is threading.main_thread()
-        if is_interruptible or (isinstance(request, Push | UpdateHosted) and request.group is not None):
+        is_watched = isinstance(request, Freeze) or (
+            isinstance(request, Push | UpdateHosted) and request.group is not None
+        )
+        if is_interruptible or is_watched:
             return self.submit(context, request)
         with self._gate:
             alone = not self._closed and self._num_queued == 0 and self._turn.acquire(blocking=False)
@@ -297,7 +304,8 @@ class Shard:
     def _next_call(self) -> _Call | None:
         while True:
             with self._turn:
-                deadline = self._groups.next_deadline()
+                deadlines = [self._groups.next_deadline(), self._freeze_leases.next_deadline()]
+            deadline = min((one for one in deadlines if one is not None), default=None)
             if deadline is None:
                 return self._calls.get()
             left = deadline - self._clock()
@@ -309,6 +317,7 @@ class Shard:
                 for pushes, error in self._groups.expire():
                     for context, _ in pushes:
                         self._marks.failed(context, error)
+                self._end_silent_freezes()
 
     # Everything below runs on the thread that holds the turn.
 
@@ -471,6 +480,7 @@ class Shard:
                 "new one"
             )
         if request.snapshot_id in self._frozen:
+            self._freeze_leases.renew(request.snapshot_id)
             return Done(duplicate=True)
         tables = {name: self._table(name).rows for name in request.tables or self._tables}
         for name in tables:
@@ -487,6 +497,7 @@ class Shard:
         self._frozen[request.snapshot_id] = FrozenTables(
             request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
         )
+        self._freeze_leases.renew(request.snapshot_id)
         failpoints.reach("freeze.after")
         return Done()
 
@@ -505,11 +516,21 @@ class Shard:
     def _thaw(self, snapshot_id: str, *, kept: bool) -> None:
         """End a freeze, or, if it is not here, one that is still on the way."""
         frozen = self._frozen.pop(snapshot_id, None)
+        self._freeze_leases.end(snapshot_id)
         self._writing.pop(snapshot_id, None)
         if frozen is not None:
             frozen.thaw(kept=kept)
         if snapshot_id not in self._ended_freezes:
             self._ended_freezes.append(snapshot_id)
+
+    def _end_silent_freezes(self) -> None:
+        """Thaw what nobody has renewed and nobody is writing."""
+        for snapshot_id in self._freeze_leases.expired():
+            writing = self._writing.get(snapshot_id)
+            if writing is not None and not writing.done():
+                self._freeze_leases.renew(snapshot_id)
+            else:
+                self._thaw(snapshot_id, kept=False)
 
     def _in_background(self, request: WriteFrozen | Restore) -> Future[Reply]:
         """Begin work on files on a thread of its own: the shard goes on."""
@@ -524,6 +545,7 @@ class Shard:
                 f"shard {self.shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or superseded; "
                 "take the snapshot again"
             )
+        self._freeze_leases.renew(request.snapshot_id)
         if request.snapshot_id not in self._writing:
             self._writing[request.snapshot_id] = self._files.submit(self._write_frozen, frozen, request.folder)
         return self._writing[request.snapshot_id]

@@ -156,7 +156,7 @@ class RowTable:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the present rows, their slots and the index."""
+        """Bytes of the present rows, their slots and the index, and of what freezes copied aside."""
         return self._store.memory_bytes
 
     def pull(

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from geartrain.ams import shard_calls as shard_calls_module
+from geartrain.ams import snapshot as snapshot_module
 from geartrain.ams.cluster import Cluster
 from geartrain.ams.config import ClientConfig
 from geartrain.ams.embedded import LocalSchedulerCarrier
@@ -298,6 +299,7 @@ class Client:
 def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyDisk:
     """Put network, clock and disk in the place of the real ones."""
     patch.setattr(grpc, "insecure_channel", network.channel)
+    patch.setattr(snapshot_module._Hold, "begin", lambda _: None)  # time does not pass while a snapshot is written
 
     def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
         patience._deadline = patience._deadline or clock.now + CONFIG.recovery_timeout_seconds

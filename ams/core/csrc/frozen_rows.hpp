@@ -41,6 +41,10 @@ class FrozenRows {
   // How many of the members are in place alone, and may still have to be kept.
   int64_t only_in_place() const { return only_in_place_; }
 
+  int64_t num_aside() const { return aside_.size(); }
+  // Of the index of what was copied aside.
+  int64_t index_bytes() const { return aside_.memory_bytes(); }
+
   // Makes room to keep `count` items. Throws std::bad_alloc, and then nothing has changed.
   void reserve(int64_t count) {
     aside_.reserve(count);

@@ -88,7 +88,10 @@ int64_t RowStore::num_present() const {
 int64_t RowStore::memory_bytes() const {
   const int64_t present = num_present();
   std::shared_lock lock(mutex_);
-  return present * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
+  // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
+  const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
+  return (present + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
+         (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) +
          std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_);
 }
 
@@ -534,7 +537,9 @@ void RowStore::thaw(bool kept) {
     frozen_->touched_before().add(touched_);
     touched_ = std::move(frozen_->touched_before());
   }
+  const int64_t used = std::max(room_items_, frozen_->num_aside());
   room_ = frozen_->take_room();
+  room_items_ = std::min(used, room_->capacity());
   frozen_.reset();
 }
 

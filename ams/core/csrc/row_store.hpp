@@ -156,6 +156,7 @@ class RowStore {
   Bits touched_;  // positions written since the last freeze
   std::optional<FrozenRows> frozen_;
   std::optional<SlabArray> room_;  // what the last freeze kept rows in
+  int64_t room_items_ = 0;         // how many items of that memory were ever used
   mutable std::shared_mutex mutex_;
 };
 

@@ -44,6 +44,12 @@ class SlabArray {
   }
 
   int64_t item_bytes() const { return item_bytes_; }
+  // The first items that there are slabs for without a gap.
+  int64_t capacity() const {
+    int64_t items = 0;
+    while (has(items)) items += int64_t{1} << shift_;
+    return items;
+  }
 
  private:
   static constexpr int64_t kSlabBytes = int64_t{32} << 20;

@@ -1,0 +1,139 @@
+"""No shard holds a moment for a snapshot whose owner is gone: every write would copy rows aside for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geartrain.ams import snapshot as snapshots
+from geartrain.ams.cluster import connect
+from geartrain.ams.failpoints import armed
+from geartrain.ams.messages import CallContext, CreateTable, Done, Freeze, Push, WriteFrozen
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.specs import SGD, Constant, TableSpec
+from geartrain.ams.storage.snapshot_folder import list_snapshots, new_staging
+from tests.integration.conftest import ServedCluster
+
+SPEC = TableSpec(name="t", dim=16, optimizer=SGD(1.0), num_rows=4096, initializer=Constant(0))
+IDS, ONES = np.arange(4096), np.ones((4096, 16), np.float32)
+LEASE_SECONDS = 0.05
+
+
+def shards_of(served: ServedCluster) -> list[Shard]:
+    return [held.shard for server in served.servers for held in server._held if held.shard is not None]
+
+
+def await_thaw(shard: Shard, seconds: float = 30.0) -> None:
+    """Until the shard holds nothing: by itself, since nobody calls it."""
+    deadline = time.monotonic() + seconds
+    while shard._frozen:
+        assert time.monotonic() < deadline, "the freeze is still held"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_out_of_the_with_block_ends_the_freeze_before_it_leaves(
+    served: Callable[..., ServedCluster], tmp_path: Path
+) -> None:
+    cluster = served(2)
+    go = tmp_path / "go"
+    with armed(f"block.write.before=pause({go})") as passes:
+        with pytest.raises(KeyboardInterrupt), connect(cluster.address) as ours:
+            ours.create_table("t", dim=16, optimizer=SGD(1.0), num_rows=4096).push(IDS, ONES)
+            ours.snapshot(tmp_path / "snapshots")
+            while not passes.fired["block.write.before"]:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        assert not any(shard._frozen for shard in shards_of(cluster))
+        go.touch()
+    assert list_snapshots(tmp_path / "snapshots") == []
+
+
+def test_ctrl_c_while_the_moment_is_taken_ends_it_everywhere(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = served(2)
+    with connect(cluster.address) as ours:
+        ours.create_table("t", dim=16, optimizer=SGD(1.0), num_rows=4096)
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(snapshots, "all_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours.snapshot(tmp_path)
+        assert not any(shard._frozen for shard in shards_of(cluster))
+
+
+@pytest.fixture
+def shard() -> Shard:
+    return Shard(0, np.arange(4096), incarnation=1, freeze_lease_seconds=LEASE_SECONDS)
+
+
+def test_a_freeze_that_nobody_renews_ends_by_itself_and_gives_its_memory_back(shard: Shard) -> None:
+    try:
+        shard.submit(CallContext(), CreateTable(spec=SPEC)).result(10)
+        push = Push(table="t", ids=IDS, gradients=ONES)
+        shard.submit(CallContext(stream="s", sequence=1), push).result(10)
+        shard.submit(CallContext(), Freeze(snapshot_id="a")).result(10)
+        await_thaw(shard)
+        table = shard._tables["t"].rows
+        before = table.memory_bytes
+        shard.submit(CallContext(stream="s", sequence=2), push).result(10)
+        assert table.memory_bytes == before, "rows were copied aside for nobody"
+    finally:
+        shard.close()
+
+
+def test_a_freeze_is_kept_while_it_is_written_and_while_it_is_renewed(shard: Shard, tmp_path: Path) -> None:
+    try:
+        shard.submit(CallContext(), CreateTable(spec=SPEC)).result(10)
+        shard.submit(CallContext(stream="s", sequence=1), Push(table="t", ids=IDS, gradients=ONES)).result(10)
+        staging = new_staging(tmp_path, "a")
+        shard.submit(CallContext(), Freeze(snapshot_id=staging.id)).result(10)
+        with armed(f"block.write.before=sleep({6 * LEASE_SECONDS})@1"):
+            write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
+            shard.submit(CallContext(), write).result(10)
+        assert shard._frozen, "it ended while it was written"
+        await_thaw(shard)
+    finally:
+        shard.close()
+
+
+def test_copied_rows_count_as_memory_of_the_table(served: Callable[..., ServedCluster]) -> None:
+    cluster = served(1)
+    with connect(cluster.address) as ours:
+        table = ours.create_table("t", dim=16, optimizer=SGD(1.0), num_rows=4096)
+        table.push(IDS, ONES)
+        before = ours.status().tables[0].memory_bytes
+        assert isinstance(ours._calls.on_all_shards(Freeze(snapshot_id="a" * 32))[0], Done)
+        table.push(IDS, ONES)
+        assert ours.status().tables[0].memory_bytes >= before + ONES.nbytes
+
+
+def test_who_takes_a_snapshot_renews_what_shards_hold_that_have_written_theirs(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = served(2)
+    monkeypatch.setattr(snapshots, "_RENEW_SECONDS", 0.02)
+    with connect(cluster.address) as ours:
+        for name in ("t", "u"):
+            ours.create_table(name, dim=16, optimizer=SGD(1.0), num_rows=4096).push(IDS, ONES)
+        for shard in shards_of(cluster):
+            shard._freeze_leases._seconds = 0.5
+        ours.snapshot(tmp_path, "a").result(60)
+        with armed("block.write.before=sleep(2)@2"):
+            ours.snapshot(tmp_path, "b", parent="a").result(60)
+        kept = {shard._tables["t"].rows.kept_as for shard in shards_of(cluster)}
+        assert len(kept) == 1
+        assert "" not in kept
+        ours.table("t").push(IDS[:1], ONES[:1])
+        third = ours.snapshot(tmp_path, "c", parent="b").result(60)
+        listed = {one.name: one.snapshot for one in list_snapshots(tmp_path)}
+        assert listed["c"] is not None
+        assert listed["c"].path == third
+        assert set(listed["c"].manifest.deltas) == {"t", "u"}, "a shard had forgotten what it wrote"
+        assert not any(shard._frozen for shard in shards_of(cluster))
