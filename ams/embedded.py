@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from geartrain.ams.config import SchedulerConfig
+from geartrain.ams.core.memory import UNLIMITED, memory_limit
 from geartrain.ams.hosted import HostedModels
 from geartrain.ams.messages import CallContext
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.streams import DataStreams
-from geartrain.ams.server.machine import threads_per_shard
+from geartrain.ams.server.machine import limit_row_memory, threads_per_shard
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.kv import MemoryStore
@@ -154,6 +155,8 @@ class EmbeddedCluster:
         placement = even_placement(num_shards)
         self._shards: dict[str, Shard] = {}
         threads = threads_per_shard(num_shards)
+        if memory_limit() == UNLIMITED:
+            limit_row_memory(None)
         for number in range(num_shards):
             owned = buckets_of_shard(placement, number)
             shard = Shard(number, owned, incarnation=new_incarnation(), threads=threads, models=models)

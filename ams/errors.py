@@ -44,6 +44,7 @@ GeartrainError
 ├── StateError                       the scheduler's own state
 │   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
 │   └── StateFailed                  a change could not be written
+├── OutOfMemory (MemoryError)        rows would take more memory than a server may; nothing of the write was applied
 ├── Cancelled                        long work was ended because its caller asked for it
 ├── ProtocolError                    bytes that are not a valid message
 │   └── MessageTooLarge
@@ -262,6 +263,13 @@ class StateDamaged(StateError):
 
 class StateFailed(StateError):
     """A change of the state could not be written. After a restart it may be there or not; nothing was acknowledged."""
+
+
+class OutOfMemory(GeartrainError, MemoryError):
+    """A write would take more memory than the rows of a server process may (``server.memory_bytes``), or than there is.
+
+    The shard that says so has applied nothing of it; other shards may have applied their part.
+    """
 
 
 class Cancelled(GeartrainError):

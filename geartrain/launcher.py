@@ -17,8 +17,9 @@ from typing import Any, Self
 
 from geartrain import configuration
 from geartrain.ams import failpoints
-from geartrain.ams.config import ClusterConfig, split_address
+from geartrain.ams.config import MIB, ClusterConfig, split_address
 from geartrain.ams.errors import ConfigError, GeartrainError
+from geartrain.ams.server.machine import available_memory, default_row_memory
 from geartrain.child import Child
 from geartrain.role import KILL_AFTER_SECONDS
 
@@ -91,7 +92,7 @@ class Launcher:
         self._listen = {_SCHEDULER: config.scheduler.listen, _GRAPH: config.graph.listen}
         self._has_graph = graph
         self._on_line = on_line
-        self._environ = configuration.to_environment(config)
+        self._environ = configuration.to_environment(_with_memory_shared(config))
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
         self._children: list[Child] = []
         self._restarts: dict[str, list[float]] = {}
@@ -223,6 +224,14 @@ class Launcher:
         for child in children:
             if child.end(max(0.0, deadline - time.monotonic())):
                 self._on_line(f"{child.name} | did not end within {KILL_AFTER_SECONDS:g} s: killed")
+
+
+def _with_memory_shared(config: ClusterConfig) -> ClusterConfig:
+    """Several servers share what one would take for its rows."""
+    if config.server.memory_bytes is not None or config.num_servers == 1:
+        return config
+    share = max(MIB, default_row_memory(available_memory()) // config.num_servers)
+    return config.model_copy(update={"server": config.server.model_copy(update={"memory_bytes": share})})
 
 
 def _failure(child: Child, what: str) -> ChildFailed:

@@ -7,6 +7,11 @@ import numpy.typing as npt
 
 isa: str
 lookahead: str
+
+def set_memory_limit(bytes: int) -> None: ...
+def memory_limit() -> int: ...
+def memory_used() -> int: ...
+
 hash_seed: int
 """Key of this process's hash tables, in [0, 2**64): an id lies at the upper bits of splitmix64(id ^ hash_seed)."""
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+from contextlib import suppress
+from pathlib import Path
+
+from geartrain.ams.config import MIB
+from geartrain.ams.core.memory import set_memory_limit
+
+logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 256 << 20
 _MOST_THREADS = 4
+_BESIDE_ROWS_BYTES = 512 * MIB
 
 
 def threads_per_shard(num_shards: int) -> int:
@@ -27,3 +36,50 @@ def keep_large_buffers() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def limit_row_memory(memory_bytes: int | None) -> None:
+    """Bound the memory of the rows of this process. None: by what the container, or else the machine, has."""
+    if memory_bytes is None:
+        memory_bytes = default_row_memory(available_memory())
+    logger.info("rows may take %d MiB (server.memory_bytes)", memory_bytes // MIB)
+    set_memory_limit(memory_bytes)
+
+
+def default_row_memory(total: int) -> int:
+    """Return the share of ``total`` bytes for rows: the rest is for the interpreter, messages and the system."""
+    return max(total // 2, total * 9 // 10 - _BESIDE_ROWS_BYTES)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may have: those of the machine, or the least limit of a cgroup that it is in.
+
+    ``root`` is where ``proc`` and ``sys`` are.
+    """
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Limits of the memory cgroups (v1 and v2) of this process and of all that they lie in."""
+    try:
+        entries = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits: list[int] = []
+    mounts = root / "sys/fs/cgroup"
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        if not controllers:
+            folders, file = [mounts, mounts / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            folders, file = [mounts / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, of which only the last group is mounted, as the root.
+        inner = Path(path.lstrip("/"))
+        for folder in folders:
+            for group in [inner, *inner.parents]:
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    limits.append(int((folder / group / file).read_text()))
+    return limits

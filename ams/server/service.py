@@ -48,7 +48,7 @@ from geartrain.ams.messages import (
 from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.placement import buckets_of_shard, even_placement
 from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
-from geartrain.ams.server.machine import keep_large_buffers, threads_per_shard
+from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.specs import DTYPES, TableSpec
@@ -577,6 +577,7 @@ class ShardServer:
         Raises ConfigError (port in use, shard held by another process) or SchedulerUnavailable.
         """
         keep_large_buffers()
+        limit_row_memory(self._config.memory_bytes)
         host, _ = split_address(self._config.listen)
         host = f"[{host}]" if ":" in host else host
         try:

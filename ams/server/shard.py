@@ -26,6 +26,7 @@ from geartrain.ams.errors import (
     GeartrainError,
     InternalError,
     InvalidArgument,
+    OutOfMemory,
     ShardRestarted,
     ShardUnavailable,
     SnapshotFailed,
@@ -337,7 +338,7 @@ class Shard:
         except GeartrainError as error:
             _fail(call.future, error)
         except MemoryError as error:
-            _fail(call.future, InternalError(f"shard {self.shard} is out of memory: {error}"))
+            _fail(call.future, _as_ours(error, self.shard))
         except Exception as error:
             # A defect must reach the caller and must not end the shard that others rely on.
             _fail(call.future, InternalError(f"shard {self.shard}: {error!r}\n{traceback.format_exc()}"))
@@ -712,6 +713,8 @@ def _check_settings(push: Push | UpdateHosted) -> None:
 def _as_ours(error: BaseException, shard: int) -> GeartrainError:
     if isinstance(error, GeartrainError):
         return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"shard {shard} is out of memory: the system gives it no more; the call changed nothing")
     return InternalError(f"shard {shard}: {error!r}\n{''.join(traceback.format_exception(error))}")
 
 

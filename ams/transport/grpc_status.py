@@ -58,6 +58,7 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.StateDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.StateError, grpc.StatusCode.ABORTED),
     (errors.Cancelled, grpc.StatusCode.CANCELLED),
+    (errors.OutOfMemory, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
 )

@@ -4,11 +4,10 @@
 
 namespace geartrain {
 
-std::vector<int64_t> HashedDirectory::reserve(const std::vector<int64_t>& ids) {
+std::vector<int64_t> HashedDirectory::positions_for(const std::vector<int64_t>& ids, NewMemory& news) {
   std::vector<int64_t> positions(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) positions[i] = index_.size() + static_cast<int64_t>(i);
-  for (int64_t position : positions) ids_.ensure(position);
-  index_.reserve(static_cast<int64_t>(ids.size()));
+  for (int64_t position : positions) ids_.ensure(position, &news);
   return positions;
 }
 
@@ -28,7 +27,7 @@ DenseDirectory::DenseDirectory(const BucketRanks& ranks, std::vector<int64_t> ow
       num_rows_(num_rows),
       num_positions_(((num_rows - 1) / kNumBuckets + 1) * num_owned_) {}
 
-std::vector<int64_t> DenseDirectory::reserve(const std::vector<int64_t>& ids) {
+std::vector<int64_t> DenseDirectory::positions_for(const std::vector<int64_t>& ids, NewMemory&) {
   std::vector<int64_t> positions(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
     positions[i] = position_of(ids[i]);

@@ -42,9 +42,11 @@ class HashedDirectory {
   int64_t next_present(int64_t from) const { return from < size() ? from : -1; }
   int64_t id_at(int64_t position) const { return *reinterpret_cast<const int64_t*>(ids_.at(position)); }
 
-  // Makes room for `ids` (absent; repeats allowed) and returns the positions they may be given.
-  std::vector<int64_t> reserve(const std::vector<int64_t>& ids);
-  // Gives `id` a position if it has none; `reserve` must have made room.
+  // The positions that `ids` (absent; repeats allowed) may be given. Throws std::bad_alloc, and then nothing has changed.
+  std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
+  // Makes sure that `count` ids can be inserted that have those positions. Throws the same.
+  void reserve(int64_t count) { index_.reserve(count); }
+  // Gives `id` a position if it has none; both calls above must have been made for it.
   Placed insert(int64_t id);
 
  private:
@@ -77,7 +79,8 @@ class DenseDirectory {
     return position / num_owned_ << kBucketBits | owned_[static_cast<size_t>(position % num_owned_)];
   }
 
-  std::vector<int64_t> reserve(const std::vector<int64_t>& ids);
+  std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
+  void reserve(int64_t) {}
   Placed insert(int64_t id);
 
  private:

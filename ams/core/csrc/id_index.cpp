@@ -10,6 +10,7 @@ IdIndex::IdIndex() : current_(make_table(kFirstLines)) {}
 IdIndex::Table IdIndex::make_table(int64_t num_lines) {
   Table table;
   table.pages = Pages(static_cast<size_t>(num_lines) * sizeof(Line));
+  table.pages.count_all();  // ids lie anywhere in it
   table.shift = 64 - std::countr_zero(static_cast<uint64_t>(num_lines));
   return table;
 }

@@ -26,22 +26,16 @@ class IndexTree {
 
   // The place of `index` >= 0, whose item may be false, or null.
   Item* find(int64_t index) const {
-    if (index < num_first_) return first_ + index;
-    if (index >= end_) return nullptr;
-    void* node = root_;
-    for (int shift = shift_; shift > 0; shift -= kBits) {
-      node = static_cast<Branch*>(node)->children[index >> shift & kMask];
-      if (node == nullptr) return nullptr;
-    }
-    return &static_cast<Twig*>(node)->items[index & kMask];
+    if (index < num_first_) [[likely]]
+      return first_ + index;
+    return find_beyond(index);
   }
 
   // The place of an index that `make_place` was called for.
   Item& at(int64_t index) const {
-    if (index < num_first_) return first_[index];
-    void* node = root_;
-    for (int shift = shift_; shift > 0; shift -= kBits) node = static_cast<Branch*>(node)->children[index >> shift & kMask];
-    return static_cast<Twig*>(node)->items[index & kMask];
+    if (index < num_first_) [[likely]]
+      return first_[index];
+    return *find_beyond(index);
   }
 
   // Throws std::bad_alloc, and then no item has changed.
@@ -118,6 +112,17 @@ class IndexTree {
       }
     }
     return -1;
+  }
+
+  // Apart, so that what is inlined into loops over rows stays small.
+  [[gnu::noinline, gnu::cold]] Item* find_beyond(int64_t index) const {
+    if (index >= end_) return nullptr;
+    void* node = root_;
+    for (int shift = shift_; shift > 0; shift -= kBits) {
+      node = static_cast<Branch*>(node)->children[index >> shift & kMask];
+      if (node == nullptr) return nullptr;
+    }
+    return &static_cast<Twig*>(node)->items[index & kMask];
   }
 
   void grow_first(int64_t count) {

@@ -5,6 +5,7 @@
 #include "isa.hpp"
 #include "keyed_hash.hpp"
 #include "lookahead.hpp"
+#include "memory_budget.hpp"
 #include "merge_route.hpp"
 #include "sampling.hpp"
 
@@ -25,6 +26,21 @@ void bind_refusal(nb::module_& m) {
       PyErr_SetObject(refused, nb::make_tuple(static_cast<int>(refusal.reason), refusal.index).ptr());
     }
   });
+}
+
+void bind_memory_budget(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const OverBudget& refused) {
+      const nb::object raised = nb::module_::import_("geartrain.ams.core.memory")
+                                    .attr("over_budget")(refused.asked, refused.used, refused.limit);
+      PyErr_SetObject(raised.type().ptr(), raised.ptr());
+    }
+  });
+  m.def("set_memory_limit", &set_memory_limit, nb::arg("bytes"));
+  m.def("memory_limit", &memory_limit);
+  m.def("memory_used", &memory_used);
 }
 
 int64_t merge_ids_checked(const IdArray& ids, const IdOutput& distinct, const IdOutput& inverse) {
@@ -96,6 +112,7 @@ NB_MODULE(_core, m) {
   // A table that a script still holds when the interpreter ends is no leak worth a page of warnings.
   nb::set_leak_warnings(false);
   bind_refusal(m);
+  bind_memory_budget(m);
   bind_row_store(m);
   bind_given_rows(m);
   bind_class_pass(m);

@@ -2,14 +2,16 @@
 
 #include <sys/mman.h>
 
+#include <bit>
 #include <cstdint>
 #include <new>
+
+#include "memory_budget.hpp"
 
 namespace geartrain {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kHugePage = size_t{2} << 20;
 
 }  // namespace
 
@@ -37,7 +39,37 @@ Pages::Pages(size_t bytes) {
 }
 
 Pages::~Pages() {
-  if (data_ != nullptr) munmap(data_, bytes_);
+  if (data_ == nullptr) return;
+  munmap(data_, bytes_);
+  release_memory(counted_bytes_);
+}
+
+int64_t Pages::bytes_in(uint64_t huge_pages) const {
+  if (bytes_ < kHugePage) return huge_pages != 0 ? static_cast<int64_t>(bytes_) : 0;
+  return static_cast<int64_t>(kHugePage) * std::popcount(huge_pages);
+}
+
+uint64_t Pages::count(uint64_t huge_pages) {
+  const uint64_t added = huge_pages & ~counted_;
+  const int64_t bytes = bytes_in(added);
+  charge_memory(bytes);
+  counted_ |= added;
+  counted_bytes_ += bytes;
+  return added;
+}
+
+bool Pages::discount(uint64_t huge_pages) noexcept {
+  const int64_t bytes = bytes_in(huge_pages & counted_);
+  release_memory(bytes);
+  counted_ &= ~huge_pages;
+  counted_bytes_ -= bytes;
+  return counted_ == 0;
+}
+
+void Pages::count_all() {
+  charge_memory(static_cast<int64_t>(bytes_) - counted_bytes_);
+  counted_ = ~uint64_t{0};
+  counted_bytes_ = static_cast<int64_t>(bytes_);
 }
 
 }  // namespace geartrain

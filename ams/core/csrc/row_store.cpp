@@ -183,14 +183,17 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const ch
 
 void RowStore::reserve(const std::vector<int64_t>& missing) {
   if (missing.empty()) return;
+  NewMemory news;
   const std::vector<int64_t> positions =
-      std::visit([&](auto& directory) { return directory.reserve(missing); }, directory_);
+      std::visit([&](auto& directory) { return directory.positions_for(missing, news); }, directory_);
   for (int64_t position : positions) {
-    rows_.ensure(position);
-    if (slots_) slots_->ensure(position);
-    if (row_steps_) row_steps_->ensure(position);
+    rows_.ensure(position, &news);
+    if (slots_) slots_->ensure(position, &news);
+    if (row_steps_) row_steps_->ensure(position, &news);
     ensure_touchable(position);
   }
+  std::visit([&](auto& directory) { directory.reserve(static_cast<int64_t>(missing.size())); }, directory_);
+  news.keep();
 }
 
 Placed RowStore::place(int64_t id) {

@@ -5,11 +5,33 @@
 #include <bit>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "index_tree.hpp"
 #include "pages.hpp"
 
 namespace geartrain {
+
+class SlabArray;
+
+// What `SlabArray::ensure` counted for a write that may yet be refused: given back unless it is kept.
+class NewMemory {
+ public:
+  NewMemory() = default;
+  NewMemory(const NewMemory&) = delete;
+  NewMemory& operator=(const NewMemory&) = delete;
+  ~NewMemory();
+  void keep() noexcept { parts_.clear(); }
+
+ private:
+  friend class SlabArray;
+  struct Part {
+    SlabArray* array;
+    int64_t slab;
+    uint64_t huge_pages;
+  };
+  std::vector<Part> parts_;
+};
 
 class SlabArray {
  public:
@@ -24,17 +46,8 @@ class SlabArray {
     return slabs_.at(position >> shift_).data() + offset * item_bytes_;
   }
 
-  bool has(int64_t position) const {
-    const Pages* slab = slabs_.find(position >> shift_);
-    return slab != nullptr && *slab;
-  }
-
-  // Makes `at(position)` valid, zeroed if new. Throws std::bad_alloc, and then nothing has changed.
-  void ensure(int64_t position) {
-    if (has(position)) return;
-    Pages fresh(static_cast<size_t>(item_bytes_) << shift_);
-    slabs_.make_place(position >> shift_) = std::move(fresh);
-  }
+  // Makes `at(position)` valid, zeroed if new, and counts its memory. Throws std::bad_alloc, and then nothing has changed.
+  void ensure(int64_t position, NewMemory* news = nullptr);
 
   // Gives back the memory behind the first `items` items, and that of whole slabs above `most_bytes`.
   void keep(int64_t items, int64_t most_bytes) {
@@ -52,11 +65,34 @@ class SlabArray {
   }
 
  private:
+  friend class NewMemory;
   static constexpr int64_t kSlabBytes = int64_t{32} << 20;
 
   int64_t item_bytes_;
   int shift_;
   IndexTree<Pages> slabs_;
 };
+
+inline void SlabArray::ensure(int64_t position, NewMemory* news) {
+  const int64_t index = position >> shift_, offset = (position & ((int64_t{1} << shift_) - 1)) * item_bytes_;
+  const uint64_t huge_pages = Pages::huge_pages(static_cast<size_t>(offset), static_cast<size_t>(item_bytes_));
+  Pages* slab = slabs_.find(index);
+  if (slab != nullptr && slab->counts(huge_pages)) return;
+  if (slab == nullptr || !*slab) {
+    Pages fresh(static_cast<size_t>(item_bytes_) << shift_);
+    slab = &slabs_.make_place(index);
+    *slab = std::move(fresh);
+  }
+  if (news != nullptr) news->parts_.push_back({this, index, 0});
+  const uint64_t counted = slab->count(huge_pages);
+  if (news != nullptr) news->parts_.back().huge_pages = counted;
+}
+
+inline NewMemory::~NewMemory() {
+  for (const Part& part : parts_) {
+    Pages& slab = part.array->slabs_.at(part.slab);
+    if (slab && slab.discount(part.huge_pages)) slab = Pages();
+  }
+}
 
 }  // namespace geartrain

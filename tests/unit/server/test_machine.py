@@ -1,0 +1,55 @@
+"""How much memory a server takes for its rows: of its machine, or of the cgroups that it is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from geartrain.ams.server.machine import available_memory, default_row_memory
+
+GIB = 1 << 30
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_without_cgroups_it_is_the_memory_of_the_machine(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        ("0::/pod/box", {"sys/fs/cgroup/pod/box/memory.max": GIB}),
+        ("0::/pod/box", {"sys/fs/cgroup/pod/box/memory.max": "max", "sys/fs/cgroup/pod/memory.max": GIB}),
+        ("0::/pod/box", {"sys/fs/cgroup/pod/box/memory.max": 2 * GIB, "sys/fs/cgroup/pod/memory.max": GIB}),
+        ("0::/", {"sys/fs/cgroup/memory.max": GIB}),
+        ("0::/not/mounted/here", {"sys/fs/cgroup/memory.max": GIB}),
+        ("5:cpu:/\n4:memory:/box\n0::/", {"sys/fs/cgroup/memory/box/memory.limit_in_bytes": GIB}),
+        ("4:memory:/docker/box", {"sys/fs/cgroup/memory/memory.limit_in_bytes": GIB}),
+        (
+            "4:hugetlb,memory:/a/b",
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": 2**63 - 4096,
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": GIB,
+                "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": 2**63 - 4096,
+            },
+        ),
+    ],
+)
+def test_it_is_the_least_limit_of_the_cgroups_around_the_process(
+    tmp_path: Path, cgroup: str, files: dict[str, int | str]
+) -> None:
+    write(tmp_path, "proc/self/cgroup", f"{cgroup}\n")
+    for path, limit in files.items():
+        write(tmp_path, path, f"{limit}\n")
+    assert available_memory(tmp_path) == GIB
+
+
+def test_a_share_is_left_for_what_is_not_rows() -> None:
+    assert default_row_memory(GIB) == GIB // 2
+    assert default_row_memory(100 * GIB) == 90 * GIB - GIB // 2
