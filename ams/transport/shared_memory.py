@@ -6,9 +6,10 @@ Whoever cannot share uses messages. The answer to an offer is not waited for.
 
 Nothing is left behind: a segment has no name in any file system, and the shard lets go of it when the client's
 descriptor is closed, by whatever end of the client. Nothing is cut off: segments are sealed against any change of their
-size, and have all their memory from the first. And nothing is mixed up: a segment carries one call at a time. One whose
-call had no answer is never used again, for the shard may still be at work in it; a call that arrives twice is refused,
-for it may be late, when another has the segment; and a forked child has none of its parent's.
+size, and have all their memory from the first. The shard seals them against giving any of it back, too: a page that is
+not there comes into being at the expense of whoever touches it next. And nothing is mixed up: a segment carries one
+call at a time. One whose call had no answer is never used again, for the shard may still be at work in it; a call that
+arrives twice is refused, for it may be late, when another has the segment; and a forked child has none of its parent's.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ _LOST_SECONDS = 30.0
 """When the last offer is so long ago, none is under way."""
 _ALIGNMENT = 64
 _NAME = re.compile(r"geartrain-[0-9a-f]{32}")
-_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_GROW") else 0
+"""Set by the client."""
+_SEAL_FUTURE_WRITE = 0x10
+"""``F_SEAL_FUTURE_WRITE`` of Linux 5.1: no new mapping can be written to, nor can memory be given back (fallocate)."""
 _BLOCK_BYTES = 512
 """Unit of ``st_blocks``."""
 
@@ -114,7 +118,7 @@ class Segment:
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
         os.posix_fallocate(self.descriptor, 0, num_bytes)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _all_seals())
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self.memory = _mapped(self.descriptor)
         self.num_uses = 0
         """Calls that it was taken for."""
@@ -415,26 +419,25 @@ def _map_theirs(link: str, target: str) -> Memory:
     try:
         if _target(f"/proc/self/fd/{descriptor}") != target:
             raise ValueError("it was closed a moment ago")
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
-            raise ValueError(f"it is not sealed ({', '.join(_SEALS)})")
-        status = os.fstat(descriptor)
-        if not 0 < status.st_size <= MOST_POOL_BYTES:
-            raise ValueError(f"it has {status.st_size} bytes; it may have 1 to {MOST_POOL_BYTES}")
-        if status.st_blocks * _BLOCK_BYTES < status.st_size:
-            raise ValueError("it has holes: its memory was not taken (fallocate)")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("it is not sealed (F_SEAL_SHRINK, F_SEAL_GROW)")
+        size = os.fstat(descriptor).st_size
+        if not 0 < size <= MOST_POOL_BYTES:
+            raise ValueError(f"it has {size} bytes; it may have 1 to {MOST_POOL_BYTES}")
         if os.fstatvfs(descriptor).f_bsize != resource.getpagesize():
             raise ValueError("it is not of ordinary pages")
-        return _mapped(descriptor)
+        memory = _mapped(descriptor)
+        # Both have it mapped now. A hole that the client punched later would be filled at the shard's expense.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        if os.fstat(descriptor).st_blocks * _BLOCK_BYTES < size:
+            raise ValueError("it has holes: its memory was not taken (fallocate)")
+        return memory
     finally:
         os.close(descriptor)
 
 
 def _mapped(descriptor: int) -> Memory:
     return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
-
-
-def _all_seals() -> int:
-    return sum(getattr(fcntl, seal) for seal in _SEALS)
 
 
 def _target(link: str) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
+import mmap
 import os
 import queue
 import secrets
@@ -104,20 +107,23 @@ def test_what_is_not_the_callers_segment_is_not_opened() -> None:
     assert len(held) == 0
 
 
-def memory_file(name: str, size: int, *, holes: bool = False, sealed: bool = True) -> int:
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def memory_file(name: str, size: int, *, holes: bool = False, seals: int = SEALS) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     if size and not holes:
         os.posix_fallocate(descriptor, 0, size)
-    if sealed:
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"sealed": False}, "not sealed"),
+        ({"seals": 0}, "not sealed"),
+        ({"seals": SEALS | fcntl.F_SEAL_SEAL}, "cannot be opened"),  # the shard could not forbid holes
         ({"holes": True}, "has holes"),
         ({"size": 0}, "has 0 bytes"),
         ({"size": shared_memory.MOST_POOL_BYTES + 4096, "holes": True}, "bytes; it may have"),
@@ -131,6 +137,24 @@ def test_memory_that_could_harm_the_shard_is_not_opened(wrong: dict[str, Any], w
     finally:
         os.close(descriptor)
     assert reason is not None and why in reason
+
+
+def test_a_client_cannot_have_the_shard_pay_for_memory_that_it_gave_back() -> None:
+    """A page of a file in memory that is not there comes into being for whoever reads or writes it."""
+    held, segment = HeldSegments(), Segment(MIB)
+    assert offered(held, segment) is None
+    punch = ctypes.CDLL(None, use_errno=True).fallocate
+    punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    keep_size_and_punch_hole = 3
+    assert punch(segment.descriptor, keep_size_and_punch_hole, 0, MIB) == -1
+    assert ctypes.get_errno() == errno.EPERM
+    with mmap.mmap(segment.descriptor, MIB, prot=mmap.PROT_READ) as again, pytest.raises(OSError):
+        again.madvise(mmap.MADV_REMOVE)
+    assert os.fstat(segment.descriptor).st_blocks * 512 == MIB
+    segment.memory[:] = 1
+    theirs = held.claim(segment.name, 1)
+    theirs += 1
+    assert (segment.memory == 2).all()
 
 
 def test_a_descriptor_that_changes_while_it_is_opened_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
