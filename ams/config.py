@@ -203,8 +203,7 @@ class ServerConfig(Section):
     snapshot_roots: SnapshotRootList | None = None
     """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
     memory_bytes: int | None = Field(default=None, ge=MIB)
-    """Most memory for the rows of the process, slots and indexes included; what would take more is refused. None: nine
-    tenths of what its container (cgroup) or else the machine has, less 512 MiB; at least half of it."""
+    """Most bytes of rows, slots and indexes; writes beyond it are refused. None: most of its container or machine."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
