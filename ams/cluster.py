@@ -356,8 +356,17 @@ class Cluster:
             tables=tables,
             parent=parent,
             caller=self._stream.caller,
+            check_caller=self._check_caller,
             graphs=self._graphs() if graphs else None,
         )
+
+    def _check_caller(self) -> None:
+        """Raise StaleClient if the scheduler knows that this process was superseded."""
+        if (caller := self._stream.caller) is not None:
+            try:
+                self._scheduler.check_caller(caller, self._config.attempt_timeout_seconds)
+            except AttemptFailed as exc:
+                raise SchedulerUnavailable(str(exc)) from exc
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
         """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.

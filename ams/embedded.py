@@ -81,6 +81,10 @@ class LocalSchedulerCarrier:
         """See :class:`SchedulerCarrier`."""
         return self._scheduler.take_incarnation(chosen)
 
+    def check_caller(self, caller: CallContext, timeout_seconds: float | None) -> None:  # noqa: ARG002
+        """See :class:`SchedulerCarrier`."""
+        self._streams.require_current(caller)
+
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:  # noqa: ARG002
         """See :class:`SchedulerCarrier`."""
         self._streams.fence(job, incarnation)

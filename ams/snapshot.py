@@ -22,16 +22,18 @@ from geartrain.ams.errors import (
     GeartrainError,
     GraphUnavailable,
     InvalidArgument,
+    SchedulerUnavailable,
     SnapshotFailed,
+    StaleClient,
     StateError,
     TableNotFound,
 )
 from geartrain.ams.messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
-from geartrain.ams.shard_calls import ShardCalls
+from geartrain.ams.shard_calls import Outcome, ShardCalls
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.snapshot_blocks import write_job_file
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import FileEntry, Parent
+from geartrain.ams.storage.snapshot_manifest import FileEntry, Parent, Writer
 from geartrain.ams.storage.snapshot_store import Place, is_name, parent_of, place, within
 from geartrain.ams.words import quoted
 
@@ -107,10 +109,19 @@ class _Hold:
         self._ended.set()
         self._calls.held_snapshots.discard(self._freeze.snapshot_id)
 
+    def require_current(self) -> None:
+        """Raise StaleClient if a shard knows that this process was superseded; one that is silent is passed over."""
+        for outcome in self._renewed():
+            if isinstance(outcome, StaleClient):
+                raise outcome
+
+    def _renewed(self) -> list[Outcome]:
+        return self._calls.on_all_shards(self._freeze, _TELL_SECONDS, recovery_seconds=0, caller=self._caller)
+
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
             with suppress(GeartrainError):  # of a shard: the writing, or the commit, hears of it
-                self._calls.on_all_shards(self._freeze, _TELL_SECONDS, recovery_seconds=0, caller=self._caller)
+                self._renewed()
             if self._calls.has_given_up:
                 return
 
@@ -125,13 +136,15 @@ def begin_snapshot(
     tables: Sequence[str] | None = None,
     parent: str | Path | None = None,
     caller: CallContext | None = None,
+    check_caller: Callable[[], None] = lambda: None,
     graphs: GraphCalls | None = None,
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
     ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
     are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
-    same root, writes all of its rows. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
+    same root, writes all of its rows. ``check_caller`` raises StaleClient if the scheduler knows that ``caller`` was
+    superseded. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
     parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
     """
     root = place(root)
@@ -149,7 +162,7 @@ def begin_snapshot(
         changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
-        work = calls.background(_finish, calls, staging, specs, job, older, caller, graphs, hold)
+        work = calls.background(_finish, calls, staging, specs, job, older, caller, check_caller, graphs, hold)
     except BaseException:  # also Ctrl-C
         hold.end()
         _give_up(calls, staging)
@@ -164,6 +177,7 @@ def _finish(
     job: JobState,
     older: Snapshot | None,
     caller: CallContext | None,
+    check_caller: Callable[[], None],
     graphs: GraphCalls | None,
     hold: _Hold,
 ) -> Place:
@@ -193,6 +207,10 @@ def _finish(
             for name, data in job.files.items()
         ]
         files += _graph_files(graphs, staging, specs, calls.view.num_shards, files)
+        if caller is not None:  # it may have been stopped for long, and its job have gone on without it
+            hold.require_current()
+            with suppress(SchedulerUnavailable):  # the shards know as well
+                check_caller()
         path = staging.commit(
             step=job.step,
             created=time.time(),
@@ -202,6 +220,7 @@ def _finish(
             job=job.values,
             parent=None if older is None else Parent(name=older.name, id=older.manifest.id),
             deltas=deltas,
+            writer=None if caller is None else Writer(stream=caller.stream, incarnation=caller.incarnation),
         )
     except BaseException:
         hold.end()

@@ -62,6 +62,7 @@ class SchedulerService:
             "DropClusterTable": self.drop_table,
             "TakeIncarnation": self.take_incarnation,
             "PublishClusterTables": self.publish_tables,
+            "CheckCaller": self.check_caller,
             "FenceJob": self.fence_job,
             "LeaseStreams": self.lease_streams,
             "RenewStreams": self.renew_streams,
@@ -184,6 +185,12 @@ class SchedulerService:
         request = framing.parse(data, scheduler_pb2.TakeIncarnationRequest)
         incarnation = self._scheduler.take_incarnation(request.chosen)
         return scheduler_pb2.TakeIncarnationReply(incarnation=incarnation).SerializeToString()
+
+    def check_caller(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+        """Say whether a job was taken over."""
+        request = framing.parse(data, scheduler_pb2.CheckCallerRequest)
+        self._streams.require_current(codec.context_from_pb(request.caller))
+        return scheduler_pb2.CheckCallerReply().SerializeToString()
 
     def fence_job(self, data: bytes, _: grpc.ServicerContext) -> bytes:
         """Shut out the past of a job."""

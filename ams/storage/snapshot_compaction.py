@@ -61,6 +61,7 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
         files=files,
         job=snapshot.manifest.job,
         moment=snapshot.manifest.moment_id,
+        writer=snapshot.manifest.writer,
     )
     damage = open_snapshot(path).verify()
     if damage:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from geartrain.ams.storage.snapshot_manifest import (
     FileEntry,
     Manifest,
     Parent,
+    Writer,
     decode_manifest,
     encode_manifest,
     in_words,
@@ -72,12 +73,13 @@ class Staging:
         parent: Parent | None = None,
         deltas: Mapping[str, Sequence[int]] | None = None,
         moment: str | None = None,
+        writer: Writer | None = None,
     ) -> Place:
         """Make the snapshot appear, whole and safe from a loss of power, and return its folder.
 
         ``created`` is Unix time in seconds; ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there
-        are no ``deltas``. Raises InvalidArgument for values that cannot be a manifest, and SnapshotFailed; then the
-        staging folder is removed and nothing new listed.
+        are no ``deltas``; ``writer`` is the process that took it, if it has a name. Raises InvalidArgument for values
+        that cannot be a manifest, and SnapshotFailed; then the staging folder is removed and nothing new listed.
         """
         final, store = within(self.root, self.name), store_of(self.root)
         try:
@@ -91,6 +93,7 @@ class Staging:
                 parent=parent if deltas else None,
                 deltas={table: sorted(shards) for table, shards in (deltas or {}).items()},
                 moment=moment,
+                writer=writer,
             )
             data = encode_manifest(manifest)
             self._require_files(files)
@@ -311,7 +314,9 @@ def read_manifest(folder: Place) -> Manifest:
 def list_snapshots(root: str | Path) -> list[Listed]:
     """Return the snapshots of a root, the newest (by step, then creation) first; none if there is no such folder.
 
-    Only manifests are read. One with a damaged manifest, whose age is therefore unknown, comes before all others.
+    Only manifests are read. One with a damaged manifest, whose age is therefore unknown, comes before all others. After
+    all others come those of a process beside which its successor, a higher incarnation of the same stream, has taken
+    one as well, at the same step or an earlier one, or before them: the job went on without what they hold.
     Raises SnapshotFailed if the root cannot be read.
     """
     root = place(root)
@@ -331,7 +336,8 @@ def list_snapshots(root: str | Path) -> list[Listed]:
             listed.append(Listed(folder, None, exc))
         except SnapshotNotFound:
             continue  # removed in the meantime
-    return sorted(listed, key=_age, reverse=True)
+    abandoned = _abandoned([one.snapshot.manifest for one in listed if one.snapshot is not None])
+    return sorted(listed, key=lambda one: _age(one, abandoned), reverse=True)
 
 
 def latest(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
@@ -441,11 +447,25 @@ def _require_free(folder: Place) -> None:
         raise SnapshotFailed(f"{folder} already exists; choose another name or remove it")
 
 
-def _age(listed: Listed) -> tuple[float, float, str]:
+def _abandoned(manifests: Sequence[Manifest]) -> set[str]:
+    """Ids of those whose step a higher incarnation of their writer has gone back before, or that are later than its
+    first."""
+    found = set()
+    for one in manifests:
+        for other in manifests:
+            if one.writer is None or other.writer is None or one.writer.stream != other.writer.stream:
+                continue
+            is_later = other.step <= one.step or other.created <= one.created
+            if one.writer.incarnation < other.writer.incarnation and is_later:
+                found.add(one.id)
+    return found
+
+
+def _age(listed: Listed, abandoned: Collection[str]) -> tuple[bool, float, float, str]:
     if listed.snapshot is None:
-        return (float("inf"), 0.0, listed.name)
+        return (True, float("inf"), 0.0, listed.name)
     manifest = listed.snapshot.manifest
-    return (manifest.step, manifest.created, listed.name)
+    return (manifest.id not in abandoned, manifest.step, manifest.created, listed.name)
 
 
 def _damage(listed: Listed) -> Sequence[SnapshotError]:

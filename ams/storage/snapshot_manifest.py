@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from geartrain.ams.errors import InvalidArgument
 
-FORMAT: Literal[2] = 2
-_READABLE = (1, FORMAT)
-"""Format 1 had neither parents nor deltas."""
+FORMAT: Literal[3] = 3
+_READABLE = (1, 2, FORMAT)
+"""Format 1 had neither parents nor deltas, format 2 no writer."""
 MANIFEST = "manifest.json"
 JOB = "job"
 """Kind of the job's files, opaque here."""
@@ -86,12 +86,21 @@ class Parent(BaseModel):
     id: Hex128
 
 
+class Writer(BaseModel):
+    """The process that took a snapshot: its stream, and which incarnation of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    stream: Annotated[str, Field(min_length=1)]
+    incarnation: Count
+
+
 class Manifest(BaseModel):
     """The content of ``manifest.json``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[1, 2] = FORMAT
+    format: Literal[1, 2, 3] = FORMAT
     """Version of the folder's layout."""
     id: Hex128
     """Identity of the snapshot, also inside every block."""
@@ -110,6 +119,8 @@ class Manifest(BaseModel):
     deltas: dict[str, list[Count]] = {}
     """By table, the shards that wrote only the rows touched since the parent. The others wrote all rows of theirs, so
     that nothing of the parent counts in their buckets."""
+    writer: Writer | None = None
+    """Who took it; None: a process without a name, which nobody can supersede."""
     moment: Hex128 | None = None
     """Snapshot of the same moment that this one was compacted from."""
     files: list[FileEntry]
@@ -176,7 +187,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Return what :func:`encode_manifest` wrote. Raises ValueError saying what is wrong."""
     content = unseal_json(data)
     if content.get("format") not in _READABLE:
-        readable = " and ".join(map(str, _READABLE))
+        readable = f"{', '.join(map(str, _READABLE[:-1]))} and {FORMAT}"
         raise ValueError(f"it has format {content.get('format')!r}; this version of Geartrain reads {readable}")
     try:
         return Manifest.model_validate(content)

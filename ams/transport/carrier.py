@@ -163,6 +163,9 @@ class SchedulerCarrier(Protocol):
     def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:
         """Return an incarnation higher than all before; if ``chosen`` is not 0, note that one and return it."""
 
+    def check_caller(self, caller: CallContext, timeout_seconds: float | None) -> None:
+        """Raise StaleClient if the caller's job or stream was taken over."""
+
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
         """End the stream leases of a job's lower incarnations, and give them no more."""
 

@@ -134,6 +134,11 @@ class GrpcSchedulerCarrier:
         request = scheduler_pb2.TakeIncarnationRequest(chosen=chosen)
         return self._call("TakeIncarnation", request, scheduler_pb2.TakeIncarnationReply, timeout_seconds).incarnation
 
+    def check_caller(self, caller: CallContext, timeout_seconds: float | None) -> None:
+        """See :class:`SchedulerCarrier`."""
+        request = scheduler_pb2.CheckCallerRequest(caller=codec.context_to_pb(caller))
+        self._call("CheckCaller", request, scheduler_pb2.CheckCallerReply, timeout_seconds)
+
     def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:
         """See :class:`SchedulerCarrier`."""
         request = scheduler_pb2.FenceJobRequest(job=job, incarnation=incarnation)

@@ -519,6 +519,41 @@ class PublishClusterTablesReply(_message.Message):
 Global___PublishClusterTablesReply: _TypeAlias = PublishClusterTablesReply  # noqa: Y015
 
 @_typing.final
+class CheckCallerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def caller(self) -> _types_pb2.CallContext: ...
+    def __init__(
+        self,
+        *,
+        caller: _types_pb2.CallContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckCallerRequest: _TypeAlias = CheckCallerRequest  # noqa: Y015
+
+@_typing.final
+class CheckCallerReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckCallerReply: _TypeAlias = CheckCallerReply  # noqa: Y015
+
+@_typing.final
 class FenceJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -74,6 +74,11 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesReply.FromString,
                 _registered_method=True)
+        self.CheckCaller = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/CheckCaller',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CheckCallerRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CheckCallerReply.FromString,
+                _registered_method=True)
         self.FenceJob = channel.unary_unary(
                 '/geartrain.ams.v1.Scheduler/FenceJob',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.FenceJobRequest.SerializeToString,
@@ -170,6 +175,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckCaller(self, request, context):
+        """Fails with StaleClient if the job or stream of the caller was taken over, and changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FenceJob(self, request, context):
         """End the stream leases of a job's lower incarnations, and give them no more. Idempotent.
         """
@@ -261,6 +273,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.PublishClusterTables,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesReply.SerializeToString,
+            ),
+            'CheckCaller': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckCaller,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CheckCallerRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CheckCallerReply.SerializeToString,
             ),
             'FenceJob': grpc.unary_unary_rpc_method_handler(
                     servicer.FenceJob,
@@ -514,6 +531,33 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/PublishClusterTables',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PublishClusterTablesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckCaller(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/CheckCaller',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CheckCallerRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.CheckCallerReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class SchedulerStub:
     """Remove a table and its rows from all shards."""
     PublishClusterTables: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PublishClusterTablesRequest, _scheduler_pb2.PublishClusterTablesReply]
     """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent."""
+    CheckCaller: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CheckCallerRequest, _scheduler_pb2.CheckCallerReply]
+    """Fails with StaleClient if the job or stream of the caller was taken over, and changes nothing."""
     FenceJob: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]
     """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
     LeaseStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseStreamsRequest, _scheduler_pb2.LeaseStreamsReply]
@@ -81,6 +83,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """Remove a table and its rows from all shards."""
     PublishClusterTables: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PublishClusterTablesRequest, _scheduler_pb2.PublishClusterTablesReply]  # type: ignore[assignment]
     """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent."""
+    CheckCaller: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CheckCallerRequest, _scheduler_pb2.CheckCallerReply]  # type: ignore[assignment]
+    """Fails with StaleClient if the job or stream of the caller was taken over, and changes nothing."""
     FenceJob: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FenceJobRequest, _scheduler_pb2.FenceJobReply]  # type: ignore[assignment]
     """End the stream leases of a job's lower incarnations, and give them no more. Idempotent."""
     LeaseStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseStreamsRequest, _scheduler_pb2.LeaseStreamsReply]  # type: ignore[assignment]
@@ -160,6 +164,14 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.PublishClusterTablesReply, _abc.Awaitable[_scheduler_pb2.PublishClusterTablesReply]]:
         """Open tables that were made to be restored, all of them at once, now that every shard has their rows. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CheckCaller(
+        self,
+        request: _scheduler_pb2.CheckCallerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.CheckCallerReply, _abc.Awaitable[_scheduler_pb2.CheckCallerReply]]:
+        """Fails with StaleClient if the job or stream of the caller was taken over, and changes nothing."""
 
     @_abc_1.abstractmethod
     def FenceJob(

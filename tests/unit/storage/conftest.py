@@ -10,11 +10,12 @@ import pytest
 
 from geartrain.ams.storage.snapshot_blocks import write_block, write_job_file
 from geartrain.ams.storage.snapshot_folder import new_staging
+from geartrain.ams.storage.snapshot_manifest import Writer
 
 Take = Callable[..., Path]
 
 
-def take_snapshot(root: Path, name: str, step: int = 1, created: float = 1000.0) -> Path:
+def take_snapshot(root: Path, name: str, step: int = 1, created: float = 1000.0, writer: Writer | None = None) -> Path:
     """Two shards, two blocks each of table 'sku', one of another, and one file of the job; content depends on step."""
     generator = np.random.default_rng(step)
     staging = new_staging(root, name)
@@ -45,6 +46,7 @@ def take_snapshot(root: Path, name: str, step: int = 1, created: float = 1000.0)
         tables=[{"name": "sku", "dim": 4, "seed": 2**64 - 1}, {"name": "a/b ü", "dim": 4}],
         files=files,
         job={"big": 1e30, "cursor": [1, 2], "note": "\x1f"},
+        writer=writer,
     )
 
 

@@ -162,8 +162,8 @@ def test_another_format_is_refused_by_name(tmp_path: Path, take: Take) -> None:
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m.seal_json({**content, "format": 3}))
-    with pytest.raises(SnapshotDamaged, match="format 3; this version of Geartrain reads 1 and 2"):
+    path.write_bytes(m.seal_json({**content, "format": 4}))
+    with pytest.raises(SnapshotDamaged, match="format 4; this version of Geartrain reads 1, 2 and 3"):
         open_snapshot(path.parent)
 
 
