@@ -59,9 +59,9 @@ class SlabArray {
   int64_t item_bytes() const { return item_bytes_; }
   // The first items that there are slabs for without a gap.
   int64_t capacity() const {
-    int64_t items = 0;
-    while (has(items)) items += int64_t{1} << shift_;
-    return items;
+    int64_t slabs = 0;
+    for (const Pages* slab = slabs_.find(0); slab != nullptr && *slab; slab = slabs_.find(slabs)) ++slabs;
+    return slabs << shift_;
   }
 
  private:
