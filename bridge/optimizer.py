@@ -51,6 +51,8 @@ class RowOptimizer(torch.optim.Optimizer):
             for head in flat
         ]
         super().__init__(groups, {})
+        for update in self._updates.values():
+            update.is_optimized = True
 
     def _group_updates(self) -> list[tuple[dict[str, Any], PendingUpdate[Any]]]:
         return [(group, self._updates[id(group["params"][0])]) for group in self.param_groups]
@@ -65,7 +67,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the pending row gradients: one push per table and shard (per block for rows that are streamed).
 
-        Raises NonFinite before any push if a gradient or the learning rate is not finite. After an error the gradients
+        Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a learning rate that is not,
+        TableNotFound if a table was restored since the forward pass (call zero_grad()). After an error the gradients
         that were not pushed are still pending: call step() again, or zero_grad() to drop them.
         """
         loss = None
@@ -74,6 +77,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 loss = closure()
         pairs = [(float(group["lr"]), update) for group, update in self._group_updates()]
         for lr, update in pairs:
+            update.require_present()
             if not (math.isfinite(lr) and lr >= 0):
                 raise InvalidArgument(f"lr of table {update.table.spec.name!r} is {lr!r}; it must be finite and >= 0")
             update.check_finite()

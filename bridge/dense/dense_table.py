@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.cluster import Cluster
-from geartrain.ams.errors import InvalidArgument, NonFinite, SyncError
+from geartrain.ams.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
 from geartrain.ams.messages import Done
 from geartrain.ams.specs import Adam, RowOptimizerSpec
 from geartrain.ams.writes import Write
@@ -115,7 +115,8 @@ class DenseTable(torch.optim.Optimizer):
 
         Costs, per step: 4·P bytes up and 4·P down over S shards (4·B more each way for what is beside the parameters),
         one request per shard each way and a small one that asks for the version. Raises NonFinite (nothing was
-        pushed anywhere), SyncError, ShardUnavailable. After an error call step() again, which goes on where it stopped
+        pushed anywhere), TableNotFound (nor here: the table was restored since the weights were pulled; call
+        :meth:`refresh`), SyncError, ShardUnavailable. After an error call step() again, which goes on where it stopped
         (no shard applies a push twice), or zero_grad(), which drops what is pending. With ranks a push that some shard
         has is not dropped, as the shards count the steps of ranks: the next step() completes it, and then does its own.
         """
@@ -153,12 +154,15 @@ class DenseTable(torch.optim.Optimizer):
     def refresh(self) -> bool:
         """Pull weights and buffers if the dense version moved, on any shard; True if it did.
 
-        What the module changed in its buffers since they were last pushed is kept on top of the server's. Costs one
-        small request per shard, and if it moved 4·(P + B) bytes down.
+        What the module changed in its buffers since they were last pushed is kept on top of the server's. Where the
+        table was restored meanwhile, gradients are dropped: they are of other weights. Costs one small request per
+        shard, and if it moved 4·(P + B) bytes down.
         """
         table = self._weights.table
         if (table.incarnation, table.versions()) == (self._incarnation, self._versions):
             return False
+        if table.incarnation != self._incarnation:  # what is pending is of the weights from before a restore
+            self.zero_grad()
         self._pull()
         return True
 
@@ -245,6 +249,12 @@ class DenseTable(torch.optim.Optimizer):
 
     def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> _Update:
         """Check and number the push; nothing travels yet."""
+        if self._weights.table.incarnation != self._incarnation:
+            raise TableNotFound(
+                f"dense table {self.name!r} was restored since its weights were pulled, and the gradients are of those "
+                "from before; nothing was pushed. Call refresh(), which takes the restored weights and drops the "
+                "gradients, and go on with a new forward pass"
+            )
         if not (math.isfinite(lr) and lr >= 0):
             raise InvalidArgument(f"lr of dense table {self.name!r} is {lr!r}; it must be finite and >= 0")
         if not isinstance(samples, int) or samples < 0:

@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import Literal
 
-from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, ModuleFailed
+from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, ModuleFailed, TableNotFound
 from geartrain.ams.gear_messages import Delivery, FeatureReply, GearAccount
 from geartrain.ams.specs import Ids
 from geartrain.ams.words import counted
@@ -64,10 +64,16 @@ class EmbeddedGear:
         return self._engine.account(source)
 
     def close(self) -> None:
-        """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account."""
+        """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account.
+
+        If the dense table was dropped or restored, what waits is for weights that are gone: it is left, and logged.
+        """
         try:
-            if self._engine.account().waiting + self._engine.account().due:
-                self.flush()
+            if left := self._engine.account().waiting + self._engine.account().due:
+                try:
+                    self.flush()
+                except TableNotFound as exc:
+                    logger.warning("%s will not be applied: %s", counted(left, "gradient"), exc)
         finally:
             self._is_closed = True
             if self.worker is not None:

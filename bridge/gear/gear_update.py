@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.core import ops
-from geartrain.ams.errors import InvalidArgument, NonFinite
+from geartrain.ams.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.gear_messages import Delivery, GearPort
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.carrier import squared_sum
 from geartrain.bridge.heads.row_update import PendingUpdate
+from geartrain.bridge.heads.same_rows import incarnation_of
 from geartrain.bridge.heads.tables import ReadableTable
 
 
@@ -65,6 +66,16 @@ class GearUpdate(PendingUpdate[GearGradient]):
         self._source = source
         self._incarnation = incarnation
         self._delivery: Delivery | None = None
+        self._table_incarnation = incarnation_of(table)
+
+    def require_present(self) -> None:
+        """Raise TableNotFound if the dense table was restored since the slow gear was made: it keeps features, counts
+        and gradients of the time before."""
+        if incarnation_of(self.table) != self._table_incarnation:
+            raise TableNotFound(
+                f"dense table {self.table.spec.name!r} was restored, and this slow gear is of the one before it; "
+                "close() it, and make another SlowGear with reuse=True"
+            )
 
     def check_finite(self) -> None:
         """Raise NonFinite, naming an id, if the pending gradients, or what they are multiplied by, are not finite."""

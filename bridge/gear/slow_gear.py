@@ -166,6 +166,7 @@ class SlowGear(nn.Module):
         SampleDamaged, NonFinite (naming the first id without a feature; ``.ids`` of a SampleError are all) unless
         ``on_missing="zeros"``; GearUnavailable.
         """
+        self.row_update.require_present()
         flat = _checked(ids)
         distinct, places, _ = ops.merge_duplicates(flat)
         vectors_KD, versions = self._features(distinct)

@@ -35,9 +35,26 @@ from geartrain.bridge.heads.rank_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.heads.rank_table import RankTable
 from geartrain.bridge.heads.rank_update import RankUpdate
 from geartrain.bridge.heads.row_update import PendingUpdate
+from geartrain.bridge.heads.same_rows import require_same_rows
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.heads.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
 
+_ANEW = "make the head anew, with reuse=True on the same table"
+_FIXED = {
+    "select": _ANEW,
+    "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_living)",
+    "num_living": "use add_classes() and retire_classes()",
+    "dim": "the rows of the table have this width",
+    "name": "it is the table's",
+    "table": _ANEW,
+    "retired": "use add_classes() and retire_classes()",
+    "step": "it counts the updates; load_state_dict() sets it",
+    "scale": "it is the margin's; set margin, as in head.margin = ArcFace(scale=32)",
+    "sample_rate": f"it is the selection's; {_ANEW}",
+    "optimizer": "it belongs to the table",
+    "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
+    "rows": _ANEW,
+}
 _DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_MARGIN = ArcFace()
 _DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
@@ -107,7 +124,7 @@ class ClassHead(nn.Module):
         rows_cache_bytes = integer("rows_cache_bytes", rows_cache_bytes, 0)
         self.num_classes = num_classes
         self.dim = dim
-        self.margin = margin
+        self._margin = margin
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
@@ -146,6 +163,25 @@ class ClassHead(nn.Module):
                 rows_cache_bytes=rows_cache_bytes,
                 logits_cache_bytes=kept_bytes,
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would be taken and change nothing: InvalidArgument."""
+        if name in _FIXED and "_place" in self.__dict__:
+            raise InvalidArgument(f"{name} of ClassHead {self.name!r} cannot be set: {_FIXED[name]}")
+        super().__setattr__(name, value)
+
+    @property
+    def margin(self) -> Margin | None:
+        """The margin. It may be set between two steps (a margin that grows in the first epochs); on every rank alike.
+
+        It counts from the next forward pass on, and is in no ``state_dict``: set it again after a restart.
+        """
+        return self._margin
+
+    @margin.setter
+    def margin(self, margin: Margin | None) -> None:
+        self._place.margin = check_margin(margin)
+        self._margin = margin
 
     @property
     def table(self) -> ReadableTable:
@@ -358,7 +394,9 @@ class ClassHead(nn.Module):
         )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Table name, size, step, retired classes and settings; the rows themselves are in snapshots."""
+        """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
+        are in snapshots. One pull of up to 128 rows from a cluster."""
+        identity = self._place.identity()
         return {
             "table": self.name,
             "num_classes": self.num_classes,
@@ -366,18 +404,33 @@ class ClassHead(nn.Module):
             "step": self.step,
             "select": repr(self.select),
             "margin": repr(self.margin),
+            **({} if identity is None else {"table_rows": identity}),
             "retired_runs": self._place.living.retired_runs.tolist(),
             **({"graph": self.select.state()} if isinstance(self.select, KNNSelection) else {}),
         }
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on at the saved step. SpecMismatch for another table or size, or for rows on ranks of another step."""
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        if isinstance(state, Mapping) and not isinstance(self.row_update, RankUpdate):
+            self._require_same_size(state)
+            require_same_rows(self.table, state.get("table_rows"))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _require_same_size(self, state: Mapping[str, Any]) -> None:
         for key, mine in (("table", self.name), ("num_classes", self.num_classes), ("dim", self.dim)):
             if state[key] != mine:
                 raise SpecMismatch(
                     f"the saved head has {key} {state[key]!r}, this one {mine!r}; "
                     "create the head with the saved settings"
                 )
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on at the saved step. SpecMismatch for another table or size, or for rows on ranks of another step.
+
+        Rows in a cluster are not looked at here, as ``load_state_dict`` does: whoever calls this has restored them.
+        """
+        self._require_same_size(state)
         update = self.row_update
         if isinstance(update, RankUpdate) and not update.takes_any_step and int(state["step"]) != self.step:
             raise SpecMismatch(

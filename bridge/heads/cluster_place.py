@@ -5,7 +5,7 @@ Legend: B samples, D width, k answers.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from geartrain.bridge.heads.living import LivingClasses
 from geartrain.bridge.heads.place import HeadSettings
 from geartrain.bridge.heads.ranks import Ranks
 from geartrain.bridge.heads.row_update import RowUpdate
+from geartrain.bridge.heads.same_rows import identity_of
 from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC, SamplingCorrection
 from geartrain.bridge.heads.streamed_rows import StreamedRows
@@ -80,10 +81,17 @@ class ClusterPlace:
         if isinstance(self.select, KNNSelection):
             self.select.living = self.living
         self._settings = settings
+        self.margin = settings.margin
+        self._recent_labels: Ids = np.empty(0, np.int64)
+        """Of the last batch that trained."""
         self._hosted = self.table.hosted(HOSTED_NAME) if hosted else None
         self._rows_cache_bytes = rows_cache_bytes
         self._logits_cache_bytes = logits_cache_bytes
         self._pool = BufferPool()
+
+    def identity(self) -> dict[str, Any] | None:
+        """See :class:`geartrain.bridge.heads.place.RowPlace`."""
+        return identity_of(self.table, self._recent_labels)
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
         """See :class:`geartrain.bridge.heads.place.RowPlace`.
@@ -91,11 +99,13 @@ class ClusterPlace:
         Raises InvalidRows, InvalidIds and NonFinite; with ranks also SyncError for the input of another one, and
         SpecMismatch for other living classes.
         """
-        living, margin = self.living, self._settings.margin
+        living, margin = self.living, self.margin
         ranks = self.peers if in_training else None
         labels_B, all_labels = self._labels(features, labels, ranks)
         if in_training and isinstance(self.select, KNNSelection):
             self.select.prepare()
+        if want_rows:
+            self._recent_labels = all_labels
         required = None if ranks is None else ranks.sync_group(len(labels_B))
         is_corrected = isinstance(self.select, PartialFC) and self.select.corrects(margin)
         if self._hosted is not None:
@@ -137,7 +147,7 @@ class ClusterPlace:
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`."""
         check_finite(features)
-        normalised = self._settings.margin is not None
+        normalised = self.margin is not None
         if self._hosted is not None:
             return hosted_top_classes(self._hosted, features, k, living=self.living, normalised=normalised)
         arithmetic = Arithmetic.of(features)

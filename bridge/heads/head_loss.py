@@ -39,11 +39,11 @@ class HeadCall:
     want_rows: bool
     """Whether a backward pass queues row gradients."""
     used: bool = False
-    generation: int = field(init=False)
+    moment: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Remember of which classes the pass is."""
-        self.generation = self.update.generation
+        """Remember of which classes and rows the pass is."""
+        self.moment = self.update.moment
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Loss and, if wanted, feature gradient; autocast is off inside, the passes choose their own types."""
@@ -63,9 +63,10 @@ class HeadCall:
                 "backward ran a second time over the loss of a ClassHead, whose pulled rows now hold their gradient; "
                 "call the head again for another loss (retain_graph does not help)"
             )
-        if self.generation != self.update.generation:
+        if self.moment != self.update.moment:
             raise InvalidArgument(
-                "classes were added, retired or loaded between this forward pass and its backward; call the head again"
+                "classes were added, retired or loaded, or the table was restored, between this forward pass and its "
+                "backward; call the head again"
             )
         self.used = True
         gradient, checksum = self.rows.gradient(upstream)

@@ -53,6 +53,8 @@ class RowPlace(Protocol):
 
     living: LivingClasses
     """The classes that are not retired; a step is over these."""
+    margin: CombinedMargin | None
+    """Of the next forward passes."""
 
     @property
     def table(self) -> ReadableTable:
@@ -72,6 +74,10 @@ class RowPlace(Protocol):
     @property
     def peers(self) -> Ranks | RankLink | None:
         """The ranks that train the rows together."""
+        ...
+
+    def identity(self) -> dict[str, Any] | None:
+        """What tells the rows from others (:mod:`~geartrain.bridge.heads.same_rows`), where a state is to name it."""
         ...
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:

@@ -5,6 +5,8 @@ Legend: S samples of this rank, k answers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
@@ -48,8 +50,12 @@ class RankPlace:
         if isinstance(self.select, KNNSelection):
             self.select.living = self.living
         self.selector = RankSelector(self.table, self.select)
-        self._settings = settings
+        self.margin = settings.margin
         self._logits_cache_bytes = logits_cache_bytes
+
+    def identity(self) -> dict[str, Any] | None:
+        """None: rows on ranks are told by their step, and reading some would be a collective."""
+        return None
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
         """See :class:`geartrain.bridge.heads.place.RowPlace`. Raises what :meth:`RankStep.begin` does."""
@@ -58,7 +64,7 @@ class RankPlace:
             select=self.select,
             selector=self.selector,
             living=self.living,
-            margin=self._settings.margin,
+            margin=self.margin,
             training=want_rows,
         )
         rows, samples = step.begin(features, labels)
@@ -66,7 +72,7 @@ class RankPlace:
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.heads.place.RowPlace`. Every rank calls it, with its own features [S, D]."""
-        normalised = self._settings.margin is not None
+        normalised = self.margin is not None
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         arithmetic = Arithmetic.of(features)
         return top_classes_on_ranks(self.table, active, features, k, normalised=normalised, arithmetic=arithmetic)

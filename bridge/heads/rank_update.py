@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from geartrain.ams.errors import (
@@ -117,6 +118,7 @@ class RankStep:
     def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
         """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""
         refused = self.update.take_refused()
+        margin = xxhash.xxh3_64_intdigest(repr(self.margin).encode()) >> 2
         failure: GeartrainError | None = None
         labels_S = np.empty(0, np.int64)
         try:
@@ -127,9 +129,9 @@ class RankStep:
         wants = isinstance(features, Tensor) and features.requires_grad and torch.is_grad_enabled()
         spec, step = self.update.table.spec, self.update.step
         said = self.update.table.link.exchange(
-            [len(labels_S), failure is None, kind, step, self.training, wants, refused, self.living.fingerprint]
+            [len(labels_S), failure is None, kind, step, self.training, wants, refused, self.living.fingerprint, margin]
         )
-        sizes, sound, kinds, steps, modes, gradients, left, classes = (
+        sizes, sound, kinds, steps, modes, gradients, left, classes, margins = (
             list(column) for column in zip(*said, strict=True)
         )
         if failure is not None:
@@ -148,6 +150,8 @@ class RankStep:
             raise SpecMismatch(
                 "the ranks have different living classes; add, retire and load the same ones on every rank"
             )
+        if len(set(margins)) > 1:
+            raise SpecMismatch(f"the ranks have different margins, here {self.margin}; set the same on every rank")
         for label, values in (("dtype of the features", [str(_DTYPES[k]) for k in kinds]), ("training mode", modes)):
             if len(set(values)) > 1:
                 raise SpecMismatch(

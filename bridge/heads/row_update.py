@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,15 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import NonFinite
+from geartrain.ams.errors import NonFinite, TableNotFound
 from geartrain.ams.messages import Done, SyncGroup
 from geartrain.ams.specs import Ids
 from geartrain.bridge.heads.carrier import FactorAlone, not_for_clippers
 from geartrain.bridge.heads.gradients import CollectedGradient, RowGradient
 from geartrain.bridge.heads.ranks import Ranks
+from geartrain.bridge.heads.same_rows import incarnation_of
 from geartrain.bridge.heads.tables import HeadTable, HeadWrite, ReadableTable
 
 G = TypeVar("G", bound=CollectedGradient)
+
+_FORGOTTEN_AFTER = 3
+"""Backward passes without a RowOptimizer: more than somebody tries by hand."""
 
 
 class PendingUpdate(ABC, Generic[G]):
@@ -47,6 +52,17 @@ class PendingUpdate(ABC, Generic[G]):
         """The carrier's gradient if nothing had multiplied it."""
         self._is_norm = False
         """Whether that is the norm of what is pending."""
+        self._moment = (0, 0)
+        """:attr:`moment` of what is pending."""
+        self.is_optimized = False
+        """Whether a RowOptimizer applies what is pending."""
+        self._backward_passes = 0
+        """Whose gradients nobody has taken."""
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
+        return self.generation, incarnation_of(self.table)
 
     @property
     def is_pending(self) -> bool:
@@ -70,12 +86,21 @@ class PendingUpdate(ABC, Generic[G]):
         if self._pending is None or self.carrier.grad is None:
             self.discard()
             self._pending = gradient
+            self._moment = self.moment
             factor = torch.ones_like(self.carrier)
         else:
             factor = self._factor() * (self._unchanged * 0 + 1)  # what was not finite stays so
             self._pending.merge(gradient)
         self._samples += samples
         self._take_norm(mark, factor)
+        self._backward_passes += 1
+        if self._backward_passes == _FORGOTTEN_AFTER and not self.is_optimized:
+            name = self.table.spec.name
+            warnings.warn(
+                f"{_FORGOTTEN_AFTER} backward passes have gone through table {name!r} and nothing trains its rows: add "
+                "rows = geartrain.RowOptimizer(head), and rows.step() and rows.zero_grad() beside the optimizer's",
+                stacklevel=2,
+            )
 
     def _take_norm(self, mark: Tensor, factor: Tensor) -> None:
         """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN) and what it is multiplied by."""
@@ -111,6 +136,14 @@ class PendingUpdate(ABC, Generic[G]):
         if self._pending is not None and (grad := self._shown()) is not None:
             grad.mul_(factor)
 
+    def require_present(self) -> None:
+        """Raise TableNotFound if the table was restored since the forward pass of what is pending."""
+        if self._pending is not None and self._moment[1] != self.moment[1]:
+            raise TableNotFound(
+                f"the pending gradients are of rows of table {self.table.spec.name!r} from before it was restored; "
+                "nothing was pushed. Call zero_grad(), and go on with a new forward pass"
+            )
+
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
         grad = self._shown()
@@ -143,6 +176,7 @@ class PendingUpdate(ABC, Generic[G]):
             self._pending.discard()
         self._pending = None
         self._samples = 0
+        self._backward_passes = 0
 
 
 class RowUpdate(PendingUpdate[RowGradient]):
