@@ -417,7 +417,10 @@ class Shard:
         if self._groups.is_applied(write):
             self._marks.applied(context, Done(duplicate=True), write.table)
             return
+        replaced = self._groups.waiting_of_rank(write)
         parts = self._groups.join(context, write)
+        if replaced is not None:  # or its caller, if it still lives, would ask for its reply for ever
+            self._marks.failed(replaced, _replaced(write))
         if parts is None:
             return
         try:
@@ -685,6 +688,16 @@ def _joint(parts: list[Push | UpdateHosted]) -> Push | UpdateHosted:
             "ranks of a head the same rows="
         )
     return joint_push(pushes) if pushes else joint_update(updates)
+
+
+def _replaced(write: Push | UpdateHosted) -> StepMismatch:
+    """The error of a push that waits for its group when its rank pushes the step once more."""
+    assert write.group is not None
+    return StepMismatch(
+        f"rank {write.group.rank} of job {write.group.job!r} pushed step {write.group.sequence} of table "
+        f"{write.table!r} once more while this push of it waited, and that one counts; if this one was not given up, "
+        "another process runs as the same rank: stop one of them"
+    )
 
 
 def _require_meant(spec: TableSpec, incarnation: int) -> None:

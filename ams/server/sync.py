@@ -101,6 +101,12 @@ class SyncGroups:
         self._require_step(push.table, member, group)
         return False
 
+    def waiting_of_rank(self, push: RankWrite) -> CallContext | None:
+        """The push of the same rank that waits here, which :meth:`join` would replace; None: there is none."""
+        member = _member(push)
+        waiting = self._group(push.table, member).waiting.get(member.rank)
+        return None if waiting is None else waiting[0]
+
     def join(self, context: CallContext, push: RankWrite) -> list[tuple[CallContext, RankWrite]] | None:
         """Add one rank's push; return the pushes of all ranks in rank order once they are complete, else None."""
         member = _member(push)

@@ -87,6 +87,17 @@ def test_a_rank_that_gave_its_push_up_may_send_another_one(shard: Shard) -> None
     assert pulled(shard, [5]) == [-2.0]
 
 
+def test_a_push_that_another_of_its_rank_replaced_is_answered(shard: Shard) -> None:
+    older = shard.submit(context(0, 1), push(0, 1, [5], 1.0))
+    other = CallContext(stream="another process", sequence=1, incarnation=1)
+    newer = [shard.submit(other, push(0, 1, [5], 2.0)), shard.submit(context(1, 1), push(1, 1, [5], 2.0))]
+    with pytest.raises(StepMismatch, match="rank 0 of job 'j' pushed step 1 of table 't' once more"):
+        older.result(timeout=10)
+    for future in newer:
+        future.result(timeout=10)
+    assert pulled(shard, [5]) == [-2.0]
+
+
 def test_a_rank_at_another_step_is_told(shard: Shard) -> None:
     for rank in (0, 1):
         done = shard.submit(context(rank, 1), push(rank, 1, [1], 1.0))
