@@ -77,6 +77,8 @@ class SchedulerService:
         request = framing.parse(data, scheduler_pb2.RegisterRequest)
         if split_address(request.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
             raise ConfigError(f"address {request.address!r} has port 0, where nobody can be reached")
+        # First: once all shards have registered, incarnations are given out above what they have seen.
+        self._scheduler.hear_incarnation(request.highest_incarnation)
         registration = self._scheduler.register(
             request.address,
             request.shard if request.HasField("shard") else None,
@@ -86,7 +88,6 @@ class SchedulerService:
             tables=[codec.spec_from_pb(table) for table in request.tables],
             restoring_tables=request.restoring_tables,
         )
-        self._scheduler.hear_incarnation(request.highest_incarnation)
         return scheduler_pb2.RegisterReply(
             shard=registration.shard,
             num_shards=registration.num_shards,

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.errors import GeartrainError, GraphUnavailable, SnapshotFailed, StateDamaged, StateFailed
+from geartrain.ams.errors import (
+    GeartrainError,
+    GraphUnavailable,
+    InternalError,
+    SnapshotFailed,
+    SnapshotNotFound,
+    SnapshotRefused,
+    StateDamaged,
+    StateFailed,
+)
 from geartrain.ams.graph.graphs import Graphs
 
 ROWS = np.random.default_rng(5).standard_normal((300, 8)).astype(np.float32)
@@ -53,11 +62,12 @@ def test_a_disk_that_cannot_take_its_blocks_is_the_snapshots_failure(
             cluster.snapshot(tmp_path, "s").result()
 
 
-def test_a_service_that_cannot_keep_them_costs_a_restore_its_graphs_not_the_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error", [StateFailed, SnapshotRefused, SnapshotNotFound, InternalError])
+def test_a_service_that_cannot_take_them_costs_a_restore_its_graphs_not_the_rows(
+    error: type[GeartrainError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(*_: Any) -> Any:
-        raise StateFailed("no room")
+        raise error("no room")
 
     with gt.local() as cluster:
         cluster.create_table("faces", dim=8, num_rows=300, optimizer=gt.SGD(0.1)).assign(np.arange(300), ROWS)

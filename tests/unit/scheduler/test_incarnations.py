@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from geartrain.ams.cluster import local
 from geartrain.ams.errors import ClusterNotReady, InvalidArgument, StaleClient
+from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.service import SchedulerService
 from geartrain.ams.scheduler.streams import MOST_READ, DataStreams
 from geartrain.ams.specs import SGD, TableSpec
 from geartrain.ams.storage.kv import MemoryStore
@@ -61,6 +64,22 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_what_was_used(monk
     fresh.register("h:1", 1, 6, cluster_version=1)
     fresh.hear_incarnation(200)
     assert fresh.take_incarnation() == 201
+
+
+def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_clock(monkeypatch, 1)
+    fresh = scheduler(MemoryStore())
+    service, registered, taken = SchedulerService(fresh, DataStreams(MemoryStore(), 10)), fresh.register, []
+
+    def somebody_connects_at_once(*arguments: Any, **keywords: Any) -> Any:
+        registration = registered(*arguments, **keywords)
+        taken.append(fresh.take_incarnation())
+        return registration
+
+    monkeypatch.setattr(fresh, "register", somebody_connects_at_once)
+    request = scheduler_pb2.RegisterRequest(address="h:7000", shard=0, incarnation=5, highest_incarnation=200)
+    service.register(request.SerializeToString(), None)  # type: ignore[arg-type]
+    assert taken == [201]
 
 
 def test_numbers_kept_by_an_earlier_version_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
