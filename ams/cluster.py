@@ -34,8 +34,8 @@ from geartrain.ams.snapshot_restore import restore_snapshot
 from geartrain.ams.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
 from geartrain.ams.storage.snapshot_folder import Snapshot
 from geartrain.ams.streams import DataStreams
-from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier
-from geartrain.ams.transport.dial import REMEDY, dial
+from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, NobodyThere, SchedulerCarrier, ShardCarrier
+from geartrain.ams.transport.dial import dial, remedy
 from geartrain.ams.words import quoted
 from geartrain.ams.writes import ClientStream, check_stream, checked_incarnation
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_TOLD_AFTER_SECONDS = 2.5
+"""Who waits for a cluster for so long is told for whom."""
 
 
 class Cluster:
@@ -195,14 +197,15 @@ class Cluster:
     ) -> TableSpec:
         self._calls.require_usable()
         try:
-            return self._scheduler.create_table(
-                spec,
-                reuse=reuse,
-                timeout_seconds=self._config.attempt_timeout_seconds,
-                caller=self._stream.caller,
-                for_restore=for_restore,
-                replace=replace,
-            )
+            with self._calls.naming_silent_shards():
+                return self._scheduler.create_table(
+                    spec,
+                    reuse=reuse,
+                    timeout_seconds=self._config.attempt_timeout_seconds,
+                    caller=self._stream.caller,
+                    for_restore=for_restore,
+                    replace=replace,
+                )
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
@@ -223,7 +226,8 @@ class Cluster:
             )
         if name not in tables:
             view.require_registered(f"whether there is a table {quoted(name)}")
-            raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(map(repr, tables)) or 'none'}")
+            known = [*map(repr, tables), *(f"{one!r} (incomplete)" for one in view.incomplete_tables)]
+            raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(known) or 'none'}")
         return Table(tables[name], self._calls, self._stream)
 
     def table_incarnations(self) -> dict[str, int]:
@@ -245,9 +249,10 @@ class Cluster:
     def _drop(self, name: str, incarnation: int = 0) -> None:
         self._calls.require_usable()
         try:
-            self._scheduler.drop_table(
-                name, self._config.attempt_timeout_seconds, caller=self._stream.caller, incarnation=incarnation
-            )
+            with self._calls.naming_silent_shards():
+                self._scheduler.drop_table(
+                    name, self._config.attempt_timeout_seconds, caller=self._stream.caller, incarnation=incarnation
+                )
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
 
@@ -507,8 +512,9 @@ def connect(
     job, for example) must be from 1 to 2**62, or one that the scheduler gave. Costs two RPCs to the scheduler.
 
     Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (nobody answers
-    there within ``connect_timeout_seconds``), ClusterNotReady (shards are missing after ``recovery_timeout_seconds``)
-    or StaleClient (a higher incarnation has the stream).
+    there within ``connect_timeout_seconds``, or connections are refused for ``refused_timeout_seconds``),
+    ClusterNotReady (shards are missing after ``recovery_timeout_seconds``) or StaleClient (a higher incarnation has the
+    stream). Who or what is waited for is logged.
     """
     failpoints.arm_from_environment()
     config = _checked_config(config)
@@ -535,24 +541,43 @@ def _joined(scheduler: SchedulerCarrier, address: str, config: ClientConfig, cho
     """
     start = time.monotonic()
     answered: ClusterView | None = None
+    is_told = False
     while True:
         waited = time.monotonic() - start
         try:
             answered = scheduler.describe(config.connect_timeout_seconds)
             if answered.ready:
                 return answered, scheduler.take_incarnation(chosen, config.connect_timeout_seconds)
-        except ClusterNotReady:  # the scheduler was restarted between the two calls
+            absent = _absent_shards(answered)
+            waits_for = f"{absent} not up; waiting up to {config.recovery_timeout_seconds:g} s ('geartrain status')"
+        except ClusterNotReady as exc:  # the scheduler was restarted between the two calls
             answered = None
             if waited >= config.recovery_timeout_seconds:
                 raise
+            waits_for = str(exc)
         except AttemptFailed as exc:
-            if waited >= config.connect_timeout_seconds:
-                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {REMEDY}") from exc
+            seconds = config.connect_timeout_seconds
+            if isinstance(exc, NobodyThere):
+                seconds = min(seconds, config.refused_timeout_seconds)
+            if waited >= seconds:
+                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from exc
+            waits_for = f"{exc}; waiting up to {seconds:g} s"
         if answered is not None and waited >= config.recovery_timeout_seconds:
-            absent = [f"{entry.shard} ({entry.state})" for entry in answered.shards if entry.state != "up"]
-            which = f"shard {absent[0]}" if len(absent) == 1 else f"shards {', '.join(absent)}"
             raise ClusterNotReady(
-                f"{which} of {answered.num_shards} {'is' if len(absent) == 1 else 'are'} not up after {waited:.1f} s; "
-                f"start them with 'geartrain server --scheduler {address}'"
+                f"{_absent_shards(answered)} not up after {waited:.1f} s; start them with "
+                f"'geartrain server --scheduler {address}'"
             )
+        if waited >= _TOLD_AFTER_SECONDS and not is_told:
+            is_told = True
+            logger.warning("%s", waits_for)
         time.sleep(_POLL_SECONDS)
+
+
+def _absent_shards(view: ClusterView) -> str:
+    """``shard 1 (lost) at 127.0.0.1:7001 of 2 is``."""
+    absent = [entry for entry in view.shards if entry.state != "up"]
+    named = ", ".join(
+        f"{entry.shard} ({entry.state})" + (f" at {entry.address}" if entry.address else "") for entry in absent
+    )
+    one = len(absent) == 1
+    return f"shard{'' if one else 's'} {named} of {view.num_shards} {'is' if one else 'are'}"

@@ -13,7 +13,7 @@ from geartrain.ams.gear.status import describe_gears
 from geartrain.ams.gear_messages import GearState
 from geartrain.ams.messages import CallContext, Describe, Reply, ShardState
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
-from geartrain.ams.transport.dial import REMEDY, dial
+from geartrain.ams.transport.dial import dial, remedy
 
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
 
@@ -60,6 +60,8 @@ class ClusterStatus:
     incomplete_tables: tuple[str, ...] = ()
     """Names of tables that lost rows with a shard that was restarted, or whose making or drop was cut off; and of those
     being restored."""
+    incomplete_rows: tuple[int, ...] = ()
+    """Rows that are left, or there already, of each of these on the shards that answered."""
     restoring_tables: tuple[str, ...] = ()
     """Those of them that are being restored, unless whoever did so is gone: nobody can open them."""
 
@@ -74,7 +76,7 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
     except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {REMEDY}") from exc
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
     finally:
         scheduler.close()
 
@@ -93,7 +95,7 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
         names = [spec.name for spec in scheduler.describe(seconds).tables]
         return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds), GrpcGearCarrier)
     except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {REMEDY}") from exc
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
     finally:
         scheduler.close()
 
@@ -177,4 +179,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
         tables=tuple(tables_status),
         incomplete_tables=view.incomplete_tables,
         restoring_tables=view.restoring_tables,
+        incomplete_rows=tuple(
+            sum(part.rows for part in held if part.spec.name == name) for name in view.incomplete_tables
+        ),
     )

@@ -317,6 +317,8 @@ class ClientConfig(Section):
 
     connect_timeout_seconds: Seconds = 10.0
     """How long the first connection to a role may take."""
+    refused_timeout_seconds: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """How much of that a scheduler is tried that refuses connections: none runs there, or it is just being started."""
     attempt_timeout_seconds: Seconds = 30.0
     """Bounds one call to one shard; a call that fails is tried again."""
     recovery_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)

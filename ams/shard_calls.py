@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
 from geartrain.ams.specs import TableSpec
 from geartrain.ams.transport.carrier import AttemptFailed, ClusterView, ShardCarrier
+from geartrain.ams.transport.silence import Peer, SilenceWatch
 
 Outcome = Reply | BaseException
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class ShardCalls:
         self._given_up = threading.Event()
         self.held_snapshots: set[str] = set()
         """Ids of those whose moment the shards hold for this process."""
+        self._silence = SilenceWatch()
         self._restored: dict[str, TableSpec] = {}
         """By name."""
         self._lock = threading.Lock()
@@ -155,14 +157,37 @@ class ShardCalls:
             patience.require_a_caller()
             return self._attempt(shard, request, context=context, timeout_seconds=timeout_seconds, alone=alone)
 
-        futures = [attempt(shard, request, alone=len(calls) == 1) for shard, request in calls]
+        futures: list[Future[Reply]] = []
+        settled = 0
+
+        def silent() -> list[Peer]:
+            """Of a retried call the one that is settled: its first attempt has ended."""
+            waiting = [n for n in range(len(calls)) if n == settled or n >= len(futures) or not futures[n].done()]
+            return [self._peer(calls[n][0]) for n in waiting if n >= settled]
+
         outcomes: list[Outcome] = []
-        for (shard, request), future in zip(calls, futures, strict=True):
-            try:
-                outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
-            except GeartrainError as exc:
-                outcomes.append(exc)
+        with self._naming(silent, self._attempt_seconds(timeout_seconds) + patience.seconds):
+            for shard, request in calls:
+                futures.append(attempt(shard, request, alone=len(calls) == 1))
+            for settled, ((shard, request), future) in enumerate(zip(calls, futures, strict=True)):  # noqa: B007
+                try:
+                    outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
+                except GeartrainError as exc:
+                    outcomes.append(exc)
         return outcomes
+
+    def naming_silent_shards(self) -> AbstractContextManager[None]:
+        """While the block lasts, in which another role works with all shards for this process, name those that do not
+        answer.
+        """
+        peers = [self._peer(shard) for shard in range(self._view.num_shards)]
+        return self._naming(lambda: peers, self.config.attempt_timeout_seconds)
+
+    def _naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
+        return self._silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
+
+    def _peer(self, shard: int) -> Peer:
+        return Peer(f"shard {shard}", self._view.shards[shard].address)
 
     def read(self, calls: Sequence[tuple[int, Request]], *, table_incarnation: int = 0) -> list[Reply]:
         """Make calls that change nothing; raises the first error. ``table_incarnation`` is that of :meth:`deliver`."""
@@ -220,6 +245,7 @@ class ShardCalls:
         if self.remote and not self._closed:
             self._let_go()
         self._given_up.set()
+        self._silence.close()
         for carrier in self._carriers:
             carrier.close()
 
@@ -245,6 +271,7 @@ class ShardCalls:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._closed = True
+        self._silence.close()
         for carrier in self._carriers:
             carrier.close()
 
@@ -260,8 +287,10 @@ class ShardCalls:
             cluster_version=self._view.cluster_version,
             table_incarnation=context.table_incarnation,
         )
-        timeout_seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._carriers[shard].submit(fenced, request, timeout_seconds, alone=alone)
+        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
+
+    def _attempt_seconds(self, timeout_seconds: float | None) -> float:
+        return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
     def _settle(
         self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Future[Reply]]
@@ -269,7 +298,10 @@ class ShardCalls:
         has_looked = False
         while True:
             try:
-                return future.result()
+                reply = future.result()
+                if self._silence.has_named:
+                    self._silence.heard(self._peer(shard))
+                return reply
             except StepPending as exc:
                 self._require_not_given_up(shard, exc)
                 patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
@@ -294,9 +326,15 @@ class ShardCalls:
                     future = again()
                     continue
                 if patience.is_fresh:
+                    address = self._view.shards[shard].address
                     logger.warning(
-                        "shard %d does not answer, waiting for it up to %g s: %s", shard, patience.seconds, exc
+                        "shard %d at %s does not answer, waiting for it up to %g s: %s",
+                        shard,
+                        address,
+                        patience.seconds,
+                        exc,
                     )
+                    self._silence.told(self._peer(shard))
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(

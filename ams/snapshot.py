@@ -150,6 +150,11 @@ def begin_snapshot(
     root = place(root)
     older = None if parent is None else _parent(root, parent)
     before = existing()
+    if not before and not job.values and not job.files:
+        raise SnapshotFailed(
+            "this cluster has no table, or none that is whole ('geartrain table list'): a snapshot would hold nothing, "
+            "yet count as the newest. Create or restore tables first; a job without tables gives values= or files="
+        )
     chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
     staging = new_staging(root, name)
     parent_id = "" if older is None else older.manifest.moment_id

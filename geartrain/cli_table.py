@@ -46,17 +46,21 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
     if as_json:
         print(json.dumps([dataclasses.asdict(table) for table in tables]))
         return
-    absent = [f"{one.shard} ({one.state})" for one in found.shards if one.state != "up"]
-    if absent:
-        print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
+    _say_who_is_absent(found)
     for table in tables:
         ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
         rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
         print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.pushes, 'push', 'pushes')}")
-    for name in found.incomplete_tables:
-        print(f"{name}: {why_incomplete(found, name)}")
+    for name, number in zip(found.incomplete_tables, found.incomplete_rows, strict=True):
+        print(f"{name}: {counted(number, 'row')}, {why_incomplete(found, name)}")
     if not tables and not found.incomplete_tables:
         print("this cluster has no table")
+
+
+def _say_who_is_absent(status: ClusterStatus) -> None:
+    absent = [f"{one.shard} ({one.state})" for one in status.shards if one.state != "up"]
+    if absent:
+        print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
 
 
 @app.command()
@@ -80,12 +84,14 @@ def drop(
 
     with connect(config.server.scheduler, config=config.client) as cluster:
         status = cluster.status()
-        rows = {table.name: table.rows for table in status.tables} | dict.fromkeys(status.incomplete_tables, 0)
+        rows = {table.name: table.rows for table in status.tables}
+        rows |= dict(zip(status.incomplete_tables, status.incomplete_rows, strict=True))
         for name in names:
             if name not in rows:
                 cluster.table(name)  # which says why it is not there
         rows = {name: rows.get(name, 0) for name in names}
         if not yes:
+            _say_who_is_absent(status)
             listed = ", ".join(f"{name!r} ({counted(number, 'row')})" for name, number in rows.items())
             typer.confirm(f"Drop {listed}? There is no way back but a snapshot", abort=True, err=True)
         for name in rows:

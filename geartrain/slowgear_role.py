@@ -47,7 +47,9 @@ class SlowGearRole:
                 raise ConfigError(f"which {key}? Give --{key}, or slowgear.{key} (GEARTRAIN_SLOWGEAR__{key.upper()})")
         self.name = str(config.name)
         self._config = config
-        self._client = client.model_copy(update={"graph": None})
+        # It may be started together with its scheduler.
+        patient = {"refused_timeout_seconds": client.connect_timeout_seconds}
+        self._client = client.model_copy(update={"graph": None} | patient)
         self._survives = config.store != _MEMORY
         self._is_shared = self._survives and not config.store.startswith(_FOLDER)
         self._build = load_function(str(config.module), "module")

@@ -69,7 +69,7 @@ def _run_once(
             stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
         data = _load_in_turn(load, ranks, console)
         job = _job_name(options, ranks)
-        cluster = stack.enter_context(_open_cluster(options, ranks, job))
+        cluster = stack.enter_context(_open_cluster(options, ranks, job, goes_on=loss is not None or _is_restart()))
         if options.resume and ranks.is_first:
             # A process of this job that was only stopped must not go on beside it.
             cluster.fence(job, cluster.write_stream.incarnation)
@@ -79,13 +79,12 @@ def _run_once(
         return run.execute(stop, {"data": time.perf_counter() - started})
 
 
-def _open_cluster(options: JobOptions, ranks: Ranks, job: str) -> Cluster:
+def _open_cluster(options: JobOptions, ranks: Ranks, job: str, *, goes_on: bool) -> Cluster:
     """The cluster of the job, or one in this process; all ranks have the incarnation that the first one was given."""
     if options.scheduler is None:
         return local(num_shards=1, models=hosted_models())
-    open_as = partial(
-        connect, options.scheduler, config=ClientConfig(graph=options.graph), stream=f"{job}/rank{ranks.rank}"
-    )
+    config = _client_config(options, goes_on=goes_on)
+    open_as = partial(connect, options.scheduler, config=config, stream=f"{job}/rank{ranks.rank}")
     if not ranks.is_first:
         return open_as(incarnation=ranks.share(0))
     cluster = open_as()
@@ -95,6 +94,15 @@ def _open_cluster(options: JobOptions, ranks: Ranks, job: str) -> Cluster:
         cluster.close()
         raise
     return cluster
+
+
+def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
+    """A job that goes on after a loss waits for the scheduler, which may be what was lost, as for a shard."""
+    config = ClientConfig(graph=options.graph)
+    if not goes_on:
+        return config
+    seconds = config.recovery_timeout_seconds
+    return config.model_copy(update={"connect_timeout_seconds": seconds, "refused_timeout_seconds": seconds})
 
 
 def _job_name(options: JobOptions, ranks: Ranks) -> str:

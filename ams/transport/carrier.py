@@ -23,6 +23,10 @@ class NotSent(AttemptFailed):
     """No connection came about, or none was tried: nobody has seen the request."""
 
 
+class NobodyThere(NotSent):
+    """The connection was refused, or there is no such host: no process listens at the address."""
+
+
 ShardCondition = Literal["up", "silent", "lost", "missing"]
 """Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered."""
 

@@ -6,10 +6,18 @@ from collections.abc import Callable
 
 from geartrain.ams.config import ClientConfig, split_address
 from geartrain.ams.errors import ConfigError
-from geartrain.ams.transport.carrier import SchedulerCarrier, ShardCarrier
+from geartrain.ams.transport.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, ShardCarrier
 
-REMEDY = "start a cluster with 'geartrain up', or correct the address"
-"""What to do if nobody answers."""
+_START = "start a cluster with 'geartrain up', or correct the address"
+_LOOK = (
+    "nothing refuses the connection: its process may be stopped or overloaded (let it go on, or end it and start it "
+    "again), or a firewall may keep the two apart"
+)
+
+
+def remedy(exc: AttemptFailed) -> str:
+    """What to do about a scheduler that was asked in vain."""
+    return _START if isinstance(exc, NobodyThere) else _LOOK
 
 
 def dial(

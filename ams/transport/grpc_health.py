@@ -8,14 +8,28 @@ from grpc_health.v1 import health_pb2
 
 def is_serving(address: str, timeout_seconds: float = 2.0) -> bool:
     """Return whether the role at ``"host:port"`` answers that it serves. One RPC; False if nobody answers in time."""
-    with grpc.insecure_channel(address) as channel:
+    try:
+        return bool(_check(address, timeout_seconds).status == health_pb2.HealthCheckResponse.SERVING)
+    except grpc.RpcError:
+        return False
+
+
+def answers(address: str, timeout_seconds: float = 2.0) -> bool:
+    """Return whether the process at ``"host:port"`` answers at all. One RPC, over a connection of its own."""
+    try:
+        _check(address, timeout_seconds)
+    except grpc.RpcError as exc:
+        assert isinstance(exc, grpc.Call)
+        return exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
+
+
+def _check(address: str, timeout_seconds: float) -> health_pb2.HealthCheckResponse:
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
-        try:
-            reply = check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
-        except grpc.RpcError:
-            return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        reply: health_pb2.HealthCheckResponse = check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+        return reply

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import grpc
@@ -31,6 +30,7 @@ from geartrain.ams.transport.carrier import (
 )
 from geartrain.ams.transport.grpc_client import CONNECT_SECONDS, channel_options
 from geartrain.ams.transport.grpc_status import error_from
+from geartrain.ams.transport.silence import ASK_AFTER_SECONDS, LONGEST_PAUSE_SECONDS, Peer, SilenceLog
 
 SCHEDULER_SERVICE = "geartrain.ams.v1.Scheduler"
 
@@ -57,6 +57,7 @@ class GrpcSchedulerCarrier:
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
         self.address = address
+        self._peer, self._silence = Peer("scheduler", address), SilenceLog()
         self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes, connect_seconds))
 
     def describe(self, timeout_seconds: float | None) -> ClusterView:
@@ -244,10 +245,24 @@ class GrpcSchedulerCarrier:
 
     def _call(self, method: str, request: Message, kind: type[framing.M], timeout_seconds: float | None) -> framing.M:
         call: Any = self._channel.unary_unary(f"/{SCHEDULER_SERVICE}/{method}")
+
+        def reply() -> bytes:
+            pending = call.future(request.SerializeToString(), timeout=timeout_seconds)
+            wait = "until it does" if timeout_seconds is None else f"up to {timeout_seconds:g} s"
+            pause = ASK_AFTER_SECONDS
+            while True:
+                try:
+                    data: bytes = pending.result(pause)
+                except grpc.FutureTimeoutError:
+                    self._silence.ask(lambda: () if pending.done() else (self._peer,), wait)
+                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                else:
+                    self._silence.heard(self._peer)
+                    return data
+
         try:
-            reply: bytes = aside(partial(call, request.SerializeToString(), timeout=timeout_seconds))
-            return framing.parse(reply, kind)
+            return framing.parse(aside(reply), kind)
         except grpc.RpcError as exc:
             raise error_from(exc, f"scheduler at {self.address}") from exc
-        except ValueError as exc:
+        except (ValueError, grpc.FutureCancelledError) as exc:
             raise AttemptFailed(f"scheduler at {self.address}: the connection is closed") from exc

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import grpc
 
 from geartrain.ams import errors
-from geartrain.ams.transport.carrier import AttemptFailed, NotSent
+from geartrain.ams.transport.carrier import AttemptFailed, NobodyThere, NotSent
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,15 @@ _REASONS = {
     "http1.x server": "what listens there is a web server",
     "http2 settings": "what listens there does not speak gRPC",
 }
+
+_NOBODY = (
+    "connection refused",
+    "the name of the host is not known",
+    "the name of the host cannot be resolved",
+    "there is no route to the host",
+    "its network cannot be reached",
+)
+"""The reasons for which no process can be listening there."""
 
 # The most specific class first.
 _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
@@ -113,7 +122,10 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         logger.debug("%s: %s: %s", peer, code.name, details)
         kind = NotSent if details.lower().startswith(_NO_CONNECTION) else AttemptFailed
-        return kind(f"{peer} does not answer: {_reason(code, details)}")
+        reason = _reason(code, details)
+        if kind is NotSent and reason in _NOBODY:
+            kind = NobodyThere
+        return kind(f"{peer} does not answer: {reason}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
     return errors.InternalError(f"{peer}: {code.name}: {details}")

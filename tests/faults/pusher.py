@@ -37,7 +37,9 @@ DIM = 8
 WAIT_WHEN_FROZEN = "wait-when-frozen"
 """A file of this name in the job's folder tells it to wait."""
 SPEC = TableSpec(name="sums", dim=DIM, optimizer=SGD(1.0), num_rows=512, initializer=Constant(0.0))
-CONFIG = ClientConfig(attempt_timeout_seconds=2.0, recovery_timeout_seconds=60, connect_timeout_seconds=60)
+CONFIG = ClientConfig(
+    attempt_timeout_seconds=2.0, recovery_timeout_seconds=60, connect_timeout_seconds=60, refused_timeout_seconds=60
+)
 
 
 def content(seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:

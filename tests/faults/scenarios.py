@@ -43,7 +43,11 @@ KEEP = 2
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 STALL_SECONDS = 0.6
 PATIENT = ClientConfig(
-    attempt_timeout_seconds=5.0, recovery_timeout_seconds=60.0, connect_timeout_seconds=30.0, part_bytes=64 << 10
+    attempt_timeout_seconds=5.0,
+    recovery_timeout_seconds=60.0,
+    connect_timeout_seconds=30.0,
+    refused_timeout_seconds=30.0,
+    part_bytes=64 << 10,
 )
 HASTY = PATIENT.model_copy(update={"attempt_timeout_seconds": 0.25})
 """Sends again while a stalled shard still works on the first attempt."""

@@ -83,7 +83,9 @@ def run_stop(seed: int, folder: Path) -> Outcome:
     return Outcome(seed, moment, refused, time.monotonic() - start)
 
 
-_QUICK = ClientConfig(attempt_timeout_seconds=2.0, recovery_timeout_seconds=0, connect_timeout_seconds=60)
+_QUICK = ClientConfig(
+    attempt_timeout_seconds=2.0, recovery_timeout_seconds=0, connect_timeout_seconds=60, refused_timeout_seconds=60
+)
 
 
 def _refused_by_the_zombie(client: Cluster, shard: int) -> int:

@@ -39,6 +39,7 @@ CONFIG = ClientConfig(
     attempt_timeout_seconds=ATTEMPT_SECONDS,
     recovery_timeout_seconds=120,
     connect_timeout_seconds=60,
+    refused_timeout_seconds=60,
     part_bytes=64 << 10,
 )
 

@@ -21,7 +21,9 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.service import ShardServer
 from geartrain.ams.specs import SGD
 
-CONFIG = ClientConfig(attempt_timeout_seconds=10, recovery_timeout_seconds=30, connect_timeout_seconds=30)
+CONFIG = ClientConfig(
+    attempt_timeout_seconds=10, recovery_timeout_seconds=30, connect_timeout_seconds=30, refused_timeout_seconds=30
+)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from geartrain.ams.storage.durable import Disk, disk
 from geartrain.ams.storage.kv import MemoryStore
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.grpc_status import abort
+from geartrain.ams.transport.silence import SilenceLog
 from geartrain.ams.writes import ClientStream, WriteStream
 
 Fate = Literal["deliver", "lose", "late", "lose reply", "twice", "and again later"]
@@ -300,6 +301,7 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
     """Put network, clock and disk in the place of the real ones."""
     patch.setattr(grpc, "insecure_channel", network.channel)
     patch.setattr(snapshot_module._Hold, "begin", lambda _: None)  # time does not pass while a snapshot is written
+    patch.setattr(SilenceLog, "ask", lambda *_: None)  # which measures real time
 
     def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
         patience._deadline = patience._deadline or clock.now + CONFIG.recovery_timeout_seconds
