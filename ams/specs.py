@@ -214,11 +214,12 @@ class TableSpec:
     initializer: Initializer = field(default_factory=Normal)
     """Value of a row that was never pushed or assigned."""
     seed: int = 0
-    """Seed of the initial values, an unsigned 64-bit integer."""
+    """Seed of the initial values and of stochastic rounding, an unsigned 64-bit integer."""
     dtype: DTypeName = "float32"
-    """Storage type of the rows; arithmetic is float32."""
+    """Storage type of the rows; arithmetic is float32. An update is rounded to 16 bits by chance, what is assigned to
+    the nearest."""
     slot_dtype: DTypeName = "float32"
-    """Storage type of the slots (momentum); Adam's are float32."""
+    """Storage type of the slots (momentum), rounded as the rows are; Adam's are float32."""
     incarnation: int = field(default=0, compare=False, repr=False)
     """Which table of this name it is, as the scheduler numbers them; 0: not known. Not part of what is agreed on."""
 
@@ -276,8 +277,13 @@ class TableSpec:
 
     @property
     def counts_updates(self) -> bool:
-        """Whether each row counts its own updates."""
-        return isinstance(self.optimizer, Adam)
+        """Whether each row counts its own updates: Adam needs the number, and rounding to 16 bits draws by it."""
+        return isinstance(self.optimizer, Adam) or (self.rounds and not self.counts_steps)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update is rounded to 16 bits, the row's or its slots', by chance."""
+        return self.dtype != "float32" or (self.has_slots and self.slot_dtype != "float32")
 
     @property
     def step_bytes(self) -> int:

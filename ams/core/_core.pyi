@@ -91,15 +91,25 @@ def gather_rows(
     rows: npt.NDArray[np.float32], numbers: npt.NDArray[np.int64], out: npt.NDArray[np.float32]
 ) -> None: ...
 def update_rows(
-    rows: npt.NDArray[np.float32],
-    slots: npt.NDArray[np.float32] | None,
+    *,
+    rows: npt.NDArray[Any],
+    dtype: int,
+    slots: npt.NDArray[Any] | None,
+    slot_dtype: int,
+    updates: npt.NDArray[np.int64] | None,
     numbers: npt.NDArray[np.int64] | None,
     gradients: npt.NDArray[np.float32],
+    first_id: int,
+    seed: int,
+    table_hash: int,
     rule: int,
     lr: float,
     scale: float,
     momentum: float,
     weight_decay: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
 ) -> int: ...
 def has_bfloat16_class_pass() -> bool: ...
 

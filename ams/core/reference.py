@@ -6,13 +6,12 @@ Shapes: N ids, D width of a row. Nothing here is fast.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.specs import DTYPES, SGD, Adam, Constant, Ids, Initializer, Momentum, Normal, RowOptimizerSpec
+from geartrain.ams.specs import SGD, Adam, Constant, Ids, Initializer, Momentum, Normal, RowOptimizerSpec
 
 U32, U64 = np.uint32, np.uint64
 Floats = npt.NDArray[np.float32]
@@ -34,11 +33,11 @@ def bucket_of(ids: Ids, dense: bool) -> Ids:
     return ids & 4095 if dense else (splitmix64(ids) >> U64(52)).astype(np.int64)
 
 
-def philox4x32(key: tuple[int, int], counters: Words) -> Words:
-    """Run Philox4x32-10 on counters [K, 4] and return words [K, 4] (Salmon et al., SC 2011). Exact."""
+def philox4x32(key: tuple[int, int], counters: Words, rounds: int = 10) -> Words:
+    """Run Philox4x32 on counters [K, 4] and return words [K, 4] (Salmon et al., SC 2011). Exact."""
     x0, x1, x2, x3 = (counters[:, i].astype(U64) for i in range(4))
     key0, key1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         product0, product1 = x0 * U64(0xD2511F53), x2 * U64(0xCD9E8D57)
         x0, x1 = (product1 >> U64(32)) ^ x1 ^ U64(key0), product1 & _LOW_32
         x2, x3 = (product0 >> U64(32)) ^ x3 ^ U64(key1), product0 & _LOW_32
@@ -139,48 +138,6 @@ def update(
     if isinstance(optimizer, Momentum) and optimizer.nesterov:
         return w - step_size * (direction + momentum * v), v
     return w - step_size * v, v
-
-
-@dataclass
-class ReferenceTable:
-    """A row table as a dict. Rows and slots are kept in their storage types; arithmetic is float32. Exact."""
-
-    dim: int
-    optimizer: RowOptimizerSpec
-    initializer: Initializer
-    seed: int
-    table_hash: int
-    dtype: str = "float32"
-    slot_dtype: str = "float32"
-    rows: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
-    slots: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
-
-    def row(self, row_id: int) -> npt.NDArray[Any]:
-        """The row [D], or its initial value; creates nothing."""
-        if row_id in self.rows:
-            return self.rows[row_id]
-        return initial_row(self.initializer, self.seed, self.table_hash, row_id, self.dim).astype(DTYPES[self.dtype])
-
-    def pull(self, ids: Ids) -> npt.NDArray[Any]:
-        """Rows [N, D]."""
-        return np.stack([self.row(int(i)) for i in ids]) if len(ids) else np.empty((0, self.dim), DTYPES[self.dtype])
-
-    def push(self, ids: Ids, gradients: npt.NDArray[Any], lr: float, scale: float = 1.0) -> int:
-        """Update the rows of distinct ids; return how many were created."""
-        before = len(self.rows)
-        for row_id, gradient in zip(ids.tolist(), gradients, strict=True):
-            slot = self.slots.get(row_id, np.zeros(self.dim, DTYPES[self.slot_dtype]))
-            row, slot = update(self.optimizer, self.row(row_id), slot, gradient, lr, scale)
-            self.rows[row_id], self.slots[row_id] = row.astype(DTYPES[self.dtype]), slot.astype(DTYPES[self.slot_dtype])
-        return len(self.rows) - before
-
-    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:
-        """Overwrite rows and forget their slots; return how many were created."""
-        before = len(self.rows)
-        for row_id, row in zip(ids.tolist(), rows, strict=True):
-            self.rows[row_id] = row.copy()
-            self.slots.pop(row_id, None)
-        return len(self.rows) - before
 
 
 def merge_duplicates(ids: Ids, rows: npt.NDArray[Any]) -> tuple[Ids, Ids, Floats]:

@@ -7,14 +7,14 @@ A row's slots are its first moments [D], then its second ones [D]; t is the row'
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core.reference import ReferenceTable
-from geartrain.ams.specs import DTYPES, Adam, Ids
+from geartrain.ams.core.reference_table import ReferenceTable
+from geartrain.ams.specs import Adam, Ids
 
 
 def power(base: float, exponent: int) -> float:
@@ -54,8 +54,6 @@ def adam_update(
 class AdamTable(ReferenceTable):
     """A table with Adam, as a dict. Exact."""
 
-    updates: dict[int, int] = field(default_factory=dict)
-
     def push(self, ids: Ids, gradients: npt.NDArray[Any], lr: float, scale: float = 1.0) -> int:
         """Update the rows of distinct ids; return how many were created."""
         assert isinstance(self.optimizer, Adam)
@@ -64,7 +62,7 @@ class AdamTable(ReferenceTable):
             slots = self.slots.get(row_id, np.zeros(2 * self.dim, np.float32))
             self.updates[row_id] = t = self.updates.get(row_id, 0) + 1
             row, slots = adam_update(self.optimizer, self.row(row_id), slots, t, gradient, lr, scale)
-            self.rows[row_id], self.slots[row_id] = row.astype(DTYPES[self.dtype]), slots
+            self.store(row_id, row, slots, t)
         return len(self.rows) - before
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core.reference import Floats, ReferenceTable, update
+from geartrain.ams.core.reference import Floats, update
+from geartrain.ams.core.reference_table import ReferenceTable
 from geartrain.ams.specs import DTYPES, Ids, SparseMomentum
 
 Matrix = tuple[float, float, float, float]
@@ -81,12 +82,13 @@ class ElapsedTable(ReferenceTable):
         now = len(self.lrs)
         for row_id, gradient in zip(ids.tolist(), gradients, strict=True):
             row, slot = self.caught_up(row_id)
-            if self.last.get(row_id, 0) > now:
+            late = self.last.get(row_id, 0) > now
+            if late:
                 direction = gradient.astype(np.float32) * np.float32(scale)
                 row, slot = row - np.float32(lr) * direction, slot + direction
             else:
                 row, slot = update(self.optimizer, row, slot, gradient, lr, scale)
-            self.rows[row_id], self.slots[row_id] = row.astype(DTYPES[self.dtype]), slot.astype(DTYPES[self.slot_dtype])
+            self.store(row_id, row, slot, now + 1, late=late)
             self.last[row_id] = now + 1
         if ends_step:
             self.lrs.append(lr)

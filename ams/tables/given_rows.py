@@ -1,4 +1,4 @@
-"""A table's float32 rows in arrays of the caller's: read and updated where they lie, without an index or a lock.
+"""A table's rows in arrays of the caller's: read and updated where they lie, without an index or a lock.
 
 Legend: L rows of the arrays, N of a call, D width. Row numbers are places in the arrays. Threads may work side by side
 on different rows.
@@ -6,12 +6,14 @@ on different rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core import _core
-from geartrain.ams.specs import Ids, TableSpec
-from geartrain.ams.tables.row_table import update_rule
+from geartrain.ams.core import _core, ops
+from geartrain.ams.specs import Adam, Ids, TableSpec
+from geartrain.ams.tables.row_table import table_hash, update_rule
 
 Rows = npt.NDArray[np.float32]
 
@@ -22,18 +24,29 @@ def gather(rows: Rows, numbers: Ids, out: Rows) -> None:
 
 
 def update(
-    spec: TableSpec, rows: Rows, slots: Rows | None, numbers: Ids | None, gradients: Rows, *, lr: float, scale: float
+    spec: TableSpec,
+    rows: npt.NDArray[Any],
+    slots: npt.NDArray[Any] | None,
+    numbers: Ids | None,
+    gradients: Rows,
+    *,
+    lr: float,
+    scale: float,
+    updates: Ids | None = None,
+    first_id: int = 0,
 ) -> int:
-    """Make one step of the table's optimizer, SGD, Momentum or SparseMomentum without elapsed steps.
+    """Make one step of the table's optimizer, any but SparseMomentum with elapsed steps; to the bits of a push.
 
     Args:
         spec: What the table is.
-        rows: [L, D].
-        slots: [L, D], or None for SGD.
+        rows: [L, D] of the table's dtype.
+        slots: [L, slot_dim], or None for SGD.
         numbers: [N], distinct, of the rows that have a gradient; None: all, in order.
         gradients: [N, D].
         lr: Learning rate of this step.
         scale: Factor of the gradients.
+        updates: [L], the number of each row's updates, for a table that counts them; else None.
+        first_id: Id of row 0; those of the others follow.
 
     Returns:
         How many rows were left as they were, with their slots, because a gradient or what it leads to is not finite.
@@ -42,6 +55,26 @@ def update(
         ValueError: shapes that do not fit, or a number outside [0, L).
     """
     rule, momentum = update_rule(spec.optimizer)
+    adam = spec.optimizer if isinstance(spec.optimizer, Adam) else None
+    row_bits, row_code = ops.as_bits(rows)
+    slot_bits, slot_code = (None, 0) if slots is None else ops.as_bits(slots, "slots")
     return _core.update_rows(
-        rows, slots, numbers, gradients, rule, lr, scale, momentum=momentum, weight_decay=spec.optimizer.weight_decay
+        rows=row_bits,
+        dtype=row_code,
+        slots=slot_bits,
+        slot_dtype=slot_code,
+        updates=updates,
+        numbers=numbers,
+        gradients=gradients,
+        first_id=first_id,
+        seed=spec.seed,
+        table_hash=table_hash(spec.name),
+        rule=rule,
+        lr=lr,
+        scale=scale,
+        momentum=momentum,
+        weight_decay=spec.optimizer.weight_decay,
+        beta1=adam.betas[0] if adam else 0.0,
+        beta2=adam.betas[1] if adam else 0.0,
+        epsilon=adam.eps if adam else 0.0,
     )

@@ -60,7 +60,8 @@ class StoredRows(NamedTuple):
     slots: npt.NDArray[Any] | None
     """[N, slot_dim]: the momentum; Adam's first moments, then its second ones; None for SGD."""
     steps: Ids | None
-    """[N]: the last step of each row, -1 for one that nothing moves; with Adam the number of its updates; else None."""
+    """[N]: the last step of each row, -1 for one that nothing moves; with Adam or 16 bits the number of its updates;
+    else None."""
 
 
 def table_hash(name: str) -> int:
@@ -346,7 +347,8 @@ class RowTable:
     ) -> int:
         """Write rows [N, D], slots [N, slot_dim], steps [N] as :meth:`read_frozen` gave them; return the rows created.
 
-        They do not count as written since the last freeze. Raises as :meth:`assign`.
+        They do not count as written since the last freeze. 16-bit rows of older snapshots come without steps, which
+        count as 0. Raises as :meth:`assign`.
         """
         ids = ops.checked_ids(ids)
         self._require_rows(rows, len(ids), "rows", self.spec.numpy_dtype)
@@ -355,13 +357,15 @@ class RowTable:
         if slots is not None:
             self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype], self.spec.slot_dim)
         counts = bool(self.spec.step_bytes)
+        if steps is None and self.spec.counts_updates and not isinstance(self.spec.optimizer, Adam):
+            steps = np.zeros(len(ids), np.int64)
         if (steps is not None) != counts or (steps is not None and len(steps) != len(ids)):
             raise InvalidRows(
                 f"table {self.spec.name!r} {'counts' if counts else 'does not count'} the steps of its "
                 f"rows; {'no' if steps is None else len(steps)} steps were given for {len(ids)} rows"
             )
-        if self.spec.counts_updates and slots is not None and steps is not None:
-            self._require_moments(slots[:, self.spec.dim :], steps)
+        if self.spec.counts_updates and steps is not None:
+            self._require_updates(slots, steps)
         try:
             return self._store.restore(
                 ids,
@@ -390,11 +394,16 @@ class RowTable:
         except ValueError as exc:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
-    def _require_moments(self, second: npt.NDArray[Any], updates: Ids) -> None:
-        if np.any(second < 0) or np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
+    def _require_updates(self, slots: npt.NDArray[Any] | None, updates: Ids) -> None:
+        is_adam = isinstance(self.spec.optimizer, Adam)
+        if is_adam and slots is not None and np.any(slots[:, self.spec.dim :] < 0):
             raise InvalidRows(
-                f"Adam's state of table {self.spec.name!r} holds a second moment below 0, or a number of updates "
-                f"outside [0, {_MOST_UPDATES}]; restore an undamaged snapshot"
+                f"Adam's state of table {self.spec.name!r} holds a second moment below 0; restore an undamaged snapshot"
+            )
+        if np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
+            raise InvalidRows(
+                f"the state of table {self.spec.name!r} holds a number of updates outside [0, {_MOST_UPDATES}]; "
+                "restore an undamaged snapshot"
             )
 
     def _require_rows(

@@ -14,7 +14,7 @@ import torch
 from geartrain.ams.errors import InvalidArgument
 from geartrain.ams.placement import MAX_SHARDS, NUM_BUCKETS
 from geartrain.ams.server.hosting import HELD_BYTES
-from geartrain.ams.specs import DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.specs import Adam, DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
 from geartrain.bridge.heads import held_rows, streamed_rows
 from geartrain.bridge.heads.batch import chunk_rows_for
 from geartrain.bridge.heads.chunk_pass import CompiledPass, parts_for
@@ -37,6 +37,8 @@ _DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
 _COMPUTE_BYTES = 4
 _ID_ARRAYS = 6
 """int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
+_ROUNDING_WIDTHS = 7
+"""Chunks of float32 that random bits and what they round take on a device, at most."""
 _PULL_WIDTHS, _HOSTED_WIDTHS, _RANK_WIDTHS = 12, 13, 9
 """Matrices [B, D] beside the sums: features, packed, target rows, gradients, and what of them the allocator keeps for
 the next step; measured, in the processes of the tests."""
@@ -258,7 +260,7 @@ class _Plan:
             most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
         parts = [("rows", most * self.spec.row_bytes, f"n·D·{self.spec.numpy_dtype.itemsize}, n = {most:,}")]
         if self.slot_bytes:
-            slots = "moments" if self.spec.counts_updates else "momentum"
+            slots = "moments" if isinstance(self.spec.optimizer, Adam) else "momentum"
             parts.append((f"slots ({slots})", most * self.slot_bytes, f"n·D·{self.slot_bytes // self.spec.dim}"))
         if self.spec.step_bytes:
             steps = "updates" if self.spec.counts_updates else "last steps (elapsed)"
@@ -342,16 +344,17 @@ class _Plan:
     def _rank_copies(self) -> float:
         """Chunks of float32 that a thread holds, and half a one for what the allocator keeps.
 
-        Those of the step: gradient, rows and slots, where 16 bits they are widened from and narrowed to. Rows of the
-        forward pass that cannot be read in place; the same scratch is what 16 bits are summed in.
+        On a CPU, where compiled code updates rows where they lie: the gradient, and rows of the forward pass that
+        cannot be read in place. Elsewhere those of the step too: rows and slots, and what 16 bits are rounded with.
         """
         picked, narrow = self.active < self.num_classes, self.spec.dtype != "float32"
+        if self.device.type == "cpu":
+            return 1.5 + (picked or narrow) + (picked and narrow)
         narrow_slots = bool(self.slot_bytes) and self.spec.slot_dtype != "float32"
-        if self.device.type == "cpu" and not narrow and not narrow_slots:  # compiled code updates rows where they lie
-            return 1.5 + picked
         in_step = 2 + bool(self.slot_bytes) + 0.5 * (narrow + narrow_slots)
         picked_from = picked * (1.5 * narrow + 0.5 * narrow_slots)
-        return 0.5 + in_step + picked_from + (picked or narrow or narrow_slots)
+        rounding = _ROUNDING_WIDTHS * (narrow or narrow_slots)
+        return 0.5 + in_step + picked_from + (picked or narrow or narrow_slots) + rounding
 
     def _sampled_ids(self, active: int) -> tuple[str, int, str]:
         ids = 0 if active == self.num_classes else _ID_ARRAYS * 8 * active

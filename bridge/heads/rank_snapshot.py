@@ -19,7 +19,7 @@ import torch
 
 from geartrain.ams.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement, split_by_shard
-from geartrain.ams.specs import Ids, TableSpec
+from geartrain.ams.specs import Adam, Ids, TableSpec
 from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
@@ -96,7 +96,7 @@ def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, v
 def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
     """Write this rank's rows, by the shard that would own them."""
     spec, link = table.spec, table.link
-    most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes))
+    most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes))
     ids = np.arange(table.first, table.stop, dtype=np.int64)
     share = -(-(spec.num_rows or 0) // link.world_size)
     first_block = link.rank * -(-share // most)  # blocks of a shard come from every rank
@@ -119,6 +119,8 @@ def _arrays(table: RankTable, ids: Ids) -> dict[str, np.ndarray]:
     arrays = {"ids": ids, "rows": as_numpy(table.rows_LD[numbers].cpu())}
     if table.slots_LD is not None:
         arrays["slots"] = as_numpy(table.slots_LD[numbers].cpu())
+    if table.updates_L is not None:
+        arrays["steps"] = as_numpy(table.updates_L[numbers].cpu())
     return arrays
 
 
@@ -157,12 +159,26 @@ def _read(table: RankTable, snapshot: Snapshot) -> None:
     for layer in reversed(layers_of(snapshot.chain(), table.spec.name)):  # the oldest first: what comes later holds
         for entry in layer.blocks(np.ones(NUM_BUCKETS, np.bool_)):
             arrays = layer.snapshot.read(entry)
-            ids, rows, slots = arrays["ids"], arrays["rows"], arrays.get("slots")
-            if (slots is None) == table.spec.has_slots or rows.shape != (len(ids), table.spec.dim):
-                raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {table.spec}")
+            ids, rows, slots, steps = arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps")
+            _require_fit(table, entry, snapshot, arrays)
             mine = layer.buckets[bucket_of(ids, dense=True)] & (ids >= table.first) & (ids < table.stop)
-            numbers = torch.from_numpy(ids[mine] - table.first).to(table.device)
-            slots_ND = None
-            if slots is not None and table.slots_LD is not None:
-                slots_ND = as_tensor(slots[mine], table.slots_LD.dtype)
-            table.write(numbers, as_tensor(rows[mine], table.rows_LD.dtype), slots_ND)
+            table.restore(
+                torch.from_numpy(ids[mine] - table.first).to(table.device),
+                as_tensor(rows[mine], table.rows_LD.dtype),
+                None if slots is None or table.slots_LD is None else as_tensor(slots[mine], table.slots_LD.dtype),
+                None if steps is None else torch.from_numpy(steps[mine]),
+            )
+
+
+def _require_fit(table: RankTable, entry: FileEntry, snapshot: Snapshot, arrays: Mapping[str, Any]) -> None:
+    spec, slots, steps = table.spec, arrays.get("slots"), arrays.get("steps")
+    num = len(arrays["ids"])
+    fits = (
+        arrays["rows"].shape == (num, spec.dim)
+        and (slots is None or slots.shape == (num, spec.slot_dim))
+        and (slots is not None) == spec.has_slots
+        and (steps is None or (spec.counts_updates and steps.shape == (num,)))
+        and (steps is not None or not isinstance(spec.optimizer, Adam))
+    )
+    if not fits:
+        raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}")

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from geartrain.ams.errors import InvalidArgument, NonFinite
 from geartrain.ams.messages import Done, SyncGroup
-from geartrain.ams.specs import SGD, Ids, Momentum, SparseMomentum, TableSpec
+from geartrain.ams.specs import SGD, Adam, Ids, Momentum, SparseMomentum, TableSpec
 from geartrain.ams.tables import given_rows
-from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.bridge.heads.batch import Workspace
 from geartrain.bridge.heads.rank_link import RankLink
 from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.tables import TORCH_DTYPES, as_numpy
+from geartrain.bridge.heads.torch_rounding import ROW, SLOT, round_rows, rounding_key
 
 BLOCK_BYTES = 8 << 20
 _HUGE_PAGE = 2 << 20
@@ -41,8 +42,8 @@ def class_range(num_classes: int, world_size: int, rank: int) -> tuple[int, int]
 class RankTable:
     """The rows of classes ``first`` … ``stop`` − 1, with their slots, on ``device``.
 
-    Memory: L · D · (bytes of a row's value + bytes of a slot's). The first values are those of an AMS table of the same
-    specification, whatever the number of ranks.
+    Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam or 16 bits. The first values are
+    those of an AMS table of the same specification, whatever the number of ranks.
     """
 
     def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
@@ -53,12 +54,17 @@ class RankTable:
         with torch.inference_mode(False):
             self.rows_LD = _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.dtype], device)
             self.slots_LD = (
-                _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.slot_dtype], device) if spec.has_slots else None
+                _empty(self.num_local, spec.slot_dim, TORCH_DTYPES[spec.slot_dtype], device) if spec.has_slots else None
             )
+            self.updates_L = (
+                torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.counts_updates else None
+            )
+            """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
         self.pool = BufferPool()
         """Of memory beside the rows, on their device."""
+        self._key = rounding_key(spec.seed, table_hash(spec.name))
         self._counting = threading.Lock()
         self.write_initial_values()
 
@@ -77,11 +83,14 @@ class RankTable:
         self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
         self.pool = BufferPool()
         self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
+        self.updates_L = None if self.updates_L is None else self.updates_L.to(device)
 
     def write_initial_values(self) -> None:
-        """Overwrite every row by its initial value, and the slots by zero."""
+        """Overwrite every row by its initial value, the slots and the numbers of updates by zero."""
         if self.slots_LD is not None:
             self.slots_LD.zero_()
+        if self.updates_L is not None:
+            self.updates_L.zero_()
         initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
         block = max(1, BLOCK_BYTES // self.spec.row_bytes)
         for start in range(0, self.num_local, block):
@@ -123,14 +132,20 @@ class RankTable:
         if not bool(torch.isfinite(values).all()):
             raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
         places, numbers = self.local(ids)
-        self.write(numbers, values[torch.from_numpy(places)], None)
+        self.rows_LD[numbers] = values[torch.from_numpy(places)].to(self.device)
+        if self.slots_LD is not None:
+            self.slots_LD[numbers] = 0
+        if self.updates_L is not None and isinstance(self.spec.optimizer, Adam):
+            self.updates_L[numbers] = 0  # others only round by it, and not twice alike
         return Done()
 
-    def write(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
-        """Overwrite rows and their slots (None: zero)."""
+    def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, updates_N: Tensor | None) -> None:
+        """Overwrite rows, their slots and their numbers of updates (None: 0, as older snapshots of 16 bits mean)."""
         self.rows_LD[numbers] = rows_ND.to(self.device)
-        if self.slots_LD is not None:
-            self.slots_LD[numbers] = 0 if slots_ND is None else slots_ND.to(self.device)
+        if self.slots_LD is not None and slots_ND is not None:
+            self.slots_LD[numbers] = slots_ND.to(self.device)
+        if self.updates_L is not None:
+            self.updates_L[numbers] = 0 if updates_N is None else updates_N.to(self.device)
 
     def load(self, work: Workspace, place: Place, *, name: str) -> Tensor:
         """A copy of rows [N, D] in the compute dtype, as scratch called ``name``."""
@@ -153,42 +168,79 @@ class RankTable:
     def update(self, work: Workspace, place: Place, gradient_ND: Tensor, lr: float, scale: Tensor) -> None:
         """One step of the optimizer with ``scale`` (0-dim) times the gradient, which is overwritten.
 
-        The formulas of ``ams/core/reference.py``, in the compute dtype. A row that would leave the range of its storage
-        type stays as it is, with its slot, and is counted in ``refused``.
+        The formulas of ``ams/core/reference.py``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
+        row that would leave the range of its storage type stays as it is, with its slot, and is counted in ``refused``.
         """
-        if all(_is_compiled(one) for one in (self.rows_LD, self.slots_LD, gradient_ND) if one is not None):
+        if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
             self._update_compiled(place, gradient_ND, lr, float(scale))
             return
         gradient_ND.mul_(scale)
         rows_ND = self.load(work, place, name="updated rows")
+        updates_N = None if self.updates_L is None else self.updates_L[place] + 1
         optimizer = self.spec.optimizer
         if optimizer.weight_decay:
             gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
-        if self.slots_LD is None or not isinstance(optimizer, Momentum | SparseMomentum):
-            self._store(work, place, _as_stored(work, rows_ND.add_(gradient_ND, alpha=-lr), self.rows_LD), None)
-            return
-        slots_ND = self._loaded(work, self.slots_LD, place, "slots")
-        slots_ND.mul_(optimizer.momentum).add_(gradient_ND)
-        if isinstance(optimizer, Momentum) and optimizer.nesterov:
-            rows_ND.add_(gradient_ND.add_(slots_ND, alpha=optimizer.momentum), alpha=-lr)
-        else:
-            rows_ND.add_(slots_ND, alpha=-lr)
-        rows_ND = _as_stored(work, rows_ND, self.rows_LD)
-        self._store(work, place, rows_ND, _as_stored(work, slots_ND, self.slots_LD, "slots to store"))
+        slots_ND = None
+        if self.slots_LD is not None:
+            slots_ND = self._loaded(work, self.slots_LD, place, "slots")
+        if slots_ND is None:
+            rows_ND.add_(gradient_ND, alpha=-lr)
+        elif isinstance(optimizer, Adam):
+            assert updates_N is not None
+            _adam_step(optimizer, rows_ND, slots_ND, gradient_ND, lr, updates_N)
+        elif isinstance(optimizer, Momentum | SparseMomentum):
+            slots_ND.mul_(optimizer.momentum).add_(gradient_ND)
+            is_nesterov = isinstance(optimizer, Momentum) and optimizer.nesterov
+            step_ND = gradient_ND.add_(slots_ND, alpha=optimizer.momentum) if is_nesterov else slots_ND
+            rows_ND.add_(step_ND, alpha=-lr)
+        rows_ND = self._as_stored(work, place, updates_N, rows_ND, self.rows_LD, ROW)
+        if slots_ND is not None and self.slots_LD is not None:
+            slots_ND = self._as_stored(work, place, updates_N, slots_ND, self.slots_LD, SLOT)
+        self._store(work, place, rows_ND, slots_ND, updates_N)
 
     def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
-        rows_LD, slots_LD, numbers = self.rows_LD, self.slots_LD, None
+        rows_LD, slots_LD, updates_L, numbers, first = self.rows_LD, self.slots_LD, self.updates_L, None, self.first
         if isinstance(place, slice):
-            rows_LD, slots_LD = rows_LD[place], None if slots_LD is None else slots_LD[place]
+            first += place.indices(self.num_local)[0]
+            rows_LD = rows_LD[place]
+            slots_LD = None if slots_LD is None else slots_LD[place]
+            updates_L = None if updates_L is None else updates_L[place]
         else:
             numbers = place.numpy()
-        slots = None if slots_LD is None else slots_LD.numpy()
-        refused = given_rows.update(self.spec, rows_LD.numpy(), slots, numbers, gradient_ND.numpy(), lr=lr, scale=scale)
+        refused = given_rows.update(
+            self.spec,
+            as_numpy(rows_LD),
+            None if slots_LD is None else as_numpy(slots_LD),
+            numbers,
+            gradient_ND.numpy(),
+            lr=lr,
+            scale=scale,
+            updates=None if updates_L is None else updates_L.numpy(),
+            first_id=first,
+        )
         if refused:
             with self._counting:
                 self.refused += refused
 
-    def _store(self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None) -> None:
+    def _as_stored(
+        self, work: Workspace, place: Place, updates_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
+    ) -> Tensor:
+        """The values in the storage type of ``stored_LD``."""
+        if values_ND.dtype == stored_LD.dtype:
+            return values_ND
+        if stored_LD.dtype == torch.float32 or updates_N is None:
+            name = f"part {part} to store"
+            return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
+        if isinstance(place, slice):
+            numbers_N = torch.arange(*place.indices(self.num_local), device=self.device)
+        else:
+            numbers_N = place
+        ids_N = numbers_N + self.first
+        return round_rows(values_ND, stored_LD.dtype, key=self._key, ids_N=ids_N, numbers_N=updates_N, part=part)
+
+    def _store(
+        self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None, updates_N: Tensor | None
+    ) -> None:
         total_N = _sums(work, rows_ND)
         if slots_ND is not None:
             total_N += _sums(work, slots_ND)
@@ -199,20 +251,33 @@ class RankTable:
             rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[place], rows_ND)
             if slots_ND is not None and self.slots_LD is not None:
                 slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[place], slots_ND)
+            if updates_N is not None:
+                updates_N = updates_N - bad_N.to(updates_N.dtype)
         _put(self.rows_LD, place, rows_ND)
         if slots_ND is not None and self.slots_LD is not None:
             _put(self.slots_LD, place, slots_ND)
+        if updates_N is not None and self.updates_L is not None:
+            _put(self.updates_L, place, updates_N)
+
+
+def _adam_step(
+    optimizer: Adam, rows_ND: Tensor, slots_ND: Tensor, gradient_ND: Tensor, lr: float, updates_N: Tensor
+) -> None:
+    """Update rows and moments [N, 2 D] in place as update number ``updates_N``; ``ams/core/reference_adam.py``."""
+    beta1, beta2 = optimizer.betas
+    first_ND, second_ND = slots_ND.chunk(2, dim=1)
+    first_ND.mul_(beta1).add_(gradient_ND, alpha=1 - beta1)
+    second_ND.mul_(beta2).addcmul_(gradient_ND, gradient_ND, value=1 - beta2)
+    t_N = updates_N.double()
+    step_N = (lr / (1 - beta1**t_N)).to(rows_ND.dtype)
+    inverse_root_N = (1 - beta2**t_N).rsqrt().to(rows_ND.dtype)
+    divisor_ND = torch.sqrt(second_ND, out=gradient_ND).mul_(inverse_root_N.unsqueeze(1)).add_(optimizer.eps)
+    rows_ND.sub_(torch.div(first_ND, divisor_ND, out=gradient_ND).mul_(step_N.unsqueeze(1)))
 
 
 def _is_compiled(tensor: Tensor) -> bool:
-    """Whether compiled code reads and writes it; PyTorch does what is on a device, or in 16 bits."""
+    """Whether compiled code reads it; PyTorch does what is on a device, or in 16 bits."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
-
-
-def _as_stored(work: Workspace, values_ND: Tensor, stored_LD: Tensor, name: str = "rows to store") -> Tensor:
-    if values_ND.dtype == stored_LD.dtype:
-        return values_ND
-    return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
 
 
 def _sums(work: Workspace, values_ND: Tensor) -> Tensor:
@@ -248,10 +313,9 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 def require_supported(spec: TableSpec) -> None:
     optimizer = spec.optimizer
-    known = isinstance(optimizer, SGD | Momentum | SparseMomentum)
-    untouched = getattr(optimizer, "untouched", "freeze")
-    if not known or untouched != "freeze":
+    known = isinstance(optimizer, SGD | Momentum | SparseMomentum | Adam)
+    if not known or spec.counts_steps:
         raise InvalidArgument(
-            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, or SparseMomentum with "
-            "untouched='freeze'; other optimizers need rows='pull'"
+            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, Adam, or SparseMomentum with "
+            "untouched='freeze'; untouched='elapsed' needs rows='pull' or 'hosted'"
         )

@@ -1,9 +1,11 @@
 #include "given_rows.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "lookahead.hpp"
+#include "rounding.hpp"
 
 namespace geartrain {
 
@@ -15,33 +17,63 @@ void gather_rows(const float* rows, int64_t dim, const int64_t* numbers, int64_t
       [&](int64_t i) { std::copy_n(rows + numbers[i] * dim, dim, out + i * dim); });
 }
 
-int64_t update_rows(float* rows, float* slots, int64_t dim, const int64_t* numbers, int64_t count, const float* gradients,
-                    Rule rule, StepFactors factors) {
+namespace {
+
+// Whether a value of this magnitude stays finite in a storage type. The bits of NaN are above those of infinity.
+bool stays_finite(uint32_t magnitude_bits, DType dtype) {
+  uint32_t stored = 0;
+  float back = 0;
+  const float value = std::bit_cast<float>(magnitude_bits);
+  kernels().store[static_cast<int>(dtype)](&stored, &value, 1);
+  kernels().load[static_cast<int>(dtype)](&back, &stored, 1);
+  return std::bit_cast<uint32_t>(back) < kInfinityBits;
+}
+
+}  // namespace
+
+int64_t update_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step) {
   DefaultFloatMode float_mode;
-  const auto update = kernels().update[static_cast<int>(rule)];
-  const size_t width = static_cast<size_t>(dim);
-  std::vector<float> row(width), slot(width);
+  const Kernels& k = kernels();
+  const size_t width = static_cast<size_t>(given.dim), slot_width = step.rule == Rule::adam ? 2 * width : width;
+  const size_t row_bytes = width * item_bytes(given.dtype), slot_bytes = slot_width * item_bytes(given.slot_dtype);
+  const int row_type = static_cast<int>(given.dtype), slot_type = static_cast<int>(given.slot_dtype);
+  const auto update = step.rule == Rule::adam ? nullptr : k.update[static_cast<int>(step.rule)];
+  std::vector<float> row(width), slot(slot_width);
   int64_t refused = 0;
-  const auto place = [&](int64_t i) { return (numbers != nullptr ? numbers[i] : i) * dim; };
+  const auto number_of = [&](int64_t i) { return static_cast<size_t>(numbers != nullptr ? numbers[i] : i); };
   const Lookahead lookahead;
-  const size_t bytes = width * sizeof(float);
   lookahead.each(
-      count, slots != nullptr ? 2 * bytes : bytes,
+      count, given.slots != nullptr ? row_bytes + slot_bytes : row_bytes,
       [&](int64_t i) {
-        lookahead.ask(Use::update, rows + place(i), bytes);
-        if (slots != nullptr) lookahead.ask(Use::update, slots + place(i), bytes);
+        lookahead.ask(Use::update, given.rows + number_of(i) * row_bytes, row_bytes);
+        if (given.slots != nullptr) lookahead.ask(Use::update, given.slots + number_of(i) * slot_bytes, slot_bytes);
+        if (given.updates != nullptr) lookahead.ask(Use::update, given.updates + number_of(i), sizeof(int64_t));
       },
       [&](int64_t i) {
-        const int64_t at = place(i);
-        std::copy_n(rows + at, dim, row.data());
-        if (slots != nullptr) std::copy_n(slots + at, dim, slot.data());
-        const Largest largest = update(row.data(), slot.data(), gradients + i * dim, width, factors);
-        if (largest.row >= kInfinityBits || (slots != nullptr && largest.slot >= kInfinityBits)) {
+        const size_t at = number_of(i);
+        char *row_at = given.rows + at * row_bytes, *slot_at = given.slots != nullptr ? given.slots + at * slot_bytes : nullptr;
+        const float* gradient = gradients + i * given.dim;
+        const int64_t t = given.updates != nullptr ? given.updates[at] + 1 : 0;
+        k.load[row_type](row.data(), row_at, width);
+        if (slot_at != nullptr) k.load[slot_type](slot.data(), slot_at, slot_width);
+        bool is_finite = false;
+        if (step.rule == Rule::adam) {
+          const AdamLargest largest = adam_update()(row.data(), slot.data(), slot.data() + width, gradient, width,
+                                                    adam_factors(step.adam, step.factors, t));
+          is_finite = stays_finite(largest.row, given.dtype) && largest.first < kInfinityBits && largest.second < kInfinityBits;
+        } else {
+          const Largest largest = update(row.data(), slot.data(), gradient, width, step.factors);
+          is_finite = stays_finite(largest.row, given.dtype) && (slot_at == nullptr || stays_finite(largest.slot, given.slot_dtype));
+        }
+        if (!is_finite) {
           ++refused;
           return;
         }
-        std::copy_n(row.data(), dim, rows + at);
-        if (slots != nullptr) std::copy_n(slot.data(), dim, slots + at);
+        const int64_t id = given.first_id + static_cast<int64_t>(at);
+        store_rounded(given.dtype, row_at, row.data(), width, {given.rounding_key, id, t, Part::row});
+        if (slot_at != nullptr)
+          store_rounded(given.slot_dtype, slot_at, slot.data(), slot_width, {given.rounding_key, id, t, Part::slot});
+        if (given.updates != nullptr) given.updates[at] = t;
       });
   return refused;
 }

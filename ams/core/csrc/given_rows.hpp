@@ -1,18 +1,36 @@
-// float32 rows that lie in somebody else's array, by their numbers: [L, D], row i at i * D. Threads may work on other rows.
+// Rows that lie in somebody else's array, by their numbers: [L, D], row i at i * D. Threads may work on other rows.
 #pragma once
 
 #include <cstdint>
 
+#include "adam.hpp"
+#include "common.hpp"
 #include "kernels.hpp"
 
 namespace geartrain {
 
+struct GivenRows {
+  char* rows;        // [L, D] of dtype
+  char* slots;       // [L, D], of adam [L, 2 D], of slot_dtype; null: the rule has none
+  int64_t* updates;  // [L], how often each row was updated; null where neither adam nor 16 bits count it
+  int64_t dim;
+  DType dtype;
+  DType slot_dtype;
+  int64_t first_id;  // of row 0; the next ones follow
+  uint64_t rounding_key;
+};
+
+struct GivenStep {
+  Rule rule;
+  StepFactors factors;
+  AdamSettings adam;  // of Rule::adam
+};
+
 // out[i] = rows[numbers[i]], [N, D].
 void gather_rows(const float* rows, int64_t dim, const int64_t* numbers, int64_t count, float* out);
 
-// One push to distinct rows and their slots (null: the rule has none); numbers null: rows 0 .. count-1. What would not be
-// finite afterwards, or has a gradient that is not, stays as it is, row and slot. Returns how many rows did.
-int64_t update_rows(float* rows, float* slots, int64_t dim, const int64_t* numbers, int64_t count, const float* gradients,
-                    Rule rule, StepFactors factors);
+// One push to distinct rows and their slots; numbers null: rows 0 .. count-1. What would not be finite afterwards, or has a
+// gradient that is not, stays as it is, row, slot and number of updates. Returns how many rows did.
+int64_t update_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step);
 
 }  // namespace geartrain

@@ -42,4 +42,38 @@ GEARTRAIN_INLINE uint16_t to_float16(float value) {
   return static_cast<uint16_t>(half | sign);
 }
 
+// Bits of the largest finite values, as float32.
+inline constexpr int32_t kLargestFloat16 = 0x477FE000, kLargestBfloat16 = 0x7F7F0000;
+
+// Stochastic rounding by a draw of 16 random bits: away from zero with a chance that is the part cut off. What the type has stays.
+// The magnitude must be less than the largest finite one.
+GEARTRAIN_INLINE uint16_t round_small_bfloat16(float value, uint16_t draw) {
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + draw) >> 16);
+}
+
+GEARTRAIN_INLINE uint16_t round_small_float16(float value, uint16_t draw) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  const bool is_subnormal = magnitude < 0x38800000u;
+  const uint32_t normal = (magnitude - 0x38000000u + (draw >> 3)) >> 13;
+  // In units of 2^-40: the 16 lowest bits are cut off.
+  const float small = std::bit_cast<float>(is_subnormal ? magnitude : 0u) * 0x1p40f;
+  const uint32_t subnormal = static_cast<uint32_t>(static_cast<int32_t>(small) + draw) >> 16;
+  return static_cast<uint16_t>((is_subnormal ? subnormal : normal) | sign);
+}
+
+// Of any value: what round to nearest makes infinite or NaN becomes that; nothing else becomes infinite.
+GEARTRAIN_INLINE uint16_t round_bfloat16(float value, uint16_t draw) {
+  const int32_t magnitude = std::bit_cast<int32_t>(value) & 0x7FFFFFFF;
+  return magnitude < kLargestBfloat16 ? round_small_bfloat16(value, draw)
+         : magnitude < 0x7F7F8000     ? static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16)
+                                      : to_bfloat16(value);
+}
+
+GEARTRAIN_INLINE uint16_t round_float16(float value, uint16_t draw) {
+  const int32_t magnitude = std::bit_cast<int32_t>(value) & 0x7FFFFFFF;
+  return magnitude < kLargestFloat16 ? round_small_float16(value, draw) : to_float16(value);  // 65,504 or infinity, NaN
+}
+
 }  // namespace geartrain

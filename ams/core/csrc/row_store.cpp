@@ -70,6 +70,7 @@ const char* row_of(const char* rows, int64_t index, size_t row_bytes) {
 
 RowStore::RowStore(const RowStoreSpec& spec)
     : spec_(spec),
+      rounding_key_(rounding_key(spec.initial.seed, spec.initial.table_hash)),
       directory_(directory_for(spec)),
       rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)), most_positions(directory_)),
       bounds_{rounded(static_cast<float>(spec.initial.bound()), spec.dtype), 0.0f} {
@@ -204,6 +205,7 @@ void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t position) co
   if (position < 0) return;
   lookahead.ask(use, rows_.at(position), row_bytes());
   if (slots_) lookahead.ask(use, slots_->at(position), slot_bytes());
+  if (use == Use::update && spec_.counts_updates()) lookahead.ask(use, row_steps_->at(position), step_bytes());
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
@@ -299,8 +301,8 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
         end - begin, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
-          update_one(position, row_of(values, begin + i, gradient_bytes), dtype, factors, catch_up ? &*catch_up : nullptr,
-                     buffer, seen);
+          update_one(position, ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, factors,
+                     catch_up ? &*catch_up : nullptr, buffer, seen);
         });
     bounds[static_cast<size_t>(thread)] = seen;
   });
@@ -310,7 +312,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   }
   for (const Bounds& seen : bounds)
     bounds_ = {std::max(bounds_.row, seen.row), std::max(bounds_.slot, seen.slot), std::max(bounds_.second, seen.second)};
-  bounds_ = {rounded(bounds_.row, spec_.dtype), rounded(bounds_.slot, spec_.slot_dtype), bounds_.second};
+  bounds_ = {rounded_up(bounds_.row, spec_.dtype), rounded_up(bounds_.slot, spec_.slot_dtype), bounds_.second};
   return created;
 }
 
@@ -398,8 +400,8 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
 }
 
 // Half types pass through float32 buffers: [0, D) row, [D, 2D) slot, [2D, 3D) gradient. Slots of adam are float32.
-void RowStore::update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
-                          float* buffer, Bounds& bounds) {
+void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DType dtype, StepFactors factors,
+                          const CatchUp* catch_up, float* buffer, Bounds& bounds) {
   const size_t dim = static_cast<size_t>(spec_.dim);
   char *row = rows_.at(position), *slot = slots_ ? slots_->at(position) : nullptr;
   const Kernels& k = kernels();
@@ -428,9 +430,10 @@ void RowStore::update_one(int64_t position, const char* gradient, DType dtype, S
     largest = update_values(weights, velocity, direction, factors, updates_of(position));
   }
   if (spec_.counts_updates()) ++row_step(position);
+  const int64_t number = row_steps_ ? row_step(position) : 0;  // of this update, from 1; with a window of its step
   bounds = {std::max(bounds.row, largest.row), std::max(bounds.slot, largest.slot), std::max(bounds.second, largest.second)};
-  if (!wide_row) k.store[row_type](row, weights, dim);
-  if (!wide_slot) k.store[slot_type](slot, velocity, dim);
+  if (!wide_row) store_rounded(spec_.dtype, row, weights, dim, draw_of(id, number, late ? Part::late_row : Part::row));
+  if (!wide_slot) store_rounded(spec_.slot_dtype, slot, velocity, dim, draw_of(id, number, late ? Part::late_slot : Part::slot));
 }
 
 int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
@@ -463,7 +466,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
         std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
         if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
         if (steps_) last_step(positions[i]) = steps_->moves_rows_at_rest() ? steps_->now() : kResting;
-        if (spec_.counts_updates()) row_step(positions[i]) = 0;
+        if (spec_.rule == Rule::adam) row_step(positions[i]) = 0;  // others only round by it, and not twice alike
       });
   return created;
 }

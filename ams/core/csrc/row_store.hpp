@@ -15,6 +15,7 @@
 #include "initial_values.hpp"
 #include "kernels.hpp"
 #include "lookahead.hpp"
+#include "rounding.hpp"
 #include "slabs.hpp"
 #include "step_history.hpp"
 
@@ -36,7 +37,9 @@ struct RowStoreSpec {
 
   // Numbers of a row's slots: adam keeps the first moments, then the second ones.
   int64_t slot_dim() const { return rule == Rule::sgd ? 0 : rule == Rule::adam ? 2 * dim : dim; }
-  bool counts_updates() const { return rule == Rule::adam; }
+  // Whether an update is rounded to fewer bits than it was computed in.
+  bool rounds() const { return dtype != DType::float32 || (rule != Rule::sgd && slot_dtype != DType::float32); }
+  bool counts_updates() const { return rule == Rule::adam || (rounds() && window == 0); }
 };
 
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
@@ -72,7 +75,7 @@ class RowStore {
   int64_t freeze(bool only_touched);
   bool is_frozen() const;
   // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (of sgd: null)
-  // and row steps [most] (last steps with a window, updates with adam, else null). They are as they lie, not caught up.
+  // and row steps [most] (last steps with a window, updates with adam or 16 bits, else null). They are as they lie, not caught up.
   // Returns how many; 0: that was all.
   int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps);
   // Ends the freeze. If what was read is not kept, its rows count as touched again.
@@ -114,7 +117,7 @@ class RowStore {
                 const CatchUp* catch_up) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);
-  void update_one(int64_t position, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
+  void update_one(int64_t position, int64_t id, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
                   float* buffer, Bounds& bounds);
   // Updates a float32 row and its slots that had `updates` updates before.
   Bounds update_values(float* row, float* slot, const float* gradient, StepFactors factors, int64_t updates) const;
@@ -144,11 +147,14 @@ class RowStore {
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
 
+  Draw draw_of(int64_t id, int64_t number, Part part) const { return {rounding_key_, id, number, part}; }
+
   RowStoreSpec spec_;
+  uint64_t rounding_key_;
   Directory directory_;
   SlabArray rows_;
   std::optional<SlabArray> slots_;
-  std::optional<SlabArray> row_steps_;  // int64 by position: with a window its last step, with adam the number of its updates
+  std::optional<SlabArray> row_steps_;  // int64 by position: with a window its last step, else the number of its updates
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
   int64_t sweep_began_ = 0;  // the step at which it was at position 0

@@ -107,8 +107,9 @@ void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* 
     k.load[static_cast<int>(spec_.dtype)](buffer, row, dim);
     k.load[static_cast<int>(spec_.slot_dtype)](buffer + dim, slot, dim);
     if (const Elapsed* elapsed = catch_up.of(last_step(position))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
-    k.store[static_cast<int>(spec_.dtype)](row, buffer, dim);
-    k.store[static_cast<int>(spec_.slot_dtype)](slot, buffer + dim, dim);
+    const int64_t id = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
+    store_rounded(spec_.dtype, row, buffer, dim, draw_of(id, catch_up.now(), Part::row));
+    store_rounded(spec_.slot_dtype, slot, buffer + dim, dim, draw_of(id, catch_up.now(), Part::slot));
     raise(bounds_.row, spec_.dtype, row);
     const bool moves = raise(bounds_.slot, spec_.slot_dtype, slot) || steps_->moves_rows_at_rest();
     last_step(position) = moves ? catch_up.now() : kResting;

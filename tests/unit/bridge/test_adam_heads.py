@@ -15,13 +15,13 @@ CLASSES, DIM, BATCH, STEPS = 3_000, 8, 16, 4
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rows": "pull"}, {"rows": "pull", "rows_cache_bytes": 0}, {"rows": "hosted"}],
-    ids=["held", "streamed", "hosted"],
+    [{"rows": "pull"}, {"rows": "pull", "rows_cache_bytes": 0}, {"rows": "hosted"}, {"rows": "ranks"}],
+    ids=["held", "streamed", "hosted", "ranks"],
 )
 def test_a_head_with_adam_trains_as_a_linear_layer_does(settings: dict[str, Any]) -> None:
     with gt.local(num_shards=2) as cluster:
         head = gt.ClassHead(
-            cluster,
+            None if settings["rows"] == "ranks" else cluster,
             "t",
             num_classes=CLASSES,
             dim=DIM,
@@ -46,6 +46,8 @@ def test_a_head_with_adam_trains_as_a_linear_layer_does(settings: dict[str, Any]
         torch.testing.assert_close(head.weights().double(), weights.detach(), rtol=1e-3, atol=1e-5)
 
 
-def test_rows_on_ranks_have_no_adam() -> None:
-    with pytest.raises(gt.errors.InvalidArgument, match="other optimizers need rows='pull'"):
-        gt.ClassHead(None, "t", num_classes=10, dim=2, optimizer=gt.Adam(), rows="ranks")
+def test_rows_on_ranks_have_no_elapsed_momentum() -> None:
+    with pytest.raises(gt.errors.InvalidArgument, match="untouched='elapsed' needs rows='pull' or 'hosted'"):
+        gt.ClassHead(
+            None, "t", num_classes=10, dim=2, optimizer=gt.SparseMomentum(0.1, untouched="elapsed"), rows="ranks"
+        )

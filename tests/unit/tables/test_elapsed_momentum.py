@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.core.reference import ReferenceTable
 from geartrain.ams.core.reference_elapsed import ElapsedTable
+from geartrain.ams.core.reference_table import ReferenceTable
 from geartrain.ams.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.specs import DTYPES, DTypeName, Ids, Normal, SparseMomentum, TableSpec
 from geartrain.ams.tables.row_table import RowTable, TableSteps, table_hash

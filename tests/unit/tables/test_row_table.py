@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.core import ops, reference
+from geartrain.ams.core.reference_table import ReferenceTable
 from geartrain.ams.specs import DTYPES, SGD, DTypeName, Momentum, Normal, RowOptimizerSpec, SparseMomentum, TableSpec
 from geartrain.ams.tables.row_table import RowTable, table_hash
 
@@ -39,11 +40,11 @@ def make(
     dtype: DTypeName = "float32",
     slot_dtype: DTypeName = "float32",
     owned: np.ndarray = ALL_BUCKETS,
-) -> tuple[RowTable, reference.ReferenceTable]:
+) -> tuple[RowTable, ReferenceTable]:
     spec = TableSpec(
         name="t", dim=dim, optimizer=optimizer, num_rows=num_rows, dtype=dtype, slot_dtype=slot_dtype, seed=3
     )
-    theirs = reference.ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype, slot_dtype)
+    theirs = ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype, slot_dtype)
     return RowTable(spec, owned), theirs
 
 
