@@ -59,19 +59,23 @@ class GearUpdate(PendingUpdate[GearGradient]):
     repeats the numbers of the steps that it repeats, and they are not counted twice.
     """
 
-    def __init__(self, table: ReadableTable, port: GearPort, source: str, incarnation: int) -> None:
+    def __init__(
+        self, table: ReadableTable, port: GearPort, source: str, incarnation: int, *, trains_here: bool
+    ) -> None:
         super().__init__()
         self.table = table
         self._port = port
         self._source = source
         self._incarnation = incarnation
         self._delivery: Delivery | None = None
-        self._table_incarnation = incarnation_of(table)
+        self._trained_here = incarnation_of(table) if trains_here else None
 
     def require_present(self) -> None:
-        """Raise TableNotFound if the dense table was restored since the slow gear was made: it keeps features, counts
-        and gradients of the time before."""
-        if incarnation_of(self.table) != self._table_incarnation:
+        """Raise TableNotFound if the dense table was restored since a slow gear of this process was made, which keeps
+        features, counts and gradients of the time before; of those of others, since the pending gradients were."""
+        if self._trained_here is None:
+            super().require_present()
+        elif incarnation_of(self.table) != self._trained_here:
             raise TableNotFound(
                 f"dense table {self.table.spec.name!r} was restored, and this slow gear is of the one before it; "
                 "close() it, and make another SlowGear with reuse=True"

@@ -156,7 +156,9 @@ class SlowGear(nn.Module):
         self._source = f"{stream.name}/gear/{name}"
         if not stream.is_named:  # nobody goes on in its place, also not a second SlowGear of this process
             self._source += f"/{uuid.uuid4().hex[:8]}"
-        self.row_update = GearUpdate(self.table, self._port, self._source, stream.incarnation)
+        self.row_update = GearUpdate(
+            self.table, self._port, self._source, stream.incarnation, trains_here=build is not None
+        )
 
     @runs_eagerly
     def forward(self, ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from geartrain.bridge.heads.stream import Block, RowStream
 from geartrain.bridge.heads.tables import HeadTable, HeadWrite, as_numpy, gradient_view
 
 _ROWS_PER_SUM = 4096
+_HOST = torch.device("cpu")
 
 
 class Writer(Protocol):
@@ -177,7 +179,8 @@ class HeldGradient:
         """See :class:`CollectedGradient`; a pass over the gradients unless it is known."""
         if self._squares is None:
             wait_for_copies(self._device)
-            self._squares = squared_sum(self._gradients_AD)
+            # Spread over PyTorch's threads, what is read once would wait for cores on which other threads still spin.
+            self._squares = CHUNKS.apart(partial(squared_sum, self._gradients_AD), _HOST)
         return self._squares
 
     def squared_norm(self) -> float:
