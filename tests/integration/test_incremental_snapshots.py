@@ -307,6 +307,7 @@ def _full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.usefixtures("memory_urls")
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_a_chain_lives_below_a_url(cluster: Cluster, tmp_path: Path, scheme: str) -> None:
     root = f"{scheme}://{tmp_path}/chain"
