@@ -12,6 +12,7 @@ snapshots (:mod:`geartrain.workers.job_state`).
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ from geartrain.workers.atomic import complete_folder, replacing_folder, write_js
 from geartrain.workers.backbones import StrokeNet, build_backbone
 from geartrain.workers.data.bitmaps import Preprocessing
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 2
-"""Format 1 had no checksums."""
+_WITHOUT_CHECKSUMS = 1
+"""The format before, which can still be read."""
 _CONFIG = "config.json"
 _BACKBONE, _CENTERS, _CLASSES = "backbone.safetensors", "centers.safetensors", "classes.json"
 _FILES = (_BACKBONE, _CENTERS, _CLASSES)
@@ -73,14 +77,15 @@ def save_model(folder: Path, model: Model) -> None:
 def load_model(folder: Path) -> Model:
     """Read what :func:`save_model` wrote; on the CPU, in eval().
 
-    Raises ConfigError (not the folder of a model, or of another version), ModelDamaged (names the file). One more read
-    of every file than without checksums.
+    One saved by a version without checksums is read unchecked, which is logged. Raises ConfigError (not the folder of a
+    model, or of a newer version), ModelDamaged (names the file). One more read of every file than without checksums.
     """
     folder = complete_folder(folder)
     config = _read_config(folder / _CONFIG)
     try:
-        for name in _FILES:
-            _require_checksum(folder / name, config["xxh3_128_of"][name])
+        if config["format"] != _WITHOUT_CHECKSUMS:
+            for name in _FILES:
+                _require_checksum(folder / name, config["xxh3_128_of"][name])
         backbone = build_backbone(config["backbone"]["name"], config["backbone"]["settings"])
         backbone.load_state_dict(_read_tensors(folder / _BACKBONE))
         centers = _read_tensors(folder / _CENTERS)["centers"]
@@ -105,25 +110,32 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = unseal_json(data)
     except ValueError as exc:
-        if (older := _format_of(data)) != FORMAT and older is not None:
+        found = _without_checksum(data)
+        if "format" in found and found["format"] != _WITHOUT_CHECKSUMS:
             raise ConfigError(
-                f"{path} has format {older!r}; this version reads format {FORMAT}, which has checksums. Train on: "
-                "'geartrain worker ... --resume RUN' saves the model anew at its end"
+                f"{path} has format {found['format']!r}; this version reads formats {_WITHOUT_CHECKSUMS} and {FORMAT}"
             ) from exc
+        if found:
+            logger.warning(
+                "%s was saved without checksums: damage to its files would not be found. 'geartrain worker ... "
+                "--resume RUN' saves it anew, with them",
+                path.parent,
+            )
+            return found
         raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
     if config.get("format") != FORMAT:
         raise ConfigError(f"{path} has format {config.get('format')!r}; this version reads format {FORMAT}")
     return config
 
 
-def _format_of(data: bytes) -> object:
-    """What a file without a sound checksum says of its format; None if it says nothing."""
+def _without_checksum(data: bytes) -> dict[str, Any]:
+    """What a file that was written without a checksum says; nothing, if it is no such file."""
     try:
         found = json.loads(data)
     except ValueError:
-        return None
+        return {}
     # With a checksum it is one of ours that is damaged, and its word counts for nothing.
-    return found.get("format") if isinstance(found, dict) and "xxh3_128" not in found else None
+    return found if isinstance(found, dict) and "xxh3_128" not in found else {}
 
 
 def _require_checksum(path: Path, expected: str) -> None:

@@ -308,9 +308,9 @@ def _full(*_: Any) -> None:
 
 
 @pytest.mark.usefixtures("memory_urls")
-@pytest.mark.parametrize("scheme", ["memory", "file"])
-def test_a_chain_lives_below_a_url(cluster: Cluster, tmp_path: Path, scheme: str) -> None:
-    root = f"{scheme}://{tmp_path}/chain"
+@pytest.mark.parametrize("prefix", ["memory://bucket", "file://"])
+def test_a_chain_lives_below_a_url(cluster: Cluster, tmp_path: Path, prefix: str) -> None:
+    root = f"{prefix}{tmp_path}/chain"
     for name in ("dense", "hashed"):
         make(cluster, name)
     write(cluster, 0, count=300)

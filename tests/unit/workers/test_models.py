@@ -68,11 +68,17 @@ def test_a_file_that_is_missing_or_of_another_model_is_named(name: str, tmp_path
         load_model(model)
 
 
-def test_a_model_without_checksums_is_of_an_older_version(tmp_path: Path) -> None:
-    config = saved(tmp_path / "model") / "config.json"
+def test_a_model_saved_without_checksums_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load_model(saved(tmp_path / "model"))
+    config = tmp_path / "model" / "config.json"
     old = {key: value for key, value in json.loads(config.read_text()).items() if not key.startswith("xxh3")}
     config.write_text(json.dumps({**old, "format": 1}))
-    with pytest.raises(ConfigError, match="has format 1; this version reads format 2, which has checksums"):
+    assert load_model(config.parent).class_names == first.class_names
+    assert "was saved without checksums" in caplog.text
+    config.write_text(json.dumps({**old, "format": 3}))
+    with pytest.raises(ConfigError, match="has format 3; this version reads formats 1 and 2"):
         load_model(config.parent)
     config.unlink()
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
