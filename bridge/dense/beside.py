@@ -49,6 +49,10 @@ class BesideParameters:
         else:  # values were pulled meanwhile
             self._base_RD = self._base_RD + (after_RD - before_RD)
 
+    def drop_changes(self) -> None:
+        """What the module changed since it was last pushed is pushed no more, and the next values replace it."""
+        self._base_RD, self._sent = self._packed(), None
+
     def pull(self) -> tuple[Tensor, Future[None]]:
         """Begin to pull: rows [R, D] for :meth:`take` once the future is done."""
         rows_RD = self._store.layout.empty()

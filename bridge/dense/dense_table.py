@@ -155,14 +155,16 @@ class DenseTable(torch.optim.Optimizer):
         """Pull weights and buffers if the dense version moved, on any shard; True if it did.
 
         What the module changed in its buffers since they were last pushed is kept on top of the server's. Where the
-        table was restored meanwhile, gradients are dropped: they are of other weights. Costs one small request per
-        shard, and if it moved 4·(P + B) bytes down.
+        table was restored meanwhile, gradients and such changes are dropped: they are of before. Costs one small
+        request per shard, and if it moved 4·(P + B) bytes down.
         """
         table = self._weights.table
         if (table.incarnation, table.versions()) == (self._incarnation, self._versions):
             return False
         if table.incarnation != self._incarnation:  # what is pending is of the weights from before a restore
             self.zero_grad()
+            if self._beside is not None:
+                self._beside.drop_changes()
         self._pull()
         return True
 

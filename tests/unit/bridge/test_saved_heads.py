@@ -195,6 +195,19 @@ def test_a_dense_module_makes_no_step_on_weights_from_before_a_restore(cluster: 
     torch.testing.assert_close(module.weight.detach(), first - 0.5)
 
 
+def test_buffers_that_moved_before_a_restore_are_those_of_the_snapshot_after_it(
+    cluster: gt.Cluster, tmp_path: Path
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    dense = gt.attach(module, cluster, name="dense", optimizer=gt.SGD(0.5))
+    restore = replaced(cluster, tmp_path)
+    module(torch.randn(4, 3)).sum().backward()  # moves the statistics, which are not pushed
+    restore()
+    dense.refresh()
+    assert torch.equal(module[1].running_mean, torch.zeros(2))
+    assert int(module[1].num_batches_tracked) == 0
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_slow_gear_of_a_restored_table_says_so_and_one_of_a_dropped_table_closes(
     cluster: gt.Cluster, tmp_path: Path, mode: Any, caplog: pytest.LogCaptureFixture
