@@ -1,9 +1,9 @@
 """Pull and push of random rows inside one process, against torch on a plain tensor of the same rows.
 
-One thread, 2M rows of 128 float32 values in a hashed table, each call with fresh ids; the figures are medians. Two
-timings, with the same targets: in turns (16 calls of a side, of which the last 12 count: its own caches) and call by
-call (A B C D A B C D …: each call finds the caches as another side left them). The rival is the fastest torch form
-found, its outputs allocated beforehand.
+One thread, 2M rows of 128 float32 values (bfloat16 in cases that say so) in a hashed table, each call with fresh ids;
+the figures are medians. Two timings, with the same targets: in turns (16 calls of a side, of which the last 12 count:
+its own caches) and call by call (A B C D A B C D …: each call finds the caches as another side left them). The rival is
+the fastest torch form found, its outputs allocated beforehand.
 """
 
 from __future__ import annotations
@@ -125,14 +125,55 @@ def measure_push(num_ids: int, calls: int) -> Result:
     return _result(f"SparseMomentum push {num_ids} rows, {TIMINGS[calls]}", ours, f"torch {name}", best, 4.0)
 
 
+@functools.cache
+def half_tables() -> tuple[RowTable, torch.Tensor, torch.Tensor]:
+    """A filled table of bfloat16 rows and momentum, and the rival's."""
+    spec = TableSpec(
+        name="bench",
+        dim=DIM,
+        optimizer=SparseMomentum(lr=LR, momentum=MOMENTUM),
+        dtype="bfloat16",
+        slot_dtype="bfloat16",
+    )
+    table = RowTable(spec, np.arange(ops.NUM_BUCKETS))
+    for begin in range(0, NUM_ROWS, FILL_BATCH):
+        ids = row_ids()[begin : begin + FILL_BATCH]
+        table.push(ids, np.zeros((len(ids), DIM), np.float32))
+    rows = torch.empty(NUM_ROWS, DIM, dtype=torch.bfloat16).normal_(0, 0.01)
+    return table, rows, torch.empty_like(rows).zero_()
+
+
+@one_thread
+def measure_half_push(num_ids: int, calls: int) -> Result:
+    """``RowTable.push`` to bfloat16 rows, rounded by chance, against torch, which rounds to the nearest."""
+    table, rows, velocities = half_tables()
+    generator = np.random.default_rng(4)
+    gradients = torch.randn(num_ids, DIM, generator=torch.Generator().manual_seed(5)) * 1e-3
+
+    def draw() -> Sample:
+        places = generator.choice(NUM_ROWS, num_ids, replace=False)
+        return row_ids()[places], torch.from_numpy(places)
+
+    def in_float32(sample: Sample) -> None:
+        moved = velocities[sample[1]].float().mul_(MOMENTUM).add_(gradients)
+        velocities.index_copy_(0, sample[1], moved.bfloat16())
+        rows.index_copy_(0, sample[1], rows[sample[1]].float().add_(moved, alpha=-LR).bfloat16())
+
+    gradient_rows = gradients.numpy()
+    sides: list[Side] = [lambda sample: table.push(sample[0], gradient_rows), in_float32]
+    ours, theirs = _medians(sides, draw, num_ids, calls)
+    case = f"SparseMomentum push {num_ids} rows, {TIMINGS[calls]}"
+    return _result(case, ours, "torch in float32, stored to the nearest", theirs, 2.0, dtype="bf16")
+
+
 def _medians(sides: list[Side], draw: Callable[[], Sample], num_ids: int, calls: int) -> list[float]:
     rounds = max(2, 100_000 // num_ids) * (16 // calls)
     return median_seconds(sides, draw, rounds=rounds, calls=calls, uncounted=calls // 4)
 
 
-def _result(case: str, ours: float, rival: str, theirs: float, target: float) -> Result:
+def _result(case: str, ours: float, rival: str, theirs: float, target: float, dtype: str = "fp32") -> Result:
     return Result(
-        case=f"{case}, D={DIM} fp32, {NUM_ROWS} rows, hashed, 1 thread",
+        case=f"{case}, D={DIM} {dtype}, {NUM_ROWS} rows, hashed, 1 thread",
         ours=ours * 1e3,
         rival=rival,
         theirs=theirs * 1e3,
@@ -148,3 +189,5 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
         for num_ids in (10_000, 100_000):
             for calls in TIMINGS:
                 yield measure(num_ids, calls)
+    for num_ids in (10_000, 100_000):
+        yield measure_half_push(num_ids, 16)

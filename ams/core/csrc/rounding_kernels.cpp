@@ -1,6 +1,9 @@
 // Compiled once per instruction set, as GEARTRAIN_ROUNDING; see CMakeLists.txt. Everything but the table at the end has internal
 // linkage, and no inline function of another header is used that might be merged with that of a lesser CPU: those of half.hpp are
 // always inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header, of _mm512_undefined_epi32
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
