@@ -88,7 +88,7 @@ def server(
     whole = configuration.load(file, given)
     failpoints.arm_from_environment(whole.mode)
     config = whole.server
-    from geartrain.ams.server.service import ShardServer  # after the settings are known to be right: it is slower
+    from geartrain.ams.server.role import ShardServer  # after the settings are known to be right: it is slower
     from geartrain.bridge.hosted.models import hosted_models
 
     role.warn_if_open(config.listen)

@@ -266,3 +266,27 @@ class GrpcSchedulerCarrier:
             raise error_from(exc, f"scheduler at {self.address}") from exc
         except (ValueError, grpc.FutureCancelledError) as exc:
             raise AttemptFailed(f"scheduler at {self.address}: the connection is closed") from exc
+
+
+def registration(
+    *,
+    address: str,
+    shard: int | None,
+    incarnation: int,
+    cluster_version: int,
+    heartbeat_seconds: float,
+    tables: Sequence[TableSpec],
+    highest_incarnation: int,
+    restoring_tables: Sequence[str],
+) -> scheduler_pb2.RegisterRequest:
+    """How a shard introduces itself; the fields are those of the message."""
+    return scheduler_pb2.RegisterRequest(
+        address=address,
+        shard=shard,
+        incarnation=incarnation,
+        cluster_version=cluster_version,
+        heartbeat_seconds=heartbeat_seconds,
+        tables=[codec.spec_to_pb(spec) for spec in tables],
+        highest_incarnation=highest_incarnation,
+        restoring_tables=restoring_tables,
+    )

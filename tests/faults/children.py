@@ -18,7 +18,7 @@ from geartrain.ams import failpoints
 from geartrain.ams.config import ClientConfig, GraphConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.graph.service import GraphServer
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.graph_role import ConnectedCluster
 
 START_TIMEOUT_SECONDS = 60.0

@@ -33,7 +33,7 @@ from geartrain.ams.errors import (
 from geartrain.ams.failpoints import EXIT_CODE, FAILPOINTS, armed
 from geartrain.ams.placement import split_by_shard
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.storage.snapshot_folder import latest, list_snapshots, prune
 

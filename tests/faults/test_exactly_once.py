@@ -17,7 +17,7 @@ import pytest
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport import bulk, grpc_client, shared_memory
 from geartrain.ams.transport.bulk import BulkPort

@@ -18,7 +18,7 @@ from geartrain.ams.cluster import connect
 from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD
 
 CONFIG = ClientConfig(

@@ -25,7 +25,7 @@ from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler import service as scheduler_service
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport import grpc_server
 from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier

@@ -24,7 +24,7 @@ from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.messages import CallContext, Push
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 

@@ -12,7 +12,8 @@ import pytest
 from geartrain.ams.cluster import Cluster, connect
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer, ShardService
+from geartrain.ams.server.role import ShardServer
+from geartrain.ams.server.service import ShardService
 from geartrain.ams.transport import bulk, shared_memory
 from geartrain.ams.transport.grpc_client import GrpcCarrier
 from geartrain.ams.transport.shared_memory import SegmentPool

@@ -8,7 +8,7 @@ from typing import Any
 
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig, SlowGearConfig
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.slowgear_role import SlowGearRole
 
 CLIENT = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)

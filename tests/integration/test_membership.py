@@ -16,7 +16,7 @@ from geartrain.ams.cluster import connect
 from geartrain.ams.cluster_status import cluster_status
 from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD
 from geartrain.ams.transport.carrier import AttemptFailed, NotSent
 from geartrain.ams.transport.dial import dial
@@ -33,8 +33,8 @@ def test_a_server_that_waits_for_its_scheduler_says_so_once(
     def join(*_: object) -> None:
         raise next(ends)
 
-    monkeypatch.setattr("geartrain.ams.server.service._HeldShard.join", join)
-    monkeypatch.setattr("geartrain.ams.server.service._RETRY_SECONDS", 0)
+    monkeypatch.setattr("geartrain.ams.server.role._HeldShard.join", join)
+    monkeypatch.setattr("geartrain.ams.server.role._RETRY_SECONDS", 0)
     with pytest.raises(errors.ConfigError, match="enough"):
         ShardServer(ServerConfig(scheduler="127.0.0.1:1")).start()
     assert caplog.text.count("no answer; tries again") == 1

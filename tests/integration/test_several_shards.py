@@ -15,7 +15,7 @@ from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.errors import InternalError
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer, _HeldShard
+from geartrain.ams.server.role import ShardServer, _HeldShard
 from geartrain.ams.specs import SGD, Constant
 
 DEADLINE_SECONDS = 30.0

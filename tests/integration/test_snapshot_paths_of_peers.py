@@ -18,7 +18,7 @@ from geartrain.ams.config import ClientConfig, GraphConfig, ServerConfig
 from geartrain.ams.errors import ConfigError, GeartrainError, SnapshotRefused, error_named
 from geartrain.ams.graph.service import GraphServer
 from geartrain.ams.pb.v1 import graph_pb2, scheduler_pb2, shard_pb2
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD
 from geartrain.ams.storage import snapshot_roots
 from geartrain.ams.transport.grpc_client import SHARD_SERVICE

@@ -14,7 +14,7 @@ from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.errors import InvalidArgument, StaleClient
 from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.service import ShardServer
+from geartrain.ams.server.role import ShardServer
 from geartrain.ams.specs import SGD, Constant
 from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
 

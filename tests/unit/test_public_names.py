@@ -112,7 +112,7 @@ def test_specs_and_errors_need_neither_torch_nor_grpc() -> None:
 
 def test_roles_never_import_torch() -> None:
     code = """
-import geartrain.ams.server.service, geartrain.ams.scheduler.service, geartrain.ams.cluster, geartrain.ams.config
+import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.cluster, geartrain.ams.config
 import geartrain.cli, geartrain.cli_roles, geartrain.launcher
 """
     assert "torch" not in modules_after(code)

@@ -1,0 +1,306 @@
+"""The server role: a process's shards, their ports and their place in the cluster."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from types import MappingProxyType
+
+from geartrain.ams import failpoints
+from geartrain.ams.config import ServerConfig, split_address
+from geartrain.ams.errors import (
+    ClusterNotReady,
+    ConfigError,
+    GeartrainError,
+    SchedulerUnavailable,
+)
+from geartrain.ams.hosted import HostedModels
+from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
+from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
+from geartrain.ams.server.service import ShardService
+from geartrain.ams.server.shard import Shard, new_incarnation
+from geartrain.ams.storage.snapshot_roots import SnapshotRoots
+from geartrain.ams.transport.bulk import BulkPort
+from geartrain.ams.transport.carrier import AttemptFailed
+from geartrain.ams.transport.grpc_client import SHARD_SERVICE
+from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier, registration
+from geartrain.ams.transport.grpc_server import GrpcServer
+from geartrain.ams.transport.shared_memory import HeldSegments
+
+logger = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_SECONDS = 60.0
+_CALL_TIMEOUT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+
+
+class _HeldShard:
+    """One shard of this process: its port, its service and its place in the cluster."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        listen: str,
+        wanted: int | None,
+        models: HostedModels,
+        segments: HeldSegments,
+        bulk: BulkPort,
+        roots: SnapshotRoots,
+    ) -> None:
+        self.config = config
+        self.models = models
+        self.wanted = wanted
+        self.service = ShardService(config.max_message_bytes, segments, bulk, roots)
+        self.server = GrpcServer(listen, config.max_message_bytes)
+        self.server.add(SHARD_SERVICE, self.service.methods, waiting=self.service.waiting_methods)
+        self.address = config.advertise or _reachable(self.server.address)
+        self.incarnation = new_incarnation()
+        self.shard: Shard | None = None
+        self.lease: Lease | None = None
+
+    @property
+    def number(self) -> int:
+        """The shard's number, once it has joined."""
+        assert self.shard is not None
+        return self.shard.shard
+
+    def join(self, scheduler: GrpcSchedulerCarrier) -> None:
+        """Register and serve; also how the shard introduces itself to a scheduler that was restarted."""
+        known = self.shard
+        request = registration(
+            address=self.address,
+            shard=self.wanted if known is None else known.shard,
+            incarnation=self.incarnation,
+            cluster_version=0 if known is None else known.cluster_version,
+            heartbeat_seconds=self.config.heartbeat_seconds,
+            tables=() if known is None else known.specs,
+            highest_incarnation=0 if known is None else known.highest_incarnation,
+            restoring_tables=() if known is None else known.restoring_tables,
+        )
+        began = boot_seconds()
+        reply = scheduler.register(request, _CALL_TIMEOUT_SECONDS)
+        if known is not None:
+            known.cluster_version = reply.cluster_version
+            self._confirm(began)
+            return
+        self.lease = Lease(reply.shard, reply.lease_seconds)
+        self.shard = Shard(
+            reply.shard,
+            buckets_of_shard(even_placement(reply.num_shards), reply.shard),
+            incarnation=self.incarnation,
+            cluster_version=reply.cluster_version,
+            sync_timeout_seconds=self.config.sync_timeout_seconds,
+            threads=threads_per_shard(self.config.shards),
+            lease=self.lease,
+            models=self.models,
+        )
+        self.service.serve(self.shard)
+        self.server.ready()
+        logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
+
+    def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
+        """Send a heartbeat; return False if another process holds the shard now."""
+        assert self.shard is not None
+        self.service.segments.forget_closed()
+        self.service.bulk.forget_closed()
+        failpoints.reach("lease.heartbeat.before")
+        began = boot_seconds()
+        reply = scheduler.heartbeat(
+            self.shard.shard,
+            self.incarnation,
+            _CALL_TIMEOUT_SECONDS,
+            highest_incarnation=self.shard.highest_incarnation,
+        )
+        failpoints.reach("lease.heartbeat.after")
+        if reply.replaced:
+            return False
+        if reply.unknown:
+            logger.warning("the scheduler was restarted; shard %d registers again", self.shard.shard)
+            self.join(scheduler)
+        else:
+            self.shard.cluster_version = reply.cluster_version
+            self._confirm(began)
+        return True
+
+    def close(self, grace_seconds: float) -> None:
+        """Finish the calls under way, let go of the port. Idempotent."""
+        self.server.stop(grace_seconds)
+        if self.shard is not None:
+            self.shard.close()
+
+    def _confirm(self, began: float) -> None:
+        assert self.lease is not None
+        self.lease.confirm(began)
+
+
+def _reachable(bound: str) -> str:
+    """Return an address that others can use: a wildcard is replaced by this machine's name."""
+    host, port = split_address(bound)
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "::") else bound
+
+
+class ShardServer:
+    """A process's shards: start, serve until stopped. Not thread-safe; use from one thread."""
+
+    def __init__(self, config: ServerConfig, models: HostedModels = MappingProxyType({})) -> None:
+        """Hold the shards that ``config`` names; they host ``models``. Raises ConfigError."""
+        self._config = config
+        self._roots = SnapshotRoots("server", config.listen, config.snapshot_roots)
+        self._models = models
+        self._segments = HeldSegments()
+        self._bulk = BulkPort(split_address(config.listen)[0], config.bulk_port)
+        self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
+        self._held: list[_HeldShard] = []
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._hearts: list[threading.Thread] = []
+        """One for each shard."""
+        self._ending = threading.Lock()
+        self._end_reasons: list[str] = []
+        """Why shards are served no more."""
+        self._pulse = threading.Thread(target=self._run_pulse, name="pulse", daemon=True)
+        self.end_reason: str | None = None
+        """Why it ended by itself; None if it did not."""
+        self._started = False
+
+    def start(self) -> list[str]:
+        """Bind, register, serve; return the address of each shard.
+
+        Raises ConfigError (port in use, shard held by another process) or SchedulerUnavailable.
+        """
+        keep_large_buffers()
+        limit_row_memory(self._config.memory_bytes)
+        host, _ = split_address(self._config.listen)
+        host = f"[{host}]" if ":" in host else host
+        try:
+            for index in range(self._config.shards):
+                listen = self._config.listen if index == 0 else f"{host}:0"
+                if self._config.ports is not None:
+                    listen = f"{host}:{self._config.ports[index]}"
+                wanted = None if self._config.shard is None else self._config.shard + index
+                held = _HeldShard(self._config, listen, wanted, self._models, self._segments, self._bulk, self._roots)
+                self._held.append(held)
+                held.server.start()
+            self._join_all()
+        except BaseException:
+            self.stop(0)
+            raise
+        for held in self._held:
+            name = f"heartbeat-{held.number}"
+            self._hearts.append(threading.Thread(target=self._beat, args=(held,), name=name, daemon=True))
+        for heart in self._hearts:
+            heart.start()
+        self._pulse.start()
+        self._started = True
+        return [held.address for held in self._held]
+
+    @property
+    def bound_addresses(self) -> list[str]:
+        """Where each shard listens; clients may know it by another address (``advertise``)."""
+        return [held.server.address for held in self._held]
+
+    @property
+    def shards(self) -> list[int]:
+        """The numbers of the shards held."""
+        return [held.shard.shard for held in self._held if held.shard is not None]
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Block until the server has ended by itself or was stopped; False if the time ran out first."""
+        return self._ended.wait(timeout_seconds)
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Leave the cluster, finish the calls under way, end. Idempotent."""
+        self._stopping.set()
+        if self._started:
+            for thread in (*self._hearts, self._pulse):
+                thread.join()
+        for held in self._held:
+            if held.shard is not None:
+                try:
+                    self._scheduler.leave(held.shard.shard, held.incarnation, timeout_seconds=1.0)
+                except (GeartrainError, AttemptFailed) as exc:
+                    logger.info("left without telling the scheduler: %s", exc)
+            held.close(grace_seconds)
+        self._held.clear()
+        self._bulk.close()
+        self._scheduler.close()
+        self._ended.set()
+
+    def _join_all(self) -> None:
+        deadline = time.monotonic() + REGISTER_TIMEOUT_SECONDS
+        is_told = False
+        for held in self._held:
+            while True:
+                try:
+                    held.join(self._scheduler)
+                    break
+                except ClusterNotReady as exc:
+                    if time.monotonic() > deadline:
+                        raise
+                    if not is_told:
+                        logger.info("waiting: %s", exc)
+                    is_told = True
+                    if self._stopping.wait(_RETRY_SECONDS):
+                        raise
+                except AttemptFailed as exc:
+                    if time.monotonic() > deadline:
+                        raise SchedulerUnavailable(
+                            f"{exc} (for {REGISTER_TIMEOUT_SECONDS:g} s); "
+                            "start 'geartrain scheduler' first, or correct --scheduler"
+                        ) from exc
+                    if not is_told:
+                        logger.warning("%s; tries again for %g s", exc, REGISTER_TIMEOUT_SECONDS)
+                    is_told = True
+                    if self._stopping.wait(_RETRY_SECONDS):
+                        raise SchedulerUnavailable("stopped before the scheduler answered") from exc
+
+    @property
+    def _leases(self) -> list[Lease]:
+        return [held.lease for held in self._held if held.lease is not None]
+
+    def _run_pulse(self) -> None:
+        interval = min(lease.seconds for lease in self._leases) / PULSES_PER_LEASE
+        while not self._stopping.wait(interval):
+            for lease in self._leases:
+                lease.pulse()
+
+    def _beat(self, held: _HeldShard) -> None:
+        """Say again and again that one shard lives; what keeps its heartbeats up costs no other shard its lease."""
+        assert held.lease is not None
+        silent = False
+        interval = min(self._config.heartbeat_seconds, held.lease.seconds / BEATS_PER_LEASE)
+        while not self._stopping.wait(interval):
+            try:
+                if not held.beat(self._scheduler):
+                    self._end(held, f"shard {held.number} was taken over by another process while this one was silent")
+                    return
+                silent = False
+            except AttemptFailed as exc:
+                if not silent:
+                    logger.warning("the scheduler does not answer, serving shard %d on: %s", held.number, exc)
+                silent = True
+            except ConfigError as exc:
+                self._end(held, f"the scheduler refuses shard {held.number}: {exc}")
+                return
+            except GeartrainError as exc:
+                logger.warning("heartbeat of shard %d failed: %s", held.number, exc)
+            except Exception:  # a defect here must not cost the shard its lease
+                logger.exception("heartbeat of shard %d failed", held.number)
+
+    def _end(self, held: _HeldShard, reason: str) -> None:
+        """Serve one shard no more and forget its rows, which are nobody's now; the server ends with the last."""
+        assert held.lease is not None
+        held.lease.revoke(f"{reason}; ask the scheduler again")
+        with self._ending:
+            self._end_reasons.append(reason)
+            left = [one for one in self._held if one is not held]
+            self._held = left or self._held
+        if left:
+            logger.error("%s; this process serves on with %s", reason, ", ".join(str(one.number) for one in left))
+            held.close(0)
+            return
+        self.end_reason = "; ".join(self._end_reasons)
+        self._ended.set()
