@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from geartrain.ams.config import MIB
 from geartrain.ams.core.memory import set_memory_limit
-
-logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -38,12 +35,14 @@ def keep_large_buffers() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-def limit_row_memory(memory_bytes: int | None) -> None:
-    """Bound the memory of the rows of this process. None: by what the container, or else the machine, has."""
+def limit_row_memory(memory_bytes: int | None) -> int:
+    """Bound the memory of the rows of this process, in bytes, and return it. None: by what the container, or else the
+    machine, has.
+    """
     if memory_bytes is None:
         memory_bytes = default_row_memory(available_memory())
-    logger.info("rows may take %d MiB (server.memory_bytes)", memory_bytes // MIB)
     set_memory_limit(memory_bytes)
+    return memory_bytes
 
 
 def default_row_memory(total: int) -> int:

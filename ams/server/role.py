@@ -9,7 +9,7 @@ import time
 from types import MappingProxyType
 
 from geartrain.ams import failpoints
-from geartrain.ams.config import ServerConfig, split_address
+from geartrain.ams.config import MIB, ServerConfig, split_address
 from geartrain.ams.errors import (
     ClusterNotReady,
     ConfigError,
@@ -172,7 +172,7 @@ class ShardServer:
         Raises ConfigError (port in use, shard held by another process) or SchedulerUnavailable.
         """
         keep_large_buffers()
-        limit_row_memory(self._config.memory_bytes)
+        memory_bytes = limit_row_memory(self._config.memory_bytes)
         host, _ = split_address(self._config.listen)
         host = f"[{host}]" if ":" in host else host
         try:
@@ -195,6 +195,7 @@ class ShardServer:
             heart.start()
         self._pulse.start()
         self._started = True
+        logger.info("rows may take %d MiB (server.memory_bytes)", memory_bytes // MIB)
         return [held.address for held in self._held]
 
     @property

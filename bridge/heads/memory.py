@@ -34,6 +34,7 @@ Holder = Literal["shard", "rank"]
 _PLACES = ("pull", "hosted", "ranks")
 _DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
+_INDEX_PAGE_BYTES = 4096
 _COMPUTE_BYTES = 4
 _ID_ARRAYS = 6
 """int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
@@ -237,9 +238,10 @@ class _Plan:
         return self.spec.slot_bytes
 
     def index_bytes(self, shard: int) -> int:
-        """Presence bits of the positions of a shard: one for each round of 4096 ids and owned bucket."""
+        """Presence bits of the positions of a shard, in pages: one for each round of 4096 ids and owned bucket."""
         rounds = (self.num_classes - 1) // NUM_BUCKETS + 1
-        return (rounds * len(range(shard, NUM_BUCKETS, self.shards)) + 7) // 8
+        positions = rounds * len(range(shard, NUM_BUCKETS, self.shards))
+        return -(-positions // (8 * _INDEX_PAGE_BYTES)) * _INDEX_PAGE_BYTES
 
     def table_bytes(self) -> int:
         index = sum(self.index_bytes(shard) for shard in range(self.shards))
@@ -266,7 +268,7 @@ class _Plan:
             steps = "updates" if self.spec.counts_updates else "last steps (elapsed)"
             parts.append((steps, most * self.spec.step_bytes, f"n·{self.spec.step_bytes}"))
         if holder == "shard":
-            parts.append(("index", self.index_bytes(0), "n/8"))
+            parts.append(("index", self.index_bytes(0), "n/8, in pages of 4 KiB"))
         return [
             MemoryPart(name=name, holder=holder, bytes=size, standing=True, formula=formula)
             for name, size, formula in parts
