@@ -74,7 +74,7 @@ def drop(
 ) -> None:
     """Remove tables and their rows from every shard, after asking. A job that still uses one fails.
 
-    Their graphs go, too, if the graph service is named; else it drops each once it is asked for it.
+    Their graphs go, too, if the graph service is named; else it drops each once there is another table of its name.
     """
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)

@@ -31,6 +31,8 @@ class Incarnations:
         self._store = store
         self._lock = threading.Lock()
         kept = store.read_all().get(_KEY)
+        self._unheeded = 0
+        """The last number that was too high."""
         self._last: int = 0 if kept is None else json.loads(kept)["last"]
 
     def next(self) -> int:
@@ -53,17 +55,21 @@ class Incarnations:
             with self._lock:
                 self._raise_to(number)
 
-    def hear(self, number: int) -> None:
+    def hear(self, number: int) -> bool:
         """As :meth:`note`, of the highest that a shard has seen, which may be of an earlier scheduler.
 
-        It may have it from anybody: too high a number is logged and not heeded, and costs the shard nothing. It is not
-        written, for shards say it again and again; and a store that fails costs no shard its heartbeat.
+        It may have it from anybody: too high a number is logged, once, and not heeded (False). It is not written, for
+        shards say it again and again; and a store that fails costs no shard its heartbeat.
         """
         if number > max(MOST_GIVEN + _GIVEN_SINCE, self._last):
-            logger.warning("a shard has seen incarnation %d, which no scheduler gave out; it is not heeded", number)
-        elif number > self._last:
+            if number != self._unheeded:
+                self._unheeded = number
+                logger.warning("a shard has seen incarnation %d, which no scheduler gave out; it is not heeded", number)
+            return False
+        if number > self._last:
             with self._lock:
                 self._last = max(self._last, number)
+        return True
 
     def _raise_to(self, number: int) -> None:
         if number > self._last:

@@ -143,7 +143,7 @@ class Scheduler:
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
-            self._check_numbers(incarnation, cluster_version, heartbeat_seconds, tables)
+            self._check_numbers(incarnation, cluster_version, heartbeat_seconds)
             self._notice_own_stop()
             if shard is None:
                 chosen = self._free_shard(address, incarnation)
@@ -170,9 +170,7 @@ class Scheduler:
                 failpoints.reach("scheduler.version.after")
             return Registration(chosen, self._num_shards, version)
 
-    def _check_numbers(
-        self, incarnation: int, cluster_version: int, heartbeat_seconds: float, tables: Sequence[TableSpec]
-    ) -> None:
+    def _check_numbers(self, incarnation: int, cluster_version: int, heartbeat_seconds: float) -> None:
         """Refuse what would be taken over from a shard and leaves no room to count on."""
         if not 1 <= incarnation < 2**63:
             raise InvalidArgument(f"incarnation of the shard is {incarnation}; it must be from 1 to 2^63 - 1")
@@ -183,16 +181,18 @@ class Scheduler:
             )
         if not 0 <= heartbeat_seconds < math.inf:
             raise InvalidArgument(f"heartbeat_seconds is {heartbeat_seconds}; it must be a number of seconds, or 0")
-        for spec in tables:
-            self._incarnations.check(f"incarnation of table {spec.name!r}", spec.incarnation)
 
     def _held(
         self, shard: int, incarnation: int, tables: Sequence[TableSpec], restoring: Collection[str]
     ) -> dict[str, Schema]:
-        """Return the schemas as they are once a shard has said which tables it holds."""
+        """Return the schemas as they are once a shard has said which tables it holds.
+
+        One that no scheduler can have numbered is left out: somebody made it there, and it must not keep the shard out.
+        """
         changed = {}
         for spec in tables:
-            self._incarnations.hear(spec.incarnation)
+            if not self._incarnations.hear(spec.incarnation):
+                continue
             schema = self._state.schemas.get(spec.name, Schema(spec))
             if schema.spec == spec and schema.spec.incarnation == spec.incarnation:
                 # A scheduler without a memory learns from the shards alone what is not published. One that knew all

@@ -107,14 +107,26 @@ def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int
         streams.restore("job", number, {0: Cursor(0, 0)})
     with pytest.raises(InvalidArgument, match=str(number)):
         streams.lease("job", "w", number, num_streams=1)
-    with pytest.raises(InvalidArgument, match="incarnation of table 't'"):
-        cluster.register("h:0", 0, 5, cluster_version=1, tables=[replace(SPEC, incarnation=number)])
     with pytest.raises(InvalidArgument, match=f"cluster_version is {number}.*Start the shard's server anew"):
         cluster.register("h:0", 0, 5, cluster_version=number)
     assert store.read_all() == before
     cluster.hear_incarnation(2**64 - 1)  # of a shard that somebody told nonsense
     cluster.register("h:0", 0, 5)
     assert cluster.take_incarnation() < MOST_GIVEN
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_a_table_that_somebody_numbered_on_a_shard_keeps_the_shard_not_out(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = scheduler(MemoryStore())
+    tables = [replace(SPEC, incarnation=number), replace(SPEC, name="ours", incarnation=MOST_GIVEN + 1)]
+    for _ in range(2):
+        cluster.hear_incarnation(number)
+        cluster.register("h:0", 0, 5, cluster_version=1, tables=tables)
+    assert [spec.name for spec in cluster.describe().tables] == ["ours"]
+    assert cluster.take_incarnation() == MOST_GIVEN + 2
+    assert caplog.text.count("is not heeded") == 1
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
