@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from geartrain import hosting
 from geartrain.ams.cluster import local
 from geartrain.ams.errors import (
     InvalidArgument,
@@ -20,7 +21,7 @@ from geartrain.ams.errors import (
     SpecMismatch,
     SyncError,
 )
-from geartrain.ams.specs import DTypeName, SparseMomentum
+from geartrain.ams.specs import Adam, DTypeName, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.storage.snapshot_folder import open_snapshot
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace
@@ -35,7 +36,17 @@ LEGS = [(2, range(4)), (3, range(4, 8)), (1, range(8, 12))]
 """Ranks, and the steps they train."""
 
 
-def make_head(rows: str, cluster: Any = None, *, dtype: DTypeName = "float32", **settings: Any) -> ClassHead:
+MOMENTUM = SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3)
+
+
+def make_head(
+    rows: str,
+    cluster: Any = None,
+    *,
+    dtype: DTypeName = "float32",
+    optimizer: RowOptimizerSpec = MOMENTUM,
+    **settings: Any,
+) -> ClassHead:
     return ClassHead(
         cluster,
         "faces",
@@ -43,10 +54,10 @@ def make_head(rows: str, cluster: Any = None, *, dtype: DTypeName = "float32", *
         dim=DIM,
         select=PartialFC(0.3),
         margin=ArcFace(16, 0.3),
-        optimizer=SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3),
+        optimizer=optimizer,
         rows=rows,
         dtype=dtype,
-        slot_dtype=dtype,
+        slot_dtype="float32" if isinstance(optimizer, Adam) else dtype,
         **settings,
     )
 
@@ -127,6 +138,28 @@ def test_a_cluster_goes_on_with_rows_of_ranks_and_ranks_with_those_of_a_cluster(
         assert torch.equal(back.weights(), moved.weights())
         back.load_state_dict(moved.state_dict())
         assert train(back, range(9, 11)) == pytest.approx(train(moved, range(9, 11)), rel=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_adam_go_on_in_a_cluster_and_back_on_ranks(dtype: DTypeName, tmp_path: Path) -> None:
+    adam = Adam(0.05, weight_decay=1e-3)
+    head = make_head("ranks", dtype=dtype, optimizer=adam)
+    train(head, range(4))
+    head.snapshot(tmp_path, "ranks", files={"head": state_to_bytes(head.state_dict())})
+    with hosting.local(num_shards=2) as cluster:
+        cluster.restore(tmp_path / "ranks")
+        moved = make_head("hosted", cluster, dtype=dtype, optimizer=adam, reuse=True)
+        moved.load_state_dict(state_from_bytes(open_snapshot(tmp_path / "ranks").job_files()["head"]))
+        train(head, range(4, 8))
+        train(moved, range(4, 8))
+        torch.testing.assert_close(
+            moved.weights(), head.weights(), rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4
+        )
+        cluster.snapshot(tmp_path, "cluster", tables=["faces"]).result()
+        back = make_head("ranks", dtype=dtype, optimizer=adam)
+        back.restore(tmp_path / "cluster")
+        assert torch.equal(back.weights(), moved.weights())
+        assert torch.equal(back.table.updates_L, head.table.updates_L)
 
 
 def test_rows_nobody_touched_have_their_initial_value_after_a_restore(tmp_path: Path) -> None:
