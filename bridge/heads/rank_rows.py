@@ -240,14 +240,14 @@ class _Part:
 
     def __init__(self, factors: RankFactors, union: LocalActive) -> None:
         self._factors = factors
-        self._present_U: Tensor | None = None
+        self._absent_U: Tensor | None = None
         if union is factors.active or union.num == factors.active.num:
             return
         factors.batch.targets = union.targets(factors.numbers_B)
         take_offsets(factors.batch, union, factors.numbers_B, factors.log2_weight)
-        self._present_U = factors.active.holds(union, factors.batch.arithmetic.device)
+        self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, stop: int, kept_NB: Tensor | None) -> None:
         self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
-        if self._present_U is not None:
-            rows_ND.mul_(self._present_U[start:stop].unsqueeze(1))
+        if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
+            rows_ND.masked_fill_(self._absent_U[start:stop].unsqueeze(1), 0.0)

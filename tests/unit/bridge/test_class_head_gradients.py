@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geartrain.ams.specs import SGD
 from geartrain.bridge.heads import chunk_pass
 from geartrain.bridge.heads.checks import check_margin
 from geartrain.bridge.heads.class_head import ClassHead
 from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
 from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.hosting import local
 from tests.unit.bridge.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_gradients, sampled_weights
 
 MARGINS: list[Margin | None] = [
@@ -167,3 +169,31 @@ def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torc
     assert features.grad is not None
     torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["pull", "streamed", "hosted", "ranks"])
+def test_a_class_of_another_micro_batch_keeps_its_gradient_however_far_above_the_others_it_is(place: str) -> None:
+    """Against the active classes of a sample its exponential is infinite, and it is none of them."""
+    features, labels = torch.full((2, 1, 1), 300.0), torch.tensor([[0], [1]])
+    rows = np.array([[-1.0], [1.0], [0.5]], np.float32)
+    with local(num_shards=2) as cluster:
+        head = ClassHead(
+            None if place == "ranks" else cluster,
+            "classes",
+            num_classes=3,
+            dim=1,
+            select=PartialFC(sample_rate=0.01),  # the label alone
+            margin=None,
+            optimizer=SGD(1.0, weight_decay=0.01),  # moves the rows even where the loss does not
+            rows="pull" if place == "streamed" else place,
+            **({} if place in ("hosted", "ranks") else {"rows_cache_bytes": 0 if place == "streamed" else 1 << 20}),
+        )
+        head.table.assign(np.arange(3), rows)
+        for own, label in zip(features, labels, strict=True):
+            head(own, label).backward()
+        rows_step = RowOptimizer(head)
+        assert rows_step.squared_norm() == 0.0
+        rows_step.step()
+        after = np.empty_like(rows)
+        head.table.pull_into(np.arange(3), after)
+    np.testing.assert_allclose(after, rows * [[0.99], [0.99], [1.0]], rtol=1e-6)
