@@ -19,11 +19,13 @@ from geartrain.ams.errors import (
     ClusterNotReady,
     GeartrainError,
     SchedulerUnavailable,
+    ShardRestarted,
     ShardUnavailable,
     SnapshotDamaged,
     SnapshotError,
     SnapshotNotFound,
     TableExists,
+    TableNotFound,
 )
 from geartrain.ams.messages import CallContext, Done, Restore
 from geartrain.ams.shard_calls import ShardCalls
@@ -96,11 +98,8 @@ def restore_snapshot(
             snapshot.read(entry)
         failpoints.reach("restore.publish.before")
     except BaseException:
-        for table in made:
-            with suppress(GeartrainError):  # what went wrong first is what the caller must hear
-                restored.drop(table)
+        _drop(restored, made)
         raise
-    # From here on nothing is dropped: others may have the tables open, whether this process hears of it or not.
     _publish(calls, restored, made)
     failpoints.reach("restore.publish.after")
     calls.restored(made)
@@ -136,16 +135,31 @@ def _restore_rows(calls: ShardCalls, snapshot: Snapshot, made: Sequence[TableSpe
 
 
 def _publish(calls: ShardCalls, restored: RestoredTables, made: Sequence[TableSpec]) -> None:
-    """Open the tables; a scheduler that is away for a moment costs no long restore."""
+    """Open the tables; a scheduler that is away for a moment costs no long restore.
+
+    If it refuses they are dropped, unless an attempt before had no answer: others may have them open then.
+    """
     deadline = time.monotonic() + calls.config.recovery_timeout_seconds
+    may_be_open = False
     while True:
         try:
             restored.publish(made)
             return
-        except (SchedulerUnavailable, ClusterNotReady, ShardUnavailable):
+        except (SchedulerUnavailable, ClusterNotReady, ShardUnavailable) as exc:
+            may_be_open |= isinstance(exc, SchedulerUnavailable)
             if time.monotonic() >= deadline:
                 raise
+        except (TableNotFound, ShardRestarted):
+            if not may_be_open:
+                _drop(restored, made)
+            raise
         time.sleep(_PAUSE_SECONDS)
+
+
+def _drop(restored: RestoredTables, made: Sequence[TableSpec]) -> None:
+    for table in made:
+        with suppress(GeartrainError):  # what went wrong first is what the caller must hear
+            restored.drop(table)
 
 
 def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Mapping[str, int], *, there_are_some: bool) -> None:

@@ -142,6 +142,23 @@ def test_a_restore_that_another_one_replaced_touches_nothing_of_it(
         assert (rows(theirs) == 2).all()
 
 
+def test_a_restore_that_cannot_be_published_leaves_none_of_its_tables(
+    served: Callable[..., ServedCluster], tmp_path: Path
+) -> None:
+    address = served(2).address
+    with connect(address) as ours, connect(address) as theirs:
+        make(ours, tmp_path / "other")
+        ours.create_table("u", dim=2, num_rows=64, optimizer=SGD(1.0))
+        path = Path(str(ours.snapshot(tmp_path / "both").result(60)))
+        with held_up(ours, path, tmp_path, "restore.publish.before") as restoring, armed(""):
+            theirs.restore(path, tables=["t"])
+        with pytest.raises(TableNotFound, match="another restore took its place"):
+            restoring.result(60)
+        status = theirs.status()
+        assert ([table.name for table in status.tables], status.incomplete_tables) == (["t"], ())
+        assert (rows(theirs) == 1).all()
+
+
 def test_a_restore_that_fails_leaves_no_table_and_no_acknowledged_write(
     served: Callable[..., ServedCluster], tmp_path: Path
 ) -> None:
