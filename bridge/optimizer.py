@@ -160,8 +160,7 @@ def clip_grad_norm_(
     distinct = {id(param): param for param in dense if id(param) not in carriers}
     grads = [param.grad for param in distinct.values() if param.grad is not None]
     with torch.no_grad():
-        squares = [_squared_norm(grad) for grad in grads]
-        norm = math.sqrt(math.fsum([*squares, *(one.squared_norm() for one in optimizers)]))
+        norm = math.sqrt(math.fsum([*_squared_norms(grads), *(one.squared_norm() for one in optimizers)]))
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFinite(f"the joint norm of the gradients is {norm}; nothing was scaled")
         factor = norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else 0.0
@@ -175,8 +174,12 @@ def clip_grad_norm_(
     return torch.tensor(norm, dtype=torch.float64 if is_wide else torch.float32, device=device)
 
 
-def _squared_norm(grad: Tensor) -> float:
-    norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
-    if hasattr(norm, "full_tensor"):  # a DTensor, of which this rank has a part
-        norm = norm.full_tensor()
-    return float(norm) ** 2
+def _squared_norms(grads: list[Tensor]) -> list[float]:
+    """Σ g² of each. The host waits once for each device, not for every parameter."""
+    norms: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+        if hasattr(norm, "full_tensor"):  # a DTensor, of which this rank has a part
+            norm = norm.full_tensor()
+        norms.setdefault((norm.device, norm.dtype), []).append(norm)
+    return [norm * norm for alike in norms.values() for norm in torch.stack(alike).tolist()]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import geartrain as gt
 from geartrain.ams.cluster import Cluster
@@ -232,3 +233,28 @@ def test_a_bound_that_is_none_is_refused(cluster: Cluster, bad: float) -> None:
         gt.clip_grad_norm_((), rows, bad)
     with pytest.raises(InvalidArgument, match="rows is"):
         gt.clip_grad_norm_((), nn.Linear(2, 2), 1.0)  # type: ignore[arg-type]
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts the numbers that the host takes out of tensors: on a GPU it waits for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_each_parameter(cluster: Cluster) -> None:
+    rows = gt.RowOptimizer(make_head(cluster, "held"))
+    counts = []
+    for layers in (1, 20):
+        backbone = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        backbone(torch.ones(2, 3)).sum().backward()
+        with _HostReads() as reads:
+            gt.clip_grad_norm_(backbone.parameters(), rows, 1.0)
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
