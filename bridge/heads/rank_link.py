@@ -50,7 +50,7 @@ class RankLink:
         backend = str(dist.get_backend(process_group))
         self._is_gloo = backend == "gloo"
         if self.world_size > 1 and "gloo" not in backend:
-            members = dist.get_process_group_ranks(process_group)
+            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
             self._host_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     def apart(self) -> RankLink:

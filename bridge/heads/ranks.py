@@ -39,6 +39,9 @@ class Ranks:
         self._group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        self._first = dist.get_global_rank(group, 0)  # group_src, which would say the same, came with PyTorch 2.6
         nccl = "nccl" in str(dist.get_backend(process_group))
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         nonce = self._from_first(secrets.randbits(62))
@@ -47,7 +50,7 @@ class Ranks:
 
     def _from_first(self, value: int) -> int:
         shared = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.broadcast(shared, group=self._group, group_src=0)
+        dist.broadcast(shared, self._first, group=self._group)
         return int(shared.item())
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
@@ -110,7 +113,7 @@ class Ranks:
         shared = torch.empty(length, dtype=torch.int64 if is_wide else torch.int32, device=self._device)
         if self.rank == 0:
             shared.copy_(torch.from_numpy(array))
-        dist.broadcast(shared, group=self._group, group_src=0)
+        dist.broadcast(shared, self._first, group=self._group)
         return np.asarray(shared.cpu().numpy())
 
     def gather_labels(self, labels: Ids, *, failure: Exception | None = None, classes: int = 0) -> Ids:
