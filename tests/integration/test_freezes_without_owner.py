@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from geartrain.ams import snapshot as snapshots
 from geartrain.ams.cluster import connect
 from geartrain.ams.failpoints import armed
-from geartrain.ams.messages import CallContext, CreateTable, Done, Freeze, Push, WriteFrozen
+from geartrain.ams.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, WriteFrozen
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.specs import SGD, Constant, TableSpec
 from geartrain.ams.storage.snapshot_folder import list_snapshots, new_staging
@@ -88,18 +89,33 @@ def test_a_freeze_that_nobody_renews_ends_by_itself_and_gives_its_memory_back(sh
         shard.close()
 
 
-def test_a_freeze_is_kept_while_it_is_written_and_while_it_is_renewed(shard: Shard, tmp_path: Path) -> None:
+def test_a_freeze_is_kept_while_it_is_written(tmp_path: Path) -> None:
+    go, now = tmp_path / "go", [0.0]
+    shard = Shard(0, np.arange(4096), incarnation=1, freeze_lease_seconds=1.0, clock=lambda: now[0])
+
+    def let_pass(seconds: float) -> None:
+        now[0] += seconds
+        for _ in range(2):  # it looks at the clock before it takes a call
+            shard.submit(CallContext(), Describe()).result(10)
+
     try:
         shard.submit(CallContext(), CreateTable(spec=SPEC)).result(10)
         shard.submit(CallContext(stream="s", sequence=1), Push(table="t", ids=IDS, gradients=ONES)).result(10)
         staging = new_staging(tmp_path, "a")
         shard.submit(CallContext(), Freeze(snapshot_id=staging.id)).result(10)
-        with armed(f"block.write.before=sleep({6 * LEASE_SECONDS})@1"):
-            write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
-            shard.submit(CallContext(), write).result(10)
-        assert shard._frozen, "it ended while it was written"
-        await_thaw(shard)
+        with armed(f"block.write.before=pause({go})@1") as passes:
+            written = shard.submit(CallContext(), WriteFrozen(snapshot_id=staging.id, folder=staging.path))
+            while not passes.fired["block.write.before"]:
+                time.sleep(0.01)
+            for _ in range(6):
+                let_pass(1.5)
+            assert shard._frozen, "it ended while it was written"
+            go.touch()
+            written.result(10)
+        let_pass(1.5)
+        assert not shard._frozen, "it is still held"
     finally:
+        go.touch()
         shard.close()
 
 
@@ -117,22 +133,33 @@ def test_copied_rows_count_as_memory_of_the_table(served: Callable[..., ServedCl
 def test_who_takes_a_snapshot_renews_what_shards_hold_that_have_written_theirs(
     served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = served(2)
+    cluster, go, renewals = served(2), tmp_path / "go", [0]
+    renew = snapshots._Hold._renewed
+
+    def counted(hold: snapshots._Hold) -> list[Any]:
+        renewals[0] += 1
+        if renewals[0] == 20:
+            go.touch()
+        return renew(hold)
+
     monkeypatch.setattr(snapshots, "_RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(snapshots._Hold, "_renewed", counted)
     with connect(cluster.address) as ours:
         for name in ("t", "u"):
             ours.create_table(name, dim=16, optimizer=SGD(1.0), num_rows=4096).push(IDS, ONES)
         for shard in shards_of(cluster):
             shard._freeze_leases._seconds = 0.5
-        ours.snapshot(tmp_path, "a").result(60)
-        with armed("block.write.before=sleep(2)@2"):
-            ours.snapshot(tmp_path, "b", parent="a").result(60)
+            shard._clock = shard._freeze_leases._clock = lambda: 0.2 * renewals[0]  # time passes as it is renewed
+        ours.snapshot(tmp_path / "s", "a").result(60)
+        renewals[0] = 0
+        with armed(f"block.write.before=pause({go})@2"):
+            ours.snapshot(tmp_path / "s", "b", parent="a").result(60)
         kept = {shard._tables["t"].rows.kept_as for shard in shards_of(cluster)}
         assert len(kept) == 1
         assert "" not in kept
         ours.table("t").push(IDS[:1], ONES[:1])
-        third = ours.snapshot(tmp_path, "c", parent="b").result(60)
-        listed = {one.name: one.snapshot for one in list_snapshots(tmp_path)}
+        third = ours.snapshot(tmp_path / "s", "c", parent="b").result(60)
+        listed = {one.name: one.snapshot for one in list_snapshots(tmp_path / "s")}
         assert listed["c"] is not None
         assert listed["c"].path == third
         assert set(listed["c"].manifest.deltas) == {"t", "u"}, "a shard had forgotten what it wrote"
