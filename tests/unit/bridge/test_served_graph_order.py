@@ -45,7 +45,7 @@ class BusyService:
 
     def load(self, _: str) -> tuple[NeighbourTable, Any]:
         lists = [[(one + 1) % CLASSES] for one in range(CLASSES)]
-        return NeighbourTable.of_lists(lists, 2), SimpleNamespace(k=2, num_classes=CLASSES)
+        return NeighbourTable.of_lists(lists, 2), SimpleNamespace(k=2, num_classes=CLASSES, table_incarnation=0)
 
 
 @pytest.mark.parametrize("beside", [False, True])
