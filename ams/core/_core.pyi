@@ -96,7 +96,7 @@ def update_rows(
     dtype: int,
     slots: npt.NDArray[Any] | None,
     slot_dtype: int,
-    updates: npt.NDArray[np.int64] | None,
+    steps: npt.NDArray[np.int64] | None,
     numbers: npt.NDArray[np.int64] | None,
     gradients: npt.NDArray[np.float32],
     first_id: int,
@@ -110,7 +110,37 @@ def update_rows(
     beta1: float,
     beta2: float,
     epsilon: float,
+    catch_up: CatchUp | None,
 ) -> int: ...
+def read_rows(
+    *,
+    rows: npt.NDArray[Any],
+    dtype: int,
+    slots: npt.NDArray[Any],
+    slot_dtype: int,
+    steps: npt.NDArray[np.int64],
+    numbers: npt.NDArray[np.int64] | None,
+    catch_up: CatchUp,
+    out: npt.NDArray[np.float32],
+) -> None: ...
+
+class StepHistory:
+    def __init__(self, *, momentum: float, weight_decay: float) -> None: ...
+    def end_step(self, lr: float) -> None: ...
+    def forget_before(self, step: int) -> None: ...
+    def state(self) -> tuple[int, list[float], float, float]: ...
+    def adopt(self, now: int, lrs: list[float], origin_ww: float, origin_vw: float) -> None: ...
+    @property
+    def now(self) -> int: ...
+
+class CatchUp:
+    def __init__(self, history: StepHistory) -> None: ...
+    def copy_factors(self, out: npt.NDArray[np.float64]) -> None: ...
+    @property
+    def num_ages(self) -> int: ...
+    @property
+    def now(self) -> int: ...
+
 def has_bfloat16_class_pass() -> bool: ...
 
 class ClassPass:

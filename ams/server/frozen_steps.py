@@ -7,7 +7,7 @@ advanced source counts, and rows of the others are taken to have had those steps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -45,10 +45,13 @@ def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Row
     Raises SnapshotDamaged.
     """
     for name, table in tables.items():
-        if not table.spec.counts_steps:
-            continue
-        try:
-            known = [_STEPS.validate_python(source["steps"][name]) for source in sources]
-            table.adopt_steps(joint_steps(known))
-        except (KeyError, ValueError, ValidationError, InvalidArgument) as exc:
-            raise SnapshotDamaged(f"the snapshot does not say which steps table {name!r} had made: {exc!r}") from exc
+        if table.spec.counts_steps:
+            restore_table_steps(sources, name, table.adopt_steps)
+
+
+def restore_table_steps(sources: Sequence[Mapping[str, Any]], name: str, adopt: Callable[[TableSteps], None]) -> None:
+    """Call ``adopt``, which may raise InvalidArgument, with the steps of table ``name``. Raises SnapshotDamaged."""
+    try:
+        adopt(joint_steps([_STEPS.validate_python(source["steps"][name]) for source in sources]))
+    except (KeyError, ValueError, ValidationError, InvalidArgument) as exc:
+        raise SnapshotDamaged(f"the snapshot does not say which steps table {name!r} had made: {exc!r}") from exc

@@ -32,10 +32,11 @@ def update(
     *,
     lr: float,
     scale: float,
-    updates: Ids | None = None,
+    steps: Ids | None = None,
     first_id: int = 0,
+    catch_up: _core.CatchUp | None = None,
 ) -> int:
-    """Make one step of the table's optimizer, any but SparseMomentum with elapsed steps; to the bits of a push.
+    """Make one step of the table's optimizer; to the bits of a push.
 
     Args:
         spec: What the table is.
@@ -45,8 +46,10 @@ def update(
         gradients: [N, D].
         lr: Learning rate of this step.
         scale: Factor of the gradients.
-        updates: [L], the number of each row's updates, for a table that counts them; else None.
+        steps: [L], the number of each row's updates, or its last step, for a table that counts either; else None.
         first_id: Id of row 0; those of the others follow.
+        catch_up: Where untouched rows move, the steps that have ended: rows are caught up before their own, which the
+            caller ends once all of its rows are updated.
 
     Returns:
         How many rows were left as they were, with their slots, because a gradient or what it leads to is not finite.
@@ -63,7 +66,7 @@ def update(
         dtype=row_code,
         slots=slot_bits,
         slot_dtype=slot_code,
-        updates=updates,
+        steps=steps,
         numbers=numbers,
         gradients=gradients,
         first_id=first_id,
@@ -77,4 +80,32 @@ def update(
         beta1=adam.betas[0] if adam else 0.0,
         beta2=adam.betas[1] if adam else 0.0,
         epsilon=adam.eps if adam else 0.0,
+        catch_up=catch_up,
+    )
+
+
+def read(
+    rows: npt.NDArray[Any],
+    slots: npt.NDArray[Any],
+    steps: Ids,
+    numbers: Ids | None,
+    out: Rows,
+    *,
+    catch_up: _core.CatchUp,
+) -> None:
+    """Write what the rows [L, D] of ``numbers`` [N] (None: all) have become to ``out`` [N, D], as a pull gives them.
+
+    Args as for :func:`update`; nothing else is written. Raises ValueError as that does.
+    """
+    row_bits, row_code = ops.as_bits(rows)
+    slot_bits, slot_code = ops.as_bits(slots, "slots")
+    _core.read_rows(
+        rows=row_bits,
+        dtype=row_code,
+        slots=slot_bits,
+        slot_dtype=slot_code,
+        steps=steps,
+        numbers=numbers,
+        catch_up=catch_up,
+        out=out,
     )

@@ -40,6 +40,8 @@ _ID_ARRAYS = 6
 """int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
 _ROUNDING_WIDTHS = 7
 """Chunks of float32 that random bits and what they round take on a device, at most."""
+_ELAPSED_WIDTHS = 8
+"""Chunks of float32 that catching up rows and slots takes on a device: four of float64."""
 _PULL_WIDTHS, _HOSTED_WIDTHS, _RANK_WIDTHS = 12, 13, 9
 """Matrices [B, D] beside the sums: features, packed, target rows, gradients, and what of them the allocator keeps for
 the next step; measured, in the processes of the tests."""
@@ -347,16 +349,19 @@ class _Plan:
         """Chunks of float32 that a thread holds, and half a one for what the allocator keeps.
 
         On a CPU, where compiled code updates rows where they lie: the gradient, and rows of the forward pass that
-        cannot be read in place. Elsewhere those of the step too: rows and slots, and what 16 bits are rounded with.
+        cannot be read in place. Elsewhere those of the step too: rows and slots, what 16 bits are rounded with, and
+        what rows are caught up with.
         """
         picked, narrow = self.active < self.num_classes, self.spec.dtype != "float32"
+        moves = self.spec.counts_steps
         if self.device.type == "cpu":
-            return 1.5 + (picked or narrow) + (picked and narrow)
+            return 1.5 + (picked or narrow or moves) + (picked and narrow and not moves)
         narrow_slots = bool(self.slot_bytes) and self.spec.slot_dtype != "float32"
         in_step = 2 + bool(self.slot_bytes) + 0.5 * (narrow + narrow_slots)
         picked_from = picked * (1.5 * narrow + 0.5 * narrow_slots)
         rounding = _ROUNDING_WIDTHS * (narrow or narrow_slots)
-        return 0.5 + in_step + picked_from + (picked or narrow or narrow_slots) + rounding
+        copies = picked or narrow or narrow_slots or moves
+        return 0.5 + in_step + picked_from + copies + rounding + _ELAPSED_WIDTHS * moves
 
     def _sampled_ids(self, active: int) -> tuple[str, int, str]:
         ids = 0 if active == self.num_classes else _ID_ARRAYS * 8 * active

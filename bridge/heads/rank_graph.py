@@ -34,7 +34,7 @@ class RankGraphs:
         their places in ``ids``.
         """
         table = self._table
-        rows_LD = table.rows_LD if ids is None else table.rows_LD[table.local(ids)[1]]
+        rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1])
         return FrozenRows(self, np.array(rows_LD.detach().float().cpu().numpy(), dtype=np.float32, order="C"))
 
     def build(

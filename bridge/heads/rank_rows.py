@@ -86,7 +86,7 @@ class RankRows:
         if self._pass.keeps_logits:
             self._kept.reserve(batch, self._active.num, self._pass.chunk_rows, keep_bytes)
         places = self._active.places(table.device)
-        reads_in_place = places.numbers_A is None and table.rows_LD.dtype == arithmetic.compute
+        reads_in_place = places.numbers_A is None and table.reads_in_place(arithmetic.compute)
 
         def add_part(scratch: Scratch, part: int) -> None:
             work = Workspace(arithmetic, scratch)
@@ -177,13 +177,17 @@ class RankGradient:
             factors.kept.give_back()
 
     def apply(self, lr: float, scale: Tensor) -> None:
-        """Update the rows and slots with ``scale`` (0-dim) times the gradient. Nothing travels, nobody waits."""
+        """Update the rows and slots with ``scale`` (0-dim) times the gradient; that ends the step.
+
+        Nothing travels, nobody waits.
+        """
         table = self._table
 
         def update(work: Workspace, place: Place, gradient_ND: Tensor) -> None:
             table.update(work, place, gradient_ND, lr, scale)
 
         self._over_chunks(update, use_kept=True)
+        table.end_step(lr)
 
     squares = None
     """They never lie in memory together."""

@@ -19,11 +19,13 @@ import torch
 
 from geartrain.ams.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement, split_by_shard
+from geartrain.ams.server.frozen_marks import ShardMarks
+from geartrain.ams.server.frozen_steps import restore_table_steps
 from geartrain.ams.specs import Adam, Ids, TableSpec
-from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file
+from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
 from geartrain.ams.storage.snapshot_chain import layers_of
 from geartrain.ams.storage.snapshot_folder import Snapshot, Staging, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot_manifest import ROWS, FileEntry
+from geartrain.ams.storage.snapshot_manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot_store import Place, place, within
 from geartrain.bridge.heads.rank_table import RankTable, as_tensor
 from geartrain.bridge.heads.tables import as_numpy
@@ -61,6 +63,8 @@ def snapshot_rows(
             if (here := str(within(place(root), name))) != told[2]:
                 raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
             entries = list(_write(table, told[0], told[1]))
+            if table.steps is not None:
+                entries.append(_marks(table, told[0], told[1]))
             if link.rank == 0:
                 entries += [
                     write_job_file(told[0], snapshot_id=told[1], name=k, data=data) for k, data in files.items()
@@ -114,13 +118,20 @@ def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntr
             )
 
 
+def _marks(table: RankTable, folder: str, snapshot_id: str) -> FileEntry:
+    """Write what a shard's marks would say: no writes of anybody's, and the steps, which are the same on every rank."""
+    steps = {} if table.steps is None else {table.spec.name: table.steps.state}
+    values = ShardMarks(streams={}, groups=[], steps=steps).model_dump(mode="json")
+    return write_marks(folder, snapshot_id=snapshot_id, shard=table.link.rank, values=values)
+
+
 def _arrays(table: RankTable, ids: Ids) -> dict[str, np.ndarray]:
     numbers = torch.from_numpy(ids - table.first).to(table.device)
     arrays = {"ids": ids, "rows": as_numpy(table.rows_LD[numbers].cpu())}
     if table.slots_LD is not None:
         arrays["slots"] = as_numpy(table.slots_LD[numbers].cpu())
-    if table.updates_L is not None:
-        arrays["steps"] = as_numpy(table.updates_L[numbers].cpu())
+    if table.steps_L is not None:
+        arrays["steps"] = as_numpy(table.steps_L[numbers].cpu())
     return arrays
 
 
@@ -136,6 +147,9 @@ def restore_rows(table: RankTable, path: str | Path) -> Snapshot:
         _require_spec(table, snapshot)
         table.write_initial_values()
         _read(table, snapshot)
+        if table.steps is not None:
+            marks = [snapshot.read_marks(entry) for entry in snapshot.manifest.files if entry.kind == MARKS]
+            restore_table_steps(marks, table.spec.name, table.steps.adopt)
         return snapshot
 
     try:
@@ -177,8 +191,8 @@ def _require_fit(table: RankTable, entry: FileEntry, snapshot: Snapshot, arrays:
         arrays["rows"].shape == (num, spec.dim)
         and (slots is None or slots.shape == (num, spec.slot_dim))
         and (slots is not None) == spec.has_slots
-        and (steps is None or (spec.counts_updates and steps.shape == (num,)))
-        and (steps is not None or not isinstance(spec.optimizer, Adam))
+        and (steps is None or (bool(spec.step_bytes) and steps.shape == (num,)))
+        and (steps is not None or not (isinstance(spec.optimizer, Adam) or spec.counts_steps))
     )
     if not fits:
         raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}")

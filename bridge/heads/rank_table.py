@@ -21,6 +21,8 @@ from geartrain.ams.tables import given_rows
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.bridge.heads.batch import Workspace
 from geartrain.bridge.heads.rank_link import RankLink
+from geartrain.bridge.heads.rank_optimizers import elapsed_step, plain_step
+from geartrain.bridge.heads.rank_steps import RESTING, RankSteps
 from geartrain.bridge.heads.scratch import BufferPool
 from geartrain.bridge.heads.tables import TORCH_DTYPES, as_numpy
 from geartrain.bridge.heads.torch_rounding import ROW, SLOT, round_rows, rounding_key
@@ -42,8 +44,9 @@ def class_range(num_classes: int, world_size: int, rank: int) -> tuple[int, int]
 class RankTable:
     """The rows of classes ``first`` … ``stop`` − 1, with their slots, on ``device``.
 
-    Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam or 16 bits. The first values are
-    those of an AMS table of the same specification, whatever the number of ranks.
+    Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where rows
+    move that a step does not touch: those are kept as of their last step. The first values are those of an AMS table of
+    the same specification, whatever the number of ranks.
     """
 
     def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
@@ -56,10 +59,12 @@ class RankTable:
             self.slots_LD = (
                 _empty(self.num_local, spec.slot_dim, TORCH_DTYPES[spec.slot_dtype], device) if spec.has_slots else None
             )
-            self.updates_L = (
-                torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.counts_updates else None
-            )
-            """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits."""
+            self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
+            """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
+            untouched rows move, the last step of each."""
+        share = class_range(spec.num_rows or 0, link.world_size, 0)[1]
+        self.steps = RankSteps(spec, share, device) if spec.counts_steps else None
+        """Those that untouched rows move in; None where they are frozen."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
         self.pool = BufferPool()
@@ -83,14 +88,18 @@ class RankTable:
         self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
         self.pool = BufferPool()
         self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
-        self.updates_L = None if self.updates_L is None else self.updates_L.to(device)
+        self.steps_L = None if self.steps_L is None else self.steps_L.to(device)
+        if self.steps is not None:
+            self.steps.move_to(device)
 
     def write_initial_values(self) -> None:
-        """Overwrite every row by its initial value, the slots and the numbers of updates by zero."""
+        """Overwrite every row by its initial value, the slots and the steps by zero."""
         if self.slots_LD is not None:
             self.slots_LD.zero_()
-        if self.updates_L is not None:
-            self.updates_L.zero_()
+        if self.steps_L is not None:
+            self.steps_L.zero_()
+        if self.steps is not None:
+            self.steps.reset()
         initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
         block = max(1, BLOCK_BYTES // self.spec.row_bytes)
         for start in range(0, self.num_local, block):
@@ -112,7 +121,7 @@ class RankTable:
         del required_sync
         places, numbers = self.local(ids)
         found = torch.zeros(len(ids), self.spec.dim, dtype=self.rows_LD.dtype, device=self.device)
-        found[torch.from_numpy(places).to(self.device)] = self.rows_LD[numbers]
+        found[torch.from_numpy(places).to(self.device)] = self.current_rows(numbers)
         # As bytes: each row is on one rank and zero on the others, and gloo cannot add every 16-bit type.
         rows = self.link.sum(found.view(torch.uint8)).view(found.dtype).cpu()
         out[:] = as_numpy(rows)
@@ -135,21 +144,53 @@ class RankTable:
         self.rows_LD[numbers] = values[torch.from_numpy(places)].to(self.device)
         if self.slots_LD is not None:
             self.slots_LD[numbers] = 0
-        if self.updates_L is not None and isinstance(self.spec.optimizer, Adam):
-            self.updates_L[numbers] = 0  # others only round by it, and not twice alike
+        if self.steps_L is not None and self.steps is not None:
+            self.steps_L[numbers] = self.steps.now if self.steps.moves_rows_at_rest else RESTING
+        elif self.steps_L is not None and isinstance(self.spec.optimizer, Adam):
+            self.steps_L[numbers] = 0  # others only round by it, and not twice alike
         return Done()
 
-    def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, updates_N: Tensor | None) -> None:
-        """Overwrite rows, their slots and their numbers of updates (None: 0, as older snapshots of 16 bits mean)."""
+    def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None) -> None:
+        """Overwrite rows, their slots and their steps (None: 0 updates, as older snapshots of 16 bits mean)."""
         self.rows_LD[numbers] = rows_ND.to(self.device)
         if self.slots_LD is not None and slots_ND is not None:
             self.slots_LD[numbers] = slots_ND.to(self.device)
-        if self.updates_L is not None:
-            self.updates_L[numbers] = 0 if updates_N is None else updates_N.to(self.device)
+        if self.steps_L is not None:
+            self.steps_L[numbers] = 0 if steps_N is None else steps_N.to(self.device)
+
+    def reads_in_place(self, dtype: torch.dtype) -> bool:
+        """Whether ``rows_LD`` are the rows as they are now, in ``dtype``."""
+        return self.steps is None and self.rows_LD.dtype == dtype
+
+    def current_rows(self, place: Place) -> Tensor:
+        """A copy of rows [N, D] as they are now, in their storage type: what a shard's pull gives."""
+        if self.steps is None or self.slots_LD is None or self.steps_L is None:
+            return self.rows_LD[place].clone() if isinstance(place, slice) else self.rows_LD[place]
+        numbers_N = self._numbers(place)
+        out_ND = self.rows_LD.new_empty(len(numbers_N), self.spec.dim)
+        block = max(1, BLOCK_BYTES // (8 * self.spec.dim))
+        for start in range(0, len(numbers_N), block):
+            numbers_B = numbers_N[start : start + block]
+            moved_BD = self.steps.moved_rows(self.rows_LD[numbers_B], self.slots_LD[numbers_B], self.steps_L[numbers_B])
+            out_ND[start : start + block] = moved_BD.float()
+        return out_ND
+
+    def _numbers(self, place: Place) -> Tensor:
+        return torch.arange(*place.indices(self.num_local), device=self.device) if isinstance(place, slice) else place
 
     def load(self, work: Workspace, place: Place, *, name: str) -> Tensor:
-        """A copy of rows [N, D] in the compute dtype, as scratch called ``name``."""
-        return self._loaded(work, self.rows_LD, place, name)
+        """A copy of rows [N, D] as they are now, in the compute dtype, as scratch called ``name``."""
+        if self.steps is None:
+            return self._loaded(work, self.rows_LD, place, name)
+        if self.device.type != "cpu" or work.arithmetic.compute != torch.float32:
+            rows_ND = self.current_rows(place)
+            return work.empty(name, *rows_ND.shape).copy_(rows_ND)
+        rows_LD, slots_LD, steps_L, numbers, _ = self._arrays_of(place)
+        assert slots_LD is not None and steps_L is not None
+        num = len(rows_LD) if numbers is None else len(numbers)
+        out_ND = work.empty(name, num, self.spec.dim)
+        given_rows.read(rows_LD, slots_LD, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
+        return out_ND
 
     def _loaded(self, work: Workspace, stored_LD: Tensor, place: Place, name: str) -> Tensor:
         if isinstance(place, slice):
@@ -175,71 +216,97 @@ class RankTable:
             self._update_compiled(place, gradient_ND, lr, float(scale))
             return
         gradient_ND.mul_(scale)
-        rows_ND = self.load(work, place, name="updated rows")
-        updates_N = None if self.updates_L is None else self.updates_L[place] + 1
+        rows_ND = self._loaded(work, self.rows_LD, place, "updated rows")
+        steps_N = None if self.steps_L is None else self.steps_L[place] + 1
         optimizer = self.spec.optimizer
-        if optimizer.weight_decay:
-            gradient_ND.add_(rows_ND, alpha=optimizer.weight_decay)
         slots_ND = None
         if self.slots_LD is not None:
             slots_ND = self._loaded(work, self.slots_LD, place, "slots")
-        if slots_ND is None:
-            rows_ND.add_(gradient_ND, alpha=-lr)
-        elif isinstance(optimizer, Adam):
-            assert updates_N is not None
-            _adam_step(optimizer, rows_ND, slots_ND, gradient_ND, lr, updates_N)
-        elif isinstance(optimizer, Momentum | SparseMomentum):
-            slots_ND.mul_(optimizer.momentum).add_(gradient_ND)
-            is_nesterov = isinstance(optimizer, Momentum) and optimizer.nesterov
-            step_ND = gradient_ND.add_(slots_ND, alpha=optimizer.momentum) if is_nesterov else slots_ND
-            rows_ND.add_(step_ND, alpha=-lr)
-        rows_ND = self._as_stored(work, place, updates_N, rows_ND, self.rows_LD, ROW)
+        if self.steps is not None:
+            assert isinstance(optimizer, SparseMomentum) and slots_ND is not None and steps_N is not None
+            last_N, steps_N = steps_N - 1, torch.full_like(steps_N, self.steps.now + 1)
+            elapsed_step(optimizer, self.steps, rows_ND, slots_ND, last_N, gradient_ND, lr)
+        else:
+            plain_step(optimizer, rows_ND, slots_ND, gradient_ND, lr, steps_N)
+        rows_ND = self._as_stored(work, place, steps_N, rows_ND, self.rows_LD, ROW)
         if slots_ND is not None and self.slots_LD is not None:
-            slots_ND = self._as_stored(work, place, updates_N, slots_ND, self.slots_LD, SLOT)
-        self._store(work, place, rows_ND, slots_ND, updates_N)
+            slots_ND = self._as_stored(work, place, steps_N, slots_ND, self.slots_LD, SLOT)
+        self._store(work, place, rows_ND, slots_ND, steps_N)
 
-    def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
-        rows_LD, slots_LD, updates_L, numbers, first = self.rows_LD, self.slots_LD, self.updates_L, None, self.first
+    def end_step(self, lr: float) -> None:
+        """One step is over, that of all updates since the last one: where untouched rows move, by ``lr``, they do.
+
+        Every rank calls it, with the same ``lr``. Looks at a few rows for those that nobody has touched for long.
+        """
+        if self.steps is None:
+            return
+        place = self.steps.sweep()
+        self._bring_up(self.steps, slice(place.start, min(place.stop, self.num_local)))
+        self.steps.end_step(lr)
+
+    def _bring_up(self, steps: RankSteps, place: slice) -> None:
+        """Write what those of the rows have become whose last step is long ago."""
+        assert self.slots_LD is not None and self.steps_L is not None
+        last_N = self.steps_L[place]
+        overdue_N = steps.are_overdue(last_N)
+        if self.device.type == "cpu" and not bool(overdue_N.any()):  # to look would make the host wait for a device
+            return
+        old_ND, old_slots_ND = self.rows_LD[place], self.slots_LD[place]
+        rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)
+        ids_N, now_N = self._numbers(place) + self.first, torch.full_like(last_N, steps.now)
+        rows_ND = round_rows(rows_ND, old_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=ROW)
+        slots_ND = round_rows(slots_ND, old_slots_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=SLOT)
+        if not steps.moves_rows_at_rest:
+            now_N = torch.where((slots_ND != 0).any(1), now_N, RESTING)
+        self.rows_LD[place] = torch.where(overdue_N.unsqueeze(1), rows_ND, old_ND)
+        self.slots_LD[place] = torch.where(overdue_N.unsqueeze(1), slots_ND, old_slots_ND)
+        self.steps_L[place] = torch.where(overdue_N, now_N, last_N)
+
+    def _arrays_of(self, place: Place) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, Ids | None, Ids | None, int]:
+        """Rows, slots and steps for compiled code, which rows of them (None: all), and the id of the first."""
+        rows_LD, slots_LD, steps_L, numbers, first = self.rows_LD, self.slots_LD, self.steps_L, None, self.first
         if isinstance(place, slice):
             first += place.indices(self.num_local)[0]
             rows_LD = rows_LD[place]
             slots_LD = None if slots_LD is None else slots_LD[place]
-            updates_L = None if updates_L is None else updates_L[place]
+            steps_L = None if steps_L is None else steps_L[place]
         else:
             numbers = place.numpy()
+        slots = None if slots_LD is None else as_numpy(slots_LD)
+        return as_numpy(rows_LD), slots, None if steps_L is None else steps_L.numpy(), numbers, first
+
+    def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
+        rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(place)
         refused = given_rows.update(
             self.spec,
-            as_numpy(rows_LD),
-            None if slots_LD is None else as_numpy(slots_LD),
+            rows_LD,
+            slots_LD,
             numbers,
             gradient_ND.numpy(),
             lr=lr,
             scale=scale,
-            updates=None if updates_L is None else updates_L.numpy(),
+            steps=steps_L,
             first_id=first,
+            catch_up=None if self.steps is None else self.steps.catch_up,
         )
         if refused:
             with self._counting:
                 self.refused += refused
 
     def _as_stored(
-        self, work: Workspace, place: Place, updates_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
+        self, work: Workspace, place: Place, steps_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
     ) -> Tensor:
         """The values in the storage type of ``stored_LD``."""
         if values_ND.dtype == stored_LD.dtype:
             return values_ND
-        if stored_LD.dtype == torch.float32 or updates_N is None:
+        if stored_LD.dtype == torch.float32 or steps_N is None:
             name = f"part {part} to store"
             return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
-        if isinstance(place, slice):
-            numbers_N = torch.arange(*place.indices(self.num_local), device=self.device)
-        else:
-            numbers_N = place
-        ids_N = numbers_N + self.first
-        return round_rows(values_ND, stored_LD.dtype, key=self._key, ids_N=ids_N, numbers_N=updates_N, part=part)
+        ids_N = self._numbers(place) + self.first
+        return round_rows(values_ND, stored_LD.dtype, key=self._key, ids_N=ids_N, numbers_N=steps_N, part=part)
 
     def _store(
-        self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None, updates_N: Tensor | None
+        self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None
     ) -> None:
         total_N = _sums(work, rows_ND)
         if slots_ND is not None:
@@ -251,28 +318,13 @@ class RankTable:
             rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[place], rows_ND)
             if slots_ND is not None and self.slots_LD is not None:
                 slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[place], slots_ND)
-            if updates_N is not None:
-                updates_N = updates_N - bad_N.to(updates_N.dtype)
+            if steps_N is not None and self.steps_L is not None:
+                steps_N = torch.where(bad_N, self.steps_L[place], steps_N)
         _put(self.rows_LD, place, rows_ND)
         if slots_ND is not None and self.slots_LD is not None:
             _put(self.slots_LD, place, slots_ND)
-        if updates_N is not None and self.updates_L is not None:
-            _put(self.updates_L, place, updates_N)
-
-
-def _adam_step(
-    optimizer: Adam, rows_ND: Tensor, slots_ND: Tensor, gradient_ND: Tensor, lr: float, updates_N: Tensor
-) -> None:
-    """Update rows and moments [N, 2 D] in place as update number ``updates_N``; ``ams/core/reference_adam.py``."""
-    beta1, beta2 = optimizer.betas
-    first_ND, second_ND = slots_ND.chunk(2, dim=1)
-    first_ND.mul_(beta1).add_(gradient_ND, alpha=1 - beta1)
-    second_ND.mul_(beta2).addcmul_(gradient_ND, gradient_ND, value=1 - beta2)
-    t_N = updates_N.double()
-    step_N = (lr / (1 - beta1**t_N)).to(rows_ND.dtype)
-    inverse_root_N = (1 - beta2**t_N).rsqrt().to(rows_ND.dtype)
-    divisor_ND = torch.sqrt(second_ND, out=gradient_ND).mul_(inverse_root_N.unsqueeze(1)).add_(optimizer.eps)
-    rows_ND.sub_(torch.div(first_ND, divisor_ND, out=gradient_ND).mul_(step_N.unsqueeze(1)))
+        if steps_N is not None and self.steps_L is not None:
+            _put(self.steps_L, place, steps_N)
 
 
 def _is_compiled(tensor: Tensor) -> bool:
@@ -313,9 +365,7 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 def require_supported(spec: TableSpec) -> None:
     optimizer = spec.optimizer
-    known = isinstance(optimizer, SGD | Momentum | SparseMomentum | Adam)
-    if not known or spec.counts_steps:
+    if not isinstance(optimizer, SGD | Momentum | SparseMomentum | Adam):
         raise InvalidArgument(
-            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, Adam, or SparseMomentum with "
-            "untouched='freeze'; untouched='elapsed' needs rows='pull' or 'hosted'"
+            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, SparseMomentum or Adam"
         )

@@ -41,7 +41,8 @@ class RankUpdate(PendingUpdate[RankGradient]):
     """The update of rows on this rank's device: each chunk's gradient is made, applied and forgotten. Nothing travels.
 
     On a CPU a gradient that is not finite is an error of the step, on every rank alike. A device is not looked at: such
-    a step changes no row, and the next call of the head raises NonFinite on every rank.
+    a step changes no row, and the next call of the head raises NonFinite on every rank. Where untouched rows move, all
+    do as in a step without a gradient.
     """
 
     table: RankTable
@@ -59,9 +60,12 @@ class RankUpdate(PendingUpdate[RankGradient]):
             super().check_finite()
 
     def apply(self, lr: float) -> None:
-        """Update the rows with what is pending, then forget it."""
+        """Update the rows with what is pending, then forget it. Raises InvalidArgument as a push does."""
         if self._pending is None or self.carrier.grad is None:
             return
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.float32(lr)):
+                raise InvalidArgument(f"lr of table {self.table.spec.name!r} is {lr!r}; it must be finite as float32")
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(lr, self._factor()[0])
             self._refused.begin(self.table.refused)

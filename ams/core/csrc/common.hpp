@@ -18,6 +18,10 @@ inline constexpr int64_t kNumBuckets = int64_t{1} << kBucketBits;
 
 inline constexpr size_t item_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
+inline constexpr double largest_of(DType dtype) {
+  return dtype == DType::float32 ? 0x1.fffffep127 : dtype == DType::float16 ? 65504.0 : 0x1.fep127;
+}
+
 // Finaliser of Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (OOPSLA 2014).
 inline constexpr uint64_t splitmix64(uint64_t x) {
   x += 0x9E3779B97F4A7C15ull;

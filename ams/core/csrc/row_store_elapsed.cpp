@@ -13,10 +13,6 @@ namespace {
 // A row is caught up at the latest half a window after its last step, in a sweep that takes about a quarter.
 constexpr int64_t kOverdueShare = 2, kSweepShare = 4;
 
-double largest_of(DType dtype) {
-  return dtype == DType::float32 ? 0x1.fffffep127 : dtype == DType::float16 ? 65504.0 : 0x1.fep127;
-}
-
 float as_bound(double value) { return value < largest_of(DType::float32) ? static_cast<float>(value) : INFINITY; }
 
 }  // namespace

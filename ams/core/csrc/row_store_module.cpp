@@ -141,10 +141,9 @@ nb::tuple step_state(const RowStore& store) {
 
 void adopt_steps(RowStore& store, int64_t now, const std::vector<float>& lrs, double origin_ww, double origin_vw) {
   require(store.spec().window > 0, "the table counts no steps");
-  require(now >= 0 && static_cast<int64_t>(lrs.size()) <= now, "there must be at most one learning rate per step");
-  for (float lr : lrs) require(std::isfinite(lr) && lr >= 0, "learning rates must be finite and >= 0");
-  require(std::isfinite(origin_ww) && std::isfinite(origin_vw), "factors must be finite");
-  store.adopt_steps({now, lrs, origin_ww, origin_vw});
+  const StepState state{now, lrs, origin_ww, origin_vw};
+  require_steps(state);
+  store.adopt_steps(state);
 }
 
 }  // namespace

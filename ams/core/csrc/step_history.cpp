@@ -1,6 +1,7 @@
 #include "step_history.hpp"
 
 #include <cmath>
+#include <stdexcept>
 
 namespace geartrain {
 namespace {
@@ -12,6 +13,15 @@ constexpr double kLargestFactor = 1e250;
 double bounded(double factor) { return std::clamp(factor, -kLargestFactor, kLargestFactor); }
 
 }  // namespace
+
+void require_steps(const StepState& state) {
+  const auto require = [](bool condition, const char* message) {
+    if (!condition) throw std::invalid_argument(message);
+  };
+  require(state.now >= 0 && static_cast<int64_t>(state.lrs.size()) <= state.now, "there must be at most one learning rate per step");
+  for (float lr : state.lrs) require(std::isfinite(lr) && lr >= 0, "learning rates must be finite and >= 0");
+  require(std::isfinite(state.origin_ww) && std::isfinite(state.origin_vw), "factors must be finite");
+}
 
 Elapsed then(const Elapsed& first, const Elapsed& second) {
   return {bounded(second.ww * first.ww + second.wv * first.vw), bounded(second.ww * first.wv + second.wv * first.vv),

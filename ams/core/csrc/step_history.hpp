@@ -25,6 +25,9 @@ struct StepState {
   double origin_ww = 1, origin_vw = 0;
 };
 
+// Throws std::invalid_argument unless a table can have made such steps.
+void require_steps(const StepState& state);
+
 class StepHistory {
  public:
   StepHistory(float momentum, float weight_decay) : momentum_(momentum), weight_decay_(weight_decay) {}
@@ -73,6 +76,9 @@ class CatchUp {
     return &by_age_[std::min(static_cast<size_t>(now_ - last), by_age_.size() - 1)];
   }
   int64_t now() const { return now_; }
+  const Elapsed& origin() const { return origin_; }
+  // By now() - last, of all ages that were reached; the first moves nothing.
+  const std::vector<Elapsed>& by_age() const { return by_age_; }
   // Largest magnitudes over all rows that can have been reached.
   Elapsed largest() const;
 

@@ -65,8 +65,8 @@ def _touch_every_row(head: gt.ClassHead, rows: str) -> None:
 def _table_bytes(head: gt.ClassHead, cluster: Any) -> int:
     if isinstance(head.table, RankTable):
         assert head.table.slots_LD is not None
-        updates_L = head.table.updates_L
-        return head.table.rows_LD.nbytes + head.table.slots_LD.nbytes + (0 if updates_L is None else updates_L.nbytes)
+        steps_L = head.table.steps_L
+        return head.table.rows_LD.nbytes + head.table.slots_LD.nbytes + (0 if steps_L is None else steps_L.nbytes)
     return int(next(table for table in cluster.status().tables if table.name == "head").memory_bytes)
 
 

@@ -44,10 +44,3 @@ def test_a_head_with_adam_trains_as_a_linear_layer_does(settings: dict[str, Any]
             nn.functional.cross_entropy(features.double() @ weights.T, labels).backward()
             reference.step()
         torch.testing.assert_close(head.weights().double(), weights.detach(), rtol=1e-3, atol=1e-5)
-
-
-def test_rows_on_ranks_have_no_elapsed_momentum() -> None:
-    with pytest.raises(gt.errors.InvalidArgument, match="untouched='elapsed' needs rows='pull' or 'hosted'"):
-        gt.ClassHead(
-            None, "t", num_classes=10, dim=2, optimizer=gt.SparseMomentum(0.1, untouched="elapsed"), rows="ranks"
-        )

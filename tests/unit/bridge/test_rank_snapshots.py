@@ -37,6 +37,8 @@ LEGS = [(2, range(4)), (3, range(4, 8)), (1, range(8, 12))]
 
 
 MOMENTUM = SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3)
+ELAPSED = SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3, untouched="elapsed")
+ADAM = Adam(0.05, weight_decay=1e-3)
 
 
 def make_head(
@@ -78,8 +80,8 @@ def train(head: ClassHead, steps: range, rank: int = 0, ranks: int = 1) -> list[
     return losses
 
 
-def train_leg(rank: int, ranks: int, folder: Path, leg: int, dtype: DTypeName) -> None:
-    head = make_head("ranks", dtype=dtype)
+def train_leg(rank: int, ranks: int, folder: Path, leg: int, dtype: DTypeName, optimizer: RowOptimizerSpec) -> None:
+    head = make_head("ranks", dtype=dtype, optimizer=optimizer)
     if leg > 0:
         snapshot = head.restore(folder / f"leg{leg - 1}")
         head.load_state_dict(state_from_bytes(snapshot.job_files()["head"]))
@@ -90,23 +92,24 @@ def train_leg(rank: int, ranks: int, folder: Path, leg: int, dtype: DTypeName) -
     np.save(folder / f"losses{leg}-{rank}.npy", losses)
 
 
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ELAPSED, ADAM], ids=["momentum", "elapsed", "adam"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_then_three_then_one_then_a_cluster_train_as_if_uninterrupted(
-    dtype: DTypeName, tmp_path: Path
+    dtype: DTypeName, optimizer: RowOptimizerSpec, tmp_path: Path
 ) -> None:
     for leg, (ranks, _) in enumerate(LEGS):
-        run_ranks(train_leg, ranks, tmp_path, leg, dtype)
+        run_ranks(train_leg, ranks, tmp_path, leg, dtype, optimizer)
     resumed = [
         sum(np.load(tmp_path / f"losses{leg}-{rank}.npy") for rank in range(ranks))
         for leg, (ranks, _) in enumerate(LEGS)
     ]
     with local(num_shards=3) as cluster:
         snapshot = cluster.restore(tmp_path / "leg2")
-        last = make_head("pull", cluster, dtype=dtype, reuse=True)
+        last = make_head("pull", cluster, dtype=dtype, optimizer=optimizer, reuse=True)
         last.load_state_dict(state_from_bytes(snapshot.job_files()["head"]))
         resumed.append(np.array(train(last, range(12, 15))))
         rows = last.weights()
-    head = make_head("ranks", dtype=dtype)
+    head = make_head("ranks", dtype=dtype, optimizer=optimizer)
     losses = train(head, range(15))
     tolerance = 5e-6 if dtype == "float32" else 2e-2  # every step rounds the rows to 8 bits
     np.testing.assert_allclose(np.concatenate(resumed), losses, rtol=tolerance)
@@ -120,7 +123,7 @@ def test_a_cluster_goes_on_with_rows_of_ranks_and_ranks_with_those_of_a_cluster(
 ) -> None:
     head = make_head("ranks", dtype=dtype)
     first = train(head, range(3))
-    run_ranks(train_leg, 3, tmp_path, 0, dtype)
+    run_ranks(train_leg, 3, tmp_path, 0, dtype, MOMENTUM)
     with local(num_shards=2) as cluster:
         cluster.restore(tmp_path / "leg0")
         moved = make_head("pull", cluster, dtype=dtype, reuse=True)
@@ -140,15 +143,17 @@ def test_a_cluster_goes_on_with_rows_of_ranks_and_ranks_with_those_of_a_cluster(
         assert train(back, range(9, 11)) == pytest.approx(train(moved, range(9, 11)), rel=tolerance)
 
 
+@pytest.mark.parametrize("optimizer", [ELAPSED, ADAM], ids=["elapsed", "adam"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_with_adam_go_on_in_a_cluster_and_back_on_ranks(dtype: DTypeName, tmp_path: Path) -> None:
-    adam = Adam(0.05, weight_decay=1e-3)
-    head = make_head("ranks", dtype=dtype, optimizer=adam)
+def test_rows_with_steps_of_their_own_go_on_in_a_cluster_and_back_on_ranks(
+    dtype: DTypeName, optimizer: RowOptimizerSpec, tmp_path: Path
+) -> None:
+    head = make_head("ranks", dtype=dtype, optimizer=optimizer)
     train(head, range(4))
     head.snapshot(tmp_path, "ranks", files={"head": state_to_bytes(head.state_dict())})
     with hosting.local(num_shards=2) as cluster:
         cluster.restore(tmp_path / "ranks")
-        moved = make_head("hosted", cluster, dtype=dtype, optimizer=adam, reuse=True)
+        moved = make_head("hosted", cluster, dtype=dtype, optimizer=optimizer, reuse=True)
         moved.load_state_dict(state_from_bytes(open_snapshot(tmp_path / "ranks").job_files()["head"]))
         train(head, range(4, 8))
         train(moved, range(4, 8))
@@ -156,10 +161,19 @@ def test_rows_with_adam_go_on_in_a_cluster_and_back_on_ranks(dtype: DTypeName, t
             moved.weights(), head.weights(), rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4
         )
         cluster.snapshot(tmp_path, "cluster", tables=["faces"]).result()
-        back = make_head("ranks", dtype=dtype, optimizer=adam)
+        back = make_head("ranks", dtype=dtype, optimizer=optimizer)
         back.restore(tmp_path / "cluster")
         assert torch.equal(back.weights(), moved.weights())
-        assert torch.equal(back.table.updates_L, head.table.updates_L)
+        assert torch.equal(back.table.steps_L, head.table.steps_L)
+        if optimizer is ELAPSED:
+            assert back.table.steps is not None and head.table.steps is not None
+            assert back.table.steps.state == head.table.steps.state
+            back.load_state_dict(moved.state_dict())
+            train(back, range(8, 10))
+            train(moved, range(8, 10))
+            torch.testing.assert_close(
+                moved.weights(), back.weights(), rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4
+            )
 
 
 def test_rows_nobody_touched_have_their_initial_value_after_a_restore(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ OPTIMIZERS = [
     SGD(0.1, weight_decay=0.01),
     Momentum(0.1, 0.9, nesterov=True),
     SparseMomentum(0.1, 0.9, 1e-3),
+    SparseMomentum(0.1, 0.9, 1e-3, untouched="elapsed"),
+    SparseMomentum(0.1, 0.9, untouched="elapsed"),
     Adam(0.01, weight_decay=1e-3),
 ]
 
@@ -53,6 +55,7 @@ def _push(ranks: list[RankTable], ids: np.ndarray, gradients: np.ndarray, *, by_
         places, numbers = rank.local(ids)
         place: Any = numbers if by_number else slice(int(numbers[0]), int(numbers[-1]) + 1)
         rank.update(work, place, torch.from_numpy(gradients[places]), lr, torch.tensor(0.5))
+        rank.end_step(lr)
 
 
 def _stored(shard: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +85,7 @@ def test_its_rows_have_the_bits_of_a_shards(dtype: DTypeName, optimizer: RowOpti
             for rank in ranks:
                 rank.assign(np.arange(50), values)
     rows, slots = _stored(shard)
-    assert torch.equal(torch.cat([rank.rows_LD for rank in ranks]), rows)
+    assert torch.equal(torch.cat([rank.current_rows(slice(None)) for rank in ranks]), rows)
     if ranks[0].slots_LD is not None:
         assert torch.equal(torch.cat([cast(Any, rank.slots_LD).float() for rank in ranks]), slots)
 
@@ -102,7 +105,7 @@ def test_rows_that_pytorch_updates_meet_the_draws_of_a_shards(
         shard.push(ids, gradients, lr=0.1, scale=0.5)
         _push(ranks, ids, gradients.astype(np.float64), by_number=by_number, lr=0.1)
     rows, slots = _stored(shard)
-    ours = torch.cat([rank.rows_LD for rank in ranks])
+    ours = torch.cat([rank.current_rows(slice(None)) for rank in ranks])
     if dtype != "float32":
         assert (ours == rows).double().mean() > 0.99
     torch.testing.assert_close(ours.float(), rows.float(), atol=1e-2 if dtype == "bfloat16" else 1e-3, rtol=1e-2)
@@ -122,8 +125,8 @@ def test_a_row_that_would_overflow_counts_no_update(dtype: DTypeName, compiled: 
     if dtype == "bfloat16":
         gradients[1, 4] = -3.4028e38
     _push([rank], np.array([2, 5, 9]), gradients, by_number=True, lr=2.0)
-    assert rank.refused == 1 and rank.updates_L is not None
-    assert rank.updates_L[[2, 5, 9]].tolist() == [1, 0, 1]
+    assert rank.refused == 1 and rank.steps_L is not None
+    assert rank.steps_L[[2, 5, 9]].tolist() == [1, 0, 1]
     assert torch.equal(rank.rows_LD[5], before[5]) and not torch.equal(rank.rows_LD[2], before[2])
 
 
