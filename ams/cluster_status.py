@@ -148,7 +148,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
             ShardStatus(
                 shard=entry.shard,
                 address=entry.address,
-                state=entry.state,
+                state="silent" if state is None and entry.state == "up" else entry.state,
                 incarnation=entry.incarnation,
                 rows=sum(table.rows for table in tables),
                 memory_bytes=sum(table.memory_bytes for table in tables),

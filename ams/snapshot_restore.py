@@ -18,6 +18,7 @@ from geartrain.ams import failpoints
 from geartrain.ams.errors import (
     ClusterNotReady,
     GeartrainError,
+    OutOfMemory,
     SchedulerUnavailable,
     ShardRestarted,
     ShardUnavailable,
@@ -97,8 +98,16 @@ def restore_snapshot(
         for entry in graph_files if not replace else ():  # while there is a way back
             snapshot.read(entry)
         failpoints.reach("restore.publish.before")
-    except BaseException:
+    except BaseException as exc:
         _drop(restored, made)
+        if not (replace and made):
+            raise
+        gone = f"the tables that it was to replace ({', '.join(table.name for table in made)}) are gone"
+        if isinstance(exc, OutOfMemory):  # which says of each write that it changed nothing
+            raise OutOfMemory(
+                f"{snapshot.path} was not restored, and {gone}; make room, and restore it again: {exc}"
+            ) from exc
+        logger.warning("%s was not restored, and %s; restore it again", snapshot.path, gone)
         raise
     _publish(calls, restored, made)
     failpoints.reach("restore.publish.after")

@@ -32,6 +32,9 @@ class RowOptimizer(torch.optim.Optimizer):
     PyTorch's raises InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
     """
 
+    _step_supports_amp_scaling = True
+    """GradScaler calls :meth:`step` also where it found infinity, and says so in ``found_inf`` and ``grad_scale``."""
+
     def __init__(self, *heads: Head | Iterable[Head], lr: float | None = None) -> None:
         """Train the rows of one or several heads; ``lr`` replaces that of their tables."""
         flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
@@ -69,18 +72,26 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a learning rate that is not,
         TableNotFound if a table was restored since the forward pass (call zero_grad()). After an error the gradients
-        that were not pushed are still pending: call step() again, or zero_grad() to drop them.
+        that were not pushed are still pending: call step() again, or zero_grad() to drop them. A step that GradScaler
+        skips pushes nothing and drops them: they could not be pushed later either.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and bool(found_inf):
+            self.zero_grad()
+            return loss
         pairs = [(float(group["lr"]), update) for group, update in self._group_updates()]
         for lr, update in pairs:
             update.require_present()
             if not (math.isfinite(lr) and lr >= 0):
                 raise InvalidArgument(f"lr of table {update.table.spec.name!r} is {lr!r}; it must be finite and >= 0")
             update.check_finite()
+        if grad_scale is not None:
+            self.multiply_gradients(1.0 / float(grad_scale))
+            self.grad_scale = None  # after an error they are pending as they are now
         for lr, update in pairs:
             update.apply(lr)
         return loss

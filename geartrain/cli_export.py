@@ -14,7 +14,7 @@ from geartrain.cli_options import ConfigFile, Json, SchedulerAddress
 
 def export(
     table: Annotated[str, typer.Argument(help="Dense table, such as that of a class head.")],
-    out: Annotated[Path, typer.Argument(help="File to write: one tensor 'weight' [classes, dim].")],
+    out: Annotated[Path, typer.Argument(help="FILE.safetensors to write: one tensor, weight, [classes, dim].")],
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
@@ -22,8 +22,9 @@ def export(
     """Write the rows of a table to one safetensors file, block by block: they may be more than memory holds."""
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
     from geartrain.ams.cluster import connect  # after the settings are known to be right: it is slower
-    from geartrain.bridge.heads.weights import export_rows
+    from geartrain.bridge.heads.weights import check_export_path, export_rows
 
+    check_export_path(out)  # before anything is waited for
     with connect(config.server.scheduler, config=config.client) as cluster:
         opened = cluster.table(table)
         export_rows(opened, out)

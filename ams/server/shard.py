@@ -725,7 +725,7 @@ def _check_settings(push: Push | UpdateHosted) -> None:
 
 def _as_ours(error: BaseException, shard: int) -> GeartrainError:
     if isinstance(error, GeartrainError):
-        return error
+        return _without_frames(error)
     if isinstance(error, MemoryError):
         return OutOfMemory(f"shard {shard} is out of memory: the system gives it no more; the call changed nothing")
     return InternalError(f"shard {shard}: {error!r}\n{''.join(traceback.format_exception(error))}")
@@ -747,6 +747,17 @@ def _pass_on(work: Future[Reply], future: Future[Reply]) -> None:
     work.add_done_callback(ended)
 
 
-def _fail(future: Future[Reply], error: BaseException) -> None:
+def _fail(future: Future[Reply], error: GeartrainError) -> None:
     if not future.done():
-        future.set_exception(error)
+        future.set_exception(_without_frames(error))
+
+
+def _without_frames(error: GeartrainError) -> GeartrainError:
+    """The error without the calls it came through: they hold the request and its table, which would outlive a drop
+    until the garbage collector finds the circle of error, call and future.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error

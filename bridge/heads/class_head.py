@@ -54,6 +54,8 @@ _FIXED = {
     "optimizer": "it belongs to the table",
     "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
     "rows": _ANEW,
+    **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
+    **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
 }
 _DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_MARGIN = ArcFace()

@@ -120,11 +120,16 @@ def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     return Path(path)
 
 
+def check_export_path(path: Path) -> None:
+    """Raise InvalidArgument for what is no file to export to."""
+    if path.is_dir() or path.suffix != ".safetensors":
+        raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
+
+
 def export_rows(table: ReadableTable, path: Path) -> Path:
     """:func:`export_class_weights` of any dense table."""
     spec = table.spec
-    if path.is_dir() or path.suffix != ".safetensors":
-        raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
+    check_export_path(path)
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
     _write_file(spec, path, _blocks(table))

@@ -271,6 +271,14 @@ def test_the_state_of_a_cluster_says_its_scheduler_is_stopped(roles: Roles) -> N
     assert "may be stopped or overloaded" in err and "geartrain up" not in err
 
 
+def test_the_state_of_a_cluster_calls_a_shard_that_gives_no_figures_silent(roles: Roles) -> None:
+    with connect(roles.address) as cluster:
+        table_of(cluster).push(IDS, np.ones((500, 4), np.float32))
+        with roles.servers[1].stopped():  # the scheduler has heard it a moment ago
+            assert [shard.state for shard in cluster.status().shards] == ["up", "silent"]
+        assert [shard.state for shard in cluster.status().shards] == ["up", "up"]
+
+
 def test_a_scheduler_that_serves_is_answered_for() -> None:
     from geartrain.ams.config import SchedulerConfig
     from geartrain.ams.transport.grpc_health import answers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -124,3 +126,36 @@ def test_a_shard_out_of_memory_says_so_and_goes_on() -> None:
             table.push(ids + 2000, rows_of(ids))
         table.push(ids + 2000, rows_of(ids))
         assert isinstance(OutOfMemory("x"), MemoryError)
+
+
+def test_a_table_that_was_refused_a_push_gives_its_memory_back_at_once_when_it_is_dropped() -> None:
+    ids = np.arange(2000)
+    gc.collect()
+    gc.disable()
+    try:
+        with local(num_shards=2) as cluster:
+            before = memory.memory_used()
+            table = cluster.create_table("t", dim=DIM, optimizer=MOMENTUM)
+            table.push(ids, rows_of(ids))
+            with room_for(2 * MIB), pytest.raises(OutOfMemory):
+                table.push(ids + 2000, rows_of(ids))
+            cluster.drop_table("t")
+            assert memory.memory_used() == before
+    finally:
+        gc.enable()
+
+
+def test_a_restore_in_place_that_finds_no_room_says_that_the_table_is_gone(tmp_path: Path) -> None:
+    with local() as cluster:
+        ids = np.arange(2000)
+        cluster.create_table("t", dim=DIM, optimizer=MOMENTUM).push(ids, rows_of(ids))
+        taken = cluster.snapshot(tmp_path).result()
+        cluster.drop_table("t")
+        cluster.create_table("t", dim=DIM, optimizer=MOMENTUM)
+        with (
+            room_for(2 * MIB),
+            pytest.raises(OutOfMemory, match=r"was to replace \(t\) are gone; make room, and restore"),
+        ):
+            cluster.restore(taken, replace=True)
+        cluster.restore(taken)
+        assert cluster.table("t").pull(ids).shape == (2000, DIM)
