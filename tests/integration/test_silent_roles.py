@@ -245,7 +245,7 @@ def test_an_unfinished_table_is_told_of_with_the_rows_that_are_left(
 
     with connect(cluster.address) as ours, pytest.raises(TableNotFound, match=r"tables: 't' \(incomplete\)$"):
         ours.table("nosuch")
-    assert "tables: 't' (incomplete)" in run("export", "nosuch", "/nowhere")[1]
+    assert "tables: 't' (incomplete)" in run("export", "nosuch", "nowhere.safetensors")[1]
     left = int(re.search(r"t: (\d+) rows, incomplete", run("table", "list")[0]).group(1))  # type: ignore[union-attr]
     assert 0 < left < 500
     assert json.loads(run("table", "drop", "t", "--yes", "--json")[0]) == {"dropped": {"t": left}}
