@@ -245,7 +245,6 @@ class ShardCalls:
         if self.remote and not self._closed:
             self._let_go()
         self._given_up.set()
-        self._silence.close()
         for carrier in self._carriers:
             carrier.close()
 
@@ -271,7 +270,6 @@ class ShardCalls:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._closed = True
-        self._silence.close()
         for carrier in self._carriers:
             carrier.close()
 

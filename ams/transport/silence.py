@@ -114,44 +114,90 @@ class _Wait:
 
 
 class SilenceWatch(SilenceLog):
-    """Names the silent peers of calls that any threads wait in, from a thread of its own, begun with the first call."""
+    """Names the silent peers of calls that any threads wait in, from a thread that all watches of a process share."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waits: dict[int, _Wait] = {}
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_asking = False
 
     @contextmanager
     def over(self, silent: Callable[[], Sequence[Peer]], wait: str) -> Iterator[None]:
         """While the block lasts, :meth:`ask` those that ``silent`` returns, once it lasts long."""
-        if self._thread is None:
-            self._begin()
         one = _Wait(silent, wait)
         self._waits[id(one)] = one
+        _lookout.add(one, self)
         try:
             yield
         finally:
+            _lookout.remove(one)
             del self._waits[id(one)]
 
-    def close(self) -> None:
-        """End the thread, soon."""
-        self._closed.set()
+    def look(self, waits: Sequence[_Wait]) -> None:
+        """Ask for those that are due, on a thread of its own, unless it is at that still."""
+        if self._is_asking or not (due := [one for one in waits if one.is_due()]):
+            return
+        self._is_asking = True
+        try:
+            threading.Thread(target=self._ask, args=(due,), name="geartrain-silence", daemon=True).start()
+        except RuntimeError as exc:  # as in ask
+            logger.debug("silent roles are not asked for their health: %s", exc)
+            self._is_asking = False
 
-    def _begin(self) -> None:
-        with self._lock:
-            if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._watch, name="geartrain-silence", daemon=True)
-                self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(ASK_AFTER_SECONDS / _LOOKS):
-            for one in list(self._waits.values()):
-                if one.is_due():
-                    self.ask(partial(self._silent, one), one.wait)
+    def _ask(self, due: Sequence[_Wait]) -> None:
+        try:
+            for one in due:
+                self.ask(partial(self._silent, one), one.wait)
+        finally:
+            self._is_asking = False
 
     def _silent(self, one: _Wait) -> Sequence[Peer]:
         return one.silent() if id(one) in self._waits else ()
+
+
+class _Lookout:
+    """The calls under way in this process, and the thread that looks at them: there is one while there are calls."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, tuple[_Wait, SilenceWatch]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, one: _Wait, watch: SilenceWatch) -> None:
+        self._waits[id(one)] = one, watch
+        thread = self._thread
+        if thread is None or not thread.is_alive():  # in a forked child it is not
+            self._begin()
+
+    def remove(self, one: _Wait) -> None:
+        self._waits.pop(id(one), None)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = threading.Thread(target=self._look, name="geartrain-lookout", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as exc:  # as in ask
+                logger.debug("nobody looks after silent roles: %s", exc)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(ASK_AFTER_SECONDS / _LOOKS)
+            of_watch: dict[SilenceWatch, list[_Wait]] = {}
+            for one, watch in list(self._waits.values()):
+                of_watch.setdefault(watch, []).append(one)
+            for watch, waits in of_watch.items():
+                watch.look(waits)
+            if not self._waits:
+                self._thread = None  # the next call begins another
+                if self._waits:  # one that came in between took this thread for alive
+                    self._begin()
+                return
+
+
+_lookout = _Lookout()
 
 
 def _answers(address: str) -> bool:

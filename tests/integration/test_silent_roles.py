@@ -279,6 +279,22 @@ def test_the_state_of_a_cluster_calls_a_shard_that_gives_no_figures_silent(roles
         assert [shard.state for shard in cluster.status().shards] == ["up", "up"]
 
 
+def test_clients_that_wait_for_nothing_have_no_thread_that_looks_for_silent_roles(roles: Roles) -> None:
+    clients = [connect(roles.address) for _ in range(5)]
+    try:
+        for client in clients:
+            table_of(client).pull(IDS)
+        deadline = time.monotonic() + 20
+        while any(
+            thread.name.startswith(("geartrain-lookout", "geartrain-silence")) for thread in threading.enumerate()
+        ):
+            assert time.monotonic() < deadline, threading.enumerate()
+            time.sleep(0.01)
+    finally:
+        for client in clients:
+            client.close()
+
+
 def test_a_scheduler_that_serves_is_answered_for() -> None:
     from geartrain.ams.config import SchedulerConfig
     from geartrain.ams.transport.grpc_health import answers
