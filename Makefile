@@ -9,7 +9,7 @@ TEST_JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-BUILD_FILES := $(wildcard ams/core/csrc/*) CMakeLists.txt pyproject.toml constraints.txt
+BUILD_FILES := $(wildcard ams/kernels/csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
 SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
 # By environment, so that pip's build environments follow the constraints too, in old and new pips alike.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 from _gear_task import LEARNING_RATE, build_dense, build_fast, test_auc
+from gear_data.page_views import PageViews, Views
 from torch.nn import functional
-
-from geartrain.workers.data.page_views import PageViews, Views
 
 
 class ConventionalTrainer:

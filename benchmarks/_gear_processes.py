@@ -14,7 +14,7 @@ import torch
 from _gear_task import BATCH, DIM, LEARNING_RATE, CreativeNet, build_dense, page_views
 from torch import Tensor
 
-from geartrain.ams.errors import InternalError
+from geartrain.ams.values.errors import InternalError
 
 LEASE_SECONDS = 2.0
 

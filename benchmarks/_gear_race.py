@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from _gear_trainer import TrainingClock
+from gear_data.page_views import Views
 
-from geartrain.bench import machine
-from geartrain.workers.data.page_views import Views
+from geartrain.launch.bench import machine
 
 KEPT = Path(".cache") / "gear"
 """Where the benches leave what the plots and tables of docs/gear.md are made from."""

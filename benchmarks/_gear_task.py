@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gear_data.page_views import PageViews, Views, load_page_views
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geartrain.workers.data.page_views import PageViews, Views, load_page_views
-from geartrain.workers.metrics import area_under_curve
+from geartrain.workers.models.metrics import area_under_curve
 
 CACHE = Path(".cache")
 DIM = 64

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 from _gear_task import BATCH, DIM, LEARNING_RATE, build_dense, build_fast, test_auc
+from gear_data.page_views import PageViews, Views
 from torch.nn import functional
 
 import geartrain as gt
-from geartrain.workers.data.page_views import PageViews, Views
 
 
 class TrainingClock:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from _gear_task import CACHE
 from _gear_trainer import StepClock
+from gear_data.halves import HalfBatch, HalvedData, Halves, load_glyph_halves
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
 import geartrain as gt
-from geartrain.workers.data.halves import HalfBatch, HalvedData, Halves, load_glyph_halves
 
 NUM_CLASSES = 200
 DIM = 64

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from geartrain.workers.recipe import Recipe
+from geartrain.workers.recipes.recipe import Recipe
 
 FOLDER = Path(".cache") / "accuracy"
 SEEDS = 5

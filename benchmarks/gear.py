@@ -28,8 +28,7 @@ from _gear_formula import predicted
 from _gear_race import Runner, close, equal_steps, first, keep
 from _gear_task import BATCH, THREADS, blocks_for, fast_step, least_seconds, page_views, recurring
 from _gear_trainer import GearTrainer, TrainingClock
-
-from geartrain.workers.data.page_views import PageViews, Views
+from gear_data.page_views import PageViews, Views
 
 COST_RATIO = 20.0
 PAPER_STEP_SECONDS = 282 / 500

@@ -18,8 +18,8 @@ import torch
 from _turns import median_seconds
 from torch import nn
 
-from geartrain.ams.cluster import Cluster, connect, local
-from geartrain.ams.specs import Adam
+from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.values.specs import Adam
 from geartrain.bridge.dense.dense_table import attach
 
 LAYERS, WIDTH = 10, 1000

@@ -21,8 +21,8 @@ from _gear_task import BATCH, DIM, LEARNING_RATE, THREADS, build_fast, page_view
 from torch.nn import functional
 
 import geartrain as gt
-from geartrain.ams.errors import InternalError
-from geartrain.ams.gear_messages import GearAccount
+from geartrain.ams.values.errors import InternalError
+from geartrain.ams.values.gear_messages import GearAccount
 
 STEPS = 400
 GRADIENTS_PER_ID = 4

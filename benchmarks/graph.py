@@ -6,7 +6,7 @@ centers do (see ``_clustered.py``); those of a trained quickstart, if ``runs/qui
 own.
 
 Memory is what a fresh process holds at its highest, rows included, beyond what it held before it had any; its rival is
-the budget: rows + table + 256 MiB. Sizes are those of the arrays that ``ams/graph/store.py`` writes.
+the budget: rows + table + 256 MiB. Sizes are those of the arrays that ``ams/graph/service/store.py`` writes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 from _clustered import clustered_rows
 
-from geartrain.ams.errors import ConfigError
-from geartrain.ams.graph.builder import ArrayRows, build_neighbours
-from geartrain.ams.graph.neighbours import NeighbourTable
-from geartrain.ams.graph.store import graph_sizes
-from geartrain.ams.placement import even_placement
-from geartrain.ams.words import counted
+from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.service.store import graph_sizes
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.text import counted
 
 DIM = 128
 K = 32

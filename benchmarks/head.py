@@ -26,12 +26,12 @@ import torch
 from _published_partial_fc import PublishedPartialFC
 from _turns import median_seconds
 
-from geartrain.ams.cluster import Cluster, local
-from geartrain.ams.core.ops import has_bfloat16_class_pass
-from geartrain.ams.specs import SparseMomentum
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.kernels.ops import has_bfloat16_class_pass
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.specs import SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.rows.optimizer import RowOptimizer
 
 NUM_CLASSES = 1_000_000
 DIM = 128

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from _published_partial_fc import PublishedPartialFC
 
-from geartrain.ams.cluster import local
-from geartrain.ams.specs import SparseMomentum
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.ams.client.cluster import local
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.specs import SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.rows.optimizer import RowOptimizer
 
 BUDGET_BYTES = 4 << 30
 DIM = 512

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.specs import SparseMomentum
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.optimizer import RowOptimizer
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.specs import SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.rows.optimizer import RowOptimizer
 
 NUM_CLASSES = 1_000_000
 DIM = 128

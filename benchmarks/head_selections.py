@@ -22,17 +22,17 @@ import numpy.typing as npt
 import torch
 from _clustered import clustered_rows, clusters_of
 
-from geartrain.ams.cluster import Cluster, local
-from geartrain.ams.graph.builder import ArrayRows, build_neighbours
-from geartrain.ams.graph.neighbours import NeighbourTable
-from geartrain.ams.specs import SparseMomentum
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.knn_selection import Graph, KNNSelection, KNNSoftmax
-from geartrain.bridge.heads.selection import FullSoftmax
-from geartrain.bridge.optimizer import RowOptimizer
-from geartrain.workers.backbones import build_backbone
-from geartrain.workers.jobs import GLYPH_SIZE
-from geartrain.workers.recipe import Recipe
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.selection import FullSoftmax
+from geartrain.ams.values.specs import SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection, KNNSoftmax
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.recipes.jobs import GLYPH_SIZE
+from geartrain.workers.recipes.recipe import Recipe
 
 DIM = 128
 BATCH = 256

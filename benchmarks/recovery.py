@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.errors import GeartrainError
-from geartrain.ams.specs import SparseMomentum
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.specs import SparseMomentum
 
 NUM_ROWS = 1_000_000
 DIM = 64

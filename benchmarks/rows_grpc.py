@@ -26,10 +26,10 @@ import grpc
 import numpy as np
 from _turns import median_seconds
 
-from geartrain.ams.cluster import connect
-from geartrain.ams.config import MAX_MESSAGE_BYTES, ClientConfig
-from geartrain.ams.specs import Ids, SparseMomentum
-from geartrain.ams.transport.grpc_client import channel_options
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.rpc.shard_client import channel_options
+from geartrain.ams.values.config import MAX_MESSAGE_BYTES, ClientConfig
+from geartrain.ams.values.specs import Ids, SparseMomentum
 
 NUM_IDS = 10_000
 DIM = 128

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from _turns import median_seconds
 
-from geartrain.ams.core import ops
-from geartrain.ams.specs import Ids, SparseMomentum, TableSpec
+from geartrain.ams.kernels import ops
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.bench import Result
+from geartrain.ams.values.specs import Ids, SparseMomentum, TableSpec
+from geartrain.launch.bench import Result
 
 NUM_ROWS = 2_000_000
 DIM = 128

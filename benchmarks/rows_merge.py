@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 from _turns import median_seconds
 
-from geartrain.ams.core import ops
-from geartrain.ams.placement import bucket_of, even_placement
-from geartrain.ams.specs import Ids
-from geartrain.bench import Result
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.placement import bucket_of, even_placement
+from geartrain.ams.values.specs import Ids
+from geartrain.launch.bench import Result
 
 NUM_IDS = 50_000
 SHARDS = (1, 8, 128)

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.cluster import Cluster, local
-from geartrain.ams.specs import SparseMomentum
-from geartrain.ams.storage.snapshot_folder import prune
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.storage.snapshot.folder import prune
+from geartrain.ams.values.specs import SparseMomentum
 
 NUM_ROWS = 1_000_000
 DIM = 64

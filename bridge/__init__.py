@@ -1,0 +1,1 @@
+"""Torch modules on AMS tables: tensors and autograd, never sockets."""

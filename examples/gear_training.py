@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 
 import torch
+from gear_data.page_views import PageViews, load_page_views
 from torch import nn
 from torch.nn import functional
 
 import geartrain as gt
-from geartrain.workers.data.page_views import PageViews, load_page_views
-from geartrain.workers.metrics import area_under_curve
+from geartrain.workers.models.metrics import area_under_curve
 
 DIM, BATCH, STEPS = 64, 128, 625
 

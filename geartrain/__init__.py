@@ -10,23 +10,23 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from geartrain.ams import errors
-    from geartrain.ams.client import Table
-    from geartrain.ams.cluster import Cluster, connect
-    from geartrain.ams.config import ClientConfig
-    from geartrain.ams.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+    from geartrain.ams.client.cluster import Cluster, connect
+    from geartrain.ams.client.table import Table
+    from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+    from geartrain.ams.values import errors
+    from geartrain.ams.values.config import ClientConfig
+    from geartrain.ams.values.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.gear.slow_gear import SlowGear
-    from geartrain.bridge.heads.class_head import ClassHead
-    from geartrain.bridge.heads.functional import class_center_sample, margin_cross_entropy
-    from geartrain.bridge.heads.knn_selection import KNNSoftmax
-    from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, SphereFace
-    from geartrain.bridge.heads.memory import memory_report
-    from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-    from geartrain.bridge.heads.weights import export_class_weights, import_class_weights
-    from geartrain.bridge.optimizer import RowOptimizer, clip_grad_norm_
-    from geartrain.bridge.state import state_from_bytes, state_to_bytes
-    from geartrain.hosting import local
+    from geartrain.bridge.head.class_head import ClassHead
+    from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
+    from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, SphereFace
+    from geartrain.bridge.head.memory import memory_report
+    from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
+    from geartrain.bridge.head.weights import export_class_weights, import_class_weights
+    from geartrain.bridge.rows.optimizer import RowOptimizer, clip_grad_norm_
+    from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+    from geartrain.launch.hosting import local
     from geartrain.workers.data.streams import StreamReader
 
 __version__ = "0.1.0"
@@ -71,22 +71,31 @@ __all__ = [
 ]
 
 _HOMES = {
-    "geartrain.ams.client": ("Table",),
-    "geartrain.ams.cluster": ("Cluster", "connect"),
-    "geartrain.ams.config": ("ClientConfig",),
-    "geartrain.ams.specs": ("SGD", "Adam", "Constant", "Momentum", "Normal", "SparseMomentum", "TableSpec", "Uniform"),
+    "geartrain.ams.client.table": ("Table",),
+    "geartrain.ams.client.cluster": ("Cluster", "connect"),
+    "geartrain.ams.values.config": ("ClientConfig",),
+    "geartrain.ams.values.specs": (
+        "SGD",
+        "Adam",
+        "Constant",
+        "Momentum",
+        "Normal",
+        "SparseMomentum",
+        "TableSpec",
+        "Uniform",
+    ),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
-    "geartrain.bridge.heads.class_head": ("ClassHead",),
-    "geartrain.bridge.heads.functional": ("class_center_sample", "margin_cross_entropy"),
-    "geartrain.bridge.heads.knn_selection": ("KNNSoftmax",),
-    "geartrain.bridge.heads.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
-    "geartrain.bridge.heads.memory": ("memory_report",),
-    "geartrain.bridge.heads.selection": ("FullSoftmax", "PartialFC"),
-    "geartrain.bridge.heads.weights": ("export_class_weights", "import_class_weights"),
-    "geartrain.bridge.optimizer": ("RowOptimizer", "clip_grad_norm_"),
-    "geartrain.bridge.state": ("state_from_bytes", "state_to_bytes"),
-    "geartrain.hosting": ("local",),
+    "geartrain.bridge.head.class_head": ("ClassHead",),
+    "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),
+    "geartrain.bridge.head.selection.knn_selection": ("KNNSoftmax",),
+    "geartrain.bridge.head.loss.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
+    "geartrain.bridge.head.memory": ("memory_report",),
+    "geartrain.ams.programs.selection": ("FullSoftmax", "PartialFC"),
+    "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
+    "geartrain.bridge.rows.optimizer": ("RowOptimizer", "clip_grad_norm_"),
+    "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),
+    "geartrain.launch.hosting": ("local",),
     "geartrain.workers.data.streams": ("StreamReader",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -94,7 +103,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> object:
     if name == "errors":
-        return importlib.import_module("geartrain.ams.errors")
+        return importlib.import_module("geartrain.ams.values.errors")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}; its public names are {', '.join(__all__)}")

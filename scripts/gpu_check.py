@@ -61,7 +61,7 @@ def require(modules: tuple[str, ...], programs: tuple[str, ...]) -> None:
 
 
 def build_core() -> None:
-    """Compile the extension into ``ams/core``."""
+    """Compile the extension into ``ams/kernels``."""
     tree = BUILD / "cmake"
     must_run(
         *("cmake", "-S", REPOSITORY, "-B", tree, "-G", "Ninja"),
@@ -75,7 +75,9 @@ def environment(wheels: Path | None) -> dict[str, str]:
     (BUILD / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
     paths = [REPOSITORY, BUILD, *([PACKAGES] if wheels is not None else [])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    check = f"import geartrain.ams.core._core as c; assert c.__file__.startswith({str(REPOSITORY / 'geartrain')!r}), c"
+    check = (
+        f"import geartrain.ams.kernels._core as c; assert c.__file__.startswith({str(REPOSITORY / 'geartrain')!r}), c"
+    )
     must_run(sys.executable, "-c", check, environ=environ)
     return environ
 

@@ -49,7 +49,7 @@ else
   torchrun+=("--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}")
   torchrun+=("--rdzv-id=${JOB_ID:-geartrain}")
   [ -z "${NODE_RANK:-}" ] || torchrun+=("--node-rank=$NODE_RANK")
-  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # hosts count restarts each for themselves, see workers/ranks.py
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # hosts count restarts each for themselves, see workers/job/ranks.py
 fi
 if [ -n "${SCHEDULER:-}" ] || [ "$nodes" != 1 ] || [ "$workers" -gt 1 ]; then
   need_address SCHEDULER "${SCHEDULER:-}" "the cluster whose rows the workers share"

@@ -60,7 +60,7 @@ def random_numbers_of_its_own() -> None:
 @pytest.fixture
 def memory_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let snapshots lie below memory:// URLs, which no process of ours takes by itself: an object store for tests."""
-    from geartrain.ams.storage import snapshot_store
+    from geartrain.ams.storage.snapshot import store as snapshot_store
 
     monkeypatch.setattr(snapshot_store, "SCHEMES", (*snapshot_store.SCHEMES, "memory"))
 

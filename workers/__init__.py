@@ -1,0 +1,1 @@
+"""The programs that train: jobs, models, data and recipes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from geartrain.ams.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:

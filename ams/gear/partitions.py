@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core import ops
-from geartrain.ams.specs import Ids
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.specs import Ids
 
 NUM_PARTITIONS = 64
 _BUCKET_SHIFT, _BUCKETS_PER_PARTITION = 52, 64

@@ -1,1 +1,1 @@
-"""The scheduler: membership, placement and schemas of a cluster."""
+"""The scheduler role: who is in the cluster, which tables there are, who reads which data stream."""

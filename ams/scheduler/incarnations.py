@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 
-from geartrain.ams.errors import InvalidArgument
-from geartrain.ams.storage.kv import KeyValueStore
+from geartrain.ams.storage.kv.store import KeyValueStore
+from geartrain.ams.values.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from geartrain.ams import failpoints
-from geartrain.ams.errors import (
+from geartrain.ams.observe import failpoints
+from geartrain.ams.rpc.carrier import (
+    AttemptFailed,
+    ClusterView,
+    ShardCarrier,
+    ShardCondition,
+    ShardEntry,
+)
+from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
+from geartrain.ams.scheduler.pauses import OwnStops
+from geartrain.ams.scheduler.state import Member, Schema, State
+from geartrain.ams.scheduler.tell_shards import tell_shards
+from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
+from geartrain.ams.values.errors import (
     ClusterNotReady,
     ConfigError,
     GeartrainError,
@@ -28,22 +40,10 @@ from geartrain.ams.errors import (
     TableNotFound,
     being_restored,
 )
-from geartrain.ams.messages import CreateTable, DropTable, PublishTable
-from geartrain.ams.placement import MAX_SHARDS
-from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
-from geartrain.ams.scheduler.state import Member, Schema, State
-from geartrain.ams.scheduler.stops import OwnStops
-from geartrain.ams.scheduler.tell_shards import tell_shards
-from geartrain.ams.specs import TableSpec
-from geartrain.ams.storage.kv import KeyValueStore, MemoryStore
-from geartrain.ams.transport.carrier import (
-    AttemptFailed,
-    ClusterView,
-    ShardCarrier,
-    ShardCondition,
-    ShardEntry,
-)
-from geartrain.ams.words import counted
+from geartrain.ams.values.messages import CreateTable, DropTable, PublishTable
+from geartrain.ams.values.placement import MAX_SHARDS
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import counted
 
 _SILENT_BEATS = 3
 

@@ -9,19 +9,18 @@ from typing import Any
 
 import grpc
 
-from geartrain.ams.config import SchedulerConfig, split_address
-from geartrain.ams.errors import ConfigError, ProtocolError
-from geartrain.ams.messages import CallContext
 from geartrain.ams.pb.v1 import scheduler_pb2
+from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc.scheduler_client import SCHEDULER_SERVICE
+from geartrain.ams.rpc.server import GrpcServer, require_waiting
+from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.scheduler.data_streams import DataStreams
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
-from geartrain.ams.scheduler.streams import DataStreams
-from geartrain.ams.storage.kv import KeyValueStore, LockedStore, MemoryStore
-from geartrain.ams.transport import grpc_codec as codec
-from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport.grpc_client import GrpcCarrier
-from geartrain.ams.transport.grpc_scheduler import SCHEDULER_SERVICE
-from geartrain.ams.transport.grpc_server import GrpcServer, require_waiting
+from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore, MemoryStore
+from geartrain.ams.values.config import SchedulerConfig, split_address
+from geartrain.ams.values.errors import ConfigError, ProtocolError
+from geartrain.ams.values.messages import CallContext
 
 _PULSES_PER_LEASE = 10
 
@@ -272,7 +271,7 @@ class SchedulerServer:
         """
         # Loaded only where it is wanted.
         if self._config.data is not None:
-            from geartrain.ams.storage.lmdb_store import LmdbStore
+            from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 
             self._store = LmdbStore(self._config.data)
         try:

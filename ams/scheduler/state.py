@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from geartrain.ams import failpoints
-from geartrain.ams.errors import ConfigError, StateDamaged
-from geartrain.ams.placement import NUM_BUCKETS, BucketShards, even_placement
-from geartrain.ams.specs import TableSpec
-from geartrain.ams.storage.kv import KeyValueStore
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.kv.store import KeyValueStore
+from geartrain.ams.values.errors import ConfigError, StateDamaged
+from geartrain.ams.values.placement import NUM_BUCKETS, BucketShards, even_placement
+from geartrain.ams.values.specs import TableSpec
 
 FORMAT = 1
 _LONGEST_NAME_BYTES = 300

@@ -1,1 +1,1 @@
-"""The server: a process that holds one or more shards."""
+"""The server role: a shard that runs one request at a time, exactly once, and holds moments for snapshots."""

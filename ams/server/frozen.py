@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams import failpoints
-from geartrain.ams.errors import InternalError, SnapshotFailed, SpecMismatch
-from geartrain.ams.placement import NUM_BUCKETS, bucket_of, even_placement
-from geartrain.ams.specs import Ids, TableSpec
-from geartrain.ams.storage.snapshot_blocks import BLOCK_BYTES, write_block, write_marks
-from geartrain.ams.storage.snapshot_chain import layers_of
-from geartrain.ams.storage.snapshot_folder import open_snapshot
-from geartrain.ams.storage.snapshot_manifest import MARKS, ROWS, FileEntry
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_marks
+from geartrain.ams.storage.snapshot.chain import layers_of
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
+from geartrain.ams.values.errors import InternalError, SnapshotFailed, SpecMismatch
+from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement
+from geartrain.ams.values.specs import Ids, TableSpec
 
 _WRITERS = 2
 """Blocks written side by side: while one waits for the disk another is copied and hashed."""

@@ -20,10 +20,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from geartrain.ams.errors import SnapshotDamaged
-from geartrain.ams.server.marks import MarkedStream, MarkedWrite, WriteMarks
-from geartrain.ams.server.sync import GroupStep, SyncGroups
+from geartrain.ams.server.completed_writes import MarkedStream, MarkedWrite, WriteMarks
+from geartrain.ams.server.sync_groups import GroupStep, SyncGroups
 from geartrain.ams.tables.row_table import TableSteps
+from geartrain.ams.values.errors import SnapshotDamaged
 
 
 class ShardMarks(BaseModel):

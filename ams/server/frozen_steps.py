@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from geartrain.ams.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.tables.row_table import RowTable, TableSteps
+from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
 _STEPS = TypeAdapter(TableSteps)
 

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.errors import InternalError, InvalidArgument, StepMismatch
-from geartrain.ams.hosted import Float32, Gradients, HostedModel, HostedModels
-from geartrain.ams.messages import Computed, ComputeHosted, UpdateHosted
-from geartrain.ams.placement import NUM_BUCKETS, bucket_of
-from geartrain.ams.specs import Ids, TableSpec
+from geartrain.ams.programs.hosted import Float32, Gradients, HostedModel, HostedModels
 from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InternalError, InvalidArgument, StepMismatch
+from geartrain.ams.values.messages import Computed, ComputeHosted, UpdateHosted
+from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
+from geartrain.ams.values.specs import Ids, TableSpec
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,7 +31,7 @@ HELD_BYTES = 32 << 20
 
 
 class ShardRows:
-    """The rows of one table on this shard; see :class:`geartrain.ams.hosted.HostedRows`."""
+    """The rows of one table on this shard; see :class:`geartrain.ams.programs.hosted.HostedRows`."""
 
     def __init__(self, table: RowTable, owned_buckets: Ids, side_by_side: Callable[..., Any]) -> None:
         self._table = table

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from geartrain.ams.errors import ShardUnavailable
+from geartrain.ams.values.errors import ShardUnavailable
 
 PULSES_PER_LEASE = 10
 """How often a running process says so, at least."""

@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from geartrain.ams.config import MIB
-from geartrain.ams.core.memory import set_memory_limit
+from geartrain.ams.kernels.memory import set_memory_limit
+from geartrain.ams.values.config import MIB
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.errors import Busy, InvalidArgument, MessageTooLarge
-from geartrain.ams.messages import CallContext, jobs_of
-from geartrain.ams.specs import Ids
+from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge
+from geartrain.ams.values.messages import CallContext, jobs_of
+from geartrain.ams.values.specs import Ids
 
 MAX_PARTS = 65_536
 STREAM_SHARE = 8

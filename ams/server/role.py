@@ -8,27 +8,27 @@ import threading
 import time
 from types import MappingProxyType
 
-from geartrain.ams import failpoints
-from geartrain.ams.config import MIB, ServerConfig, split_address
-from geartrain.ams.errors import (
+from geartrain.ams.observe import failpoints
+from geartrain.ams.programs.hosted import HostedModels
+from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.payload.bulk import BulkPort
+from geartrain.ams.rpc.payload.shared_memory import HeldSegments
+from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier, registration
+from geartrain.ams.rpc.server import GrpcServer
+from geartrain.ams.rpc.shard_client import SHARD_SERVICE
+from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
+from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
+from geartrain.ams.server.service import ShardService
+from geartrain.ams.server.shard import Shard, new_incarnation
+from geartrain.ams.storage.snapshot.roots import SnapshotRoots
+from geartrain.ams.values.config import MIB, ServerConfig, split_address
+from geartrain.ams.values.errors import (
     ClusterNotReady,
     ConfigError,
     GeartrainError,
     SchedulerUnavailable,
 )
-from geartrain.ams.hosted import HostedModels
-from geartrain.ams.placement import buckets_of_shard, even_placement
-from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
-from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
-from geartrain.ams.server.service import ShardService
-from geartrain.ams.server.shard import Shard, new_incarnation
-from geartrain.ams.storage.snapshot_roots import SnapshotRoots
-from geartrain.ams.transport.bulk import BulkPort
-from geartrain.ams.transport.carrier import AttemptFailed
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE
-from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier, registration
-from geartrain.ams.transport.grpc_server import GrpcServer
-from geartrain.ams.transport.shared_memory import HeldSegments
+from geartrain.ams.values.placement import buckets_of_shard, even_placement
 
 logger = logging.getLogger(__name__)
 

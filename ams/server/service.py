@@ -11,15 +11,26 @@ from typing import Any
 import grpc
 import numpy as np
 
-from geartrain.ams import failpoints
-from geartrain.ams.core import ops
-from geartrain.ams.errors import (
+from geartrain.ams.kernels import ops
+from geartrain.ams.observe import failpoints
+from geartrain.ams.pb.v1 import shard_pb2, types_pb2
+from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
+from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
+from geartrain.ams.rpc.server import MAX_CONCURRENT_CALLS, BytesMethod, await_reply
+from geartrain.ams.rpc.shard_client import WAITS_KEY
+from geartrain.ams.rpc.waiting import BeginMethod, Begun
+from geartrain.ams.server.parts import PartBuffer, Payload
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
+from geartrain.ams.values.errors import (
     InvalidRows,
     MessageTooLarge,
     ShardUnavailable,
     StepPending,
 )
-from geartrain.ams.messages import (
+from geartrain.ams.values.messages import (
     Assign,
     CreateTable,
     Describe,
@@ -35,20 +46,8 @@ from geartrain.ams.messages import (
     Thaw,
     WriteFrozen,
 )
-from geartrain.ams.pb.v1 import shard_pb2, types_pb2
-from geartrain.ams.server.parts import PartBuffer, Payload
-from geartrain.ams.server.shard import Shard
-from geartrain.ams.specs import DTYPES, TableSpec
-from geartrain.ams.storage.snapshot_roots import SnapshotRoots, checked_snapshot_id
-from geartrain.ams.transport import grpc_codec as codec
-from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport import grpc_hosted as hosted
-from geartrain.ams.transport.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
-from geartrain.ams.transport.grpc_client import WAITS_KEY
-from geartrain.ams.transport.grpc_server import MAX_CONCURRENT_CALLS, BytesMethod, await_reply
-from geartrain.ams.transport.grpc_waiting import BeginMethod, Begun
-from geartrain.ams.transport.shared_memory import HeldSegments, SharedArrays, arrays_in
-from geartrain.ams.words import counted
+from geartrain.ams.values.specs import DTYPES, TableSpec
+from geartrain.ams.values.text import counted
 
 _OVERHEAD_BYTES = 1024
 _MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2

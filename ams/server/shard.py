@@ -20,9 +20,18 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from geartrain.ams import failpoints
-from geartrain.ams.aside import held
-from geartrain.ams.errors import (
+from geartrain.ams.observe import failpoints
+from geartrain.ams.programs.hosted import HostedModels
+from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.server.freeze_leases import FreezeLeases
+from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
+from geartrain.ams.server.frozen_marks import held_marks, restore_marks, writes_before
+from geartrain.ams.server.frozen_steps import restore_steps, steps_of
+from geartrain.ams.server.hosting import Hosting, joint_update
+from geartrain.ams.server.lease import Lease
+from geartrain.ams.server.sync_groups import SyncGroups, joint_push
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import (
     GeartrainError,
     InternalError,
     InvalidArgument,
@@ -38,8 +47,8 @@ from geartrain.ams.errors import (
     TableNotFound,
     being_restored,
 )
-from geartrain.ams.hosted import HostedModels
-from geartrain.ams.messages import (
+from geartrain.ams.values.interrupts import held
+from geartrain.ams.values.messages import (
     FREEZE_LEASE_SECONDS,
     Assign,
     CallContext,
@@ -63,16 +72,7 @@ from geartrain.ams.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.server.freeze_leases import FreezeLeases
-from geartrain.ams.server.frozen import FrozenTables, marks_for, restore_tables
-from geartrain.ams.server.frozen_marks import held_marks, restore_marks, writes_before
-from geartrain.ams.server.frozen_steps import restore_steps, steps_of
-from geartrain.ams.server.hosting import Hosting, joint_update
-from geartrain.ams.server.lease import Lease
-from geartrain.ams.server.marks import WriteMarks
-from geartrain.ams.server.sync import SyncGroups, joint_push
-from geartrain.ams.specs import Ids, TableSpec
-from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.specs import Ids, TableSpec
 
 Clock = Callable[[], float]
 _REMEMBERED_FREEZES = 256

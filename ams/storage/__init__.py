@@ -1,1 +1,1 @@
-"""What survives a process: snapshots on a local disk."""
+"""What survives a process: snapshots, key-value state and stored features."""

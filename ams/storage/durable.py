@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from geartrain.ams import failpoints
-from geartrain.ams.errors import SnapshotFailed
+from geartrain.ams.observe import failpoints
+from geartrain.ams.values.errors import SnapshotFailed
 
 PART_PREFIX = ".part-"
 """Begins the name of a file that is being written. Readers pass over names that begin with a dot."""

@@ -1,0 +1,1 @@
+"""The rows that one shard owns of a table, and their slots."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core import ops
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.specs import (
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.values.specs import (
     DTYPES,
     SGD,
     Adam,

@@ -1,0 +1,1 @@
+"""Modules whose weights lie in dense tables."""

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
-from geartrain.ams.messages import Done
-from geartrain.ams.specs import Adam, RowOptimizerSpec
-from geartrain.ams.writes import Write
-from geartrain.bridge.dense.beside import BesideParameters
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.writes import Write
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
+from geartrain.ams.values.messages import Done
+from geartrain.ams.values.specs import Adam, RowOptimizerSpec
+from geartrain.bridge.dense.factory import Store, open_stores
 from geartrain.bridge.dense.layout import Layout
-from geartrain.bridge.dense.opening import Store, open_stores
+from geartrain.bridge.dense.module_buffers import BesideParameters
 from geartrain.bridge.dense.tensors import ModuleTensors
-from geartrain.bridge.heads.ranks import Ranks
-from geartrain.bridge.heads.tables import as_numpy
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.tables import as_numpy
 
 Mode = Literal["async", "sync"]
 _DEFAULT_OPTIMIZER = Adam()

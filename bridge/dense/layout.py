@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument, SpecMismatch
-from geartrain.ams.words import counted
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.values.text import counted
 
 _NAMED = 3
 

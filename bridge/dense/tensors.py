@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import InvalidArgument, NonFinite, SpecMismatch
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch
 
 _LARGEST_INTEGER = 2**24
 

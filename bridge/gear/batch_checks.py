@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core.ops import merge_duplicates
-from geartrain.ams.errors import InvalidArgument, InvalidIds, InvalidRows
-from geartrain.ams.specs import Ids
+from geartrain.ams.kernels.ops import merge_duplicates
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.ams.values.specs import Ids
 
 
 def checked_lags(versions: Any, num_ids: int, dense_version: int) -> npt.NDArray[np.int64]:

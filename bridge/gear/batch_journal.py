@@ -15,8 +15,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from geartrain.ams.errors import InvalidArgument, StateDamaged
-from geartrain.ams.storage.kv import KeyValueStore
+from geartrain.ams.storage.kv.store import KeyValueStore
+from geartrain.ams.values.errors import InvalidArgument, StateDamaged
 
 _FORMAT = 1
 _LEAST_BYTES = 1 << 20

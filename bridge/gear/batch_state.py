@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.core.slot_index import SlotIndex, Slots
-from geartrain.ams.gear_messages import GearAccount
-from geartrain.ams.specs import Ids
+from geartrain.ams.kernels.position_lru import SlotIndex, Slots
+from geartrain.ams.values.gear_messages import GearAccount
+from geartrain.ams.values.specs import Ids
 
 _FIRST_CAPACITY = 1024
 _SCANNED = 256

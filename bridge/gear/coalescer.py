@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from geartrain.ams.specs import Ids
+from geartrain.ams.values.specs import Ids
 
 R = TypeVar("R")
 

@@ -27,13 +27,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.arrays import ids_array
-from geartrain.ams.core.freshness import Judged, judge
-from geartrain.ams.core.ops import merge_duplicates
-from geartrain.ams.core.slot_index import SlotIndex, Slots
-from geartrain.ams.errors import InvalidArgument, InvalidRows
-from geartrain.ams.specs import Ids
-from geartrain.ams.storage.feature_store import FeatureStore
+from geartrain.ams.kernels.freshness import Judged, judge
+from geartrain.ams.kernels.ops import merge_duplicates
+from geartrain.ams.kernels.position_lru import SlotIndex, Slots
+from geartrain.ams.storage.features.store import FeatureStore
+from geartrain.ams.values.arrays import ids_array
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows
+from geartrain.ams.values.specs import Ids
 
 Clock = Callable[[], float]
 Hits = npt.NDArray[np.bool_]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.errors import GeartrainError, InvalidArgument, ModuleFailed, NonFinite, SampleDamaged
-from geartrain.ams.gear_messages import Failure, without
-from geartrain.ams.specs import Ids
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModuleFailed, NonFinite, SampleDamaged
+from geartrain.ams.values.gear_messages import Failure, without
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.samples import Samples
 
 TrainMode = Literal["backward", "always", "never"]

@@ -9,10 +9,10 @@ import time
 import weakref
 from typing import Literal
 
-from geartrain.ams.errors import GeartrainError, InternalError, InvalidArgument, ModuleFailed, TableNotFound
-from geartrain.ams.gear_messages import Delivery, FeatureReply, GearAccount
-from geartrain.ams.specs import Ids
-from geartrain.ams.words import counted
+from geartrain.ams.values.errors import GeartrainError, InternalError, InvalidArgument, ModuleFailed, TableNotFound
+from geartrain.ams.values.gear_messages import Delivery, FeatureReply, GearAccount
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import counted
 from geartrain.bridge.gear.engine import DenseEngine
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ Mode = Literal["async", "sync"]
 
 
 class EmbeddedGear:
-    """Implements :class:`geartrain.ams.gear_messages.GearPort` over an engine of this process.
+    """Implements :class:`geartrain.ams.values.gear_messages.GearPort` over an engine of this process.
 
     ``mode="sync"``: dense updates are made by the thread that delivers, before its call returns. ``"async"``: by a
     thread of its own; a delivery waits only while ``max_due`` gradients are due, so that they cannot pile up.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import (
+from geartrain.ams.values.errors import (
     GearUnavailable,
     InvalidArgument,
     NonFinite,
@@ -26,8 +26,16 @@ from geartrain.ams.errors import (
     StateError,
     StoreUnavailable,
 )
-from geartrain.ams.gear_messages import Delivery, Failure, FeatureReply, Freshness, GearAccount, family_of, without
-from geartrain.ams.specs import Ids
+from geartrain.ams.values.gear_messages import (
+    Delivery,
+    Failure,
+    FeatureReply,
+    Freshness,
+    GearAccount,
+    family_of,
+    without,
+)
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.dense_cache import DenseFeatures

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.core import ops
-from geartrain.ams.errors import InvalidArgument, NonFinite, TableNotFound
-from geartrain.ams.gear_messages import Delivery, GearPort
-from geartrain.ams.specs import Ids
-from geartrain.bridge.heads.carrier import squared_sum
-from geartrain.bridge.heads.row_update import PendingUpdate
-from geartrain.bridge.heads.same_rows import incarnation_of
-from geartrain.bridge.heads.tables import ReadableTable
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
+from geartrain.ams.values.gear_messages import Delivery, GearPort
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.rows.gradient_carrier import squared_sum
+from geartrain.bridge.rows.row_update import PendingUpdate
+from geartrain.bridge.rows.same_rows import incarnation_of
+from geartrain.bridge.rows.tables import ReadableTable
 
 
 @dataclass

@@ -44,12 +44,12 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.arrays import ids_array, rows_array
-from geartrain.ams.core.ops import all_finite
-from geartrain.ams.errors import InvalidArgument, SpecMismatch, StaleClient, StateFailed
-from geartrain.ams.gear_messages import GearAccount
-from geartrain.ams.specs import Ids
-from geartrain.ams.storage.kv import KeyValueStore
+from geartrain.ams.kernels.ops import all_finite
+from geartrain.ams.storage.kv.store import KeyValueStore
+from geartrain.ams.values.arrays import ids_array, rows_array
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, StaleClient, StateFailed
+from geartrain.ams.values.gear_messages import GearAccount
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.batch_checks import check_distinct, check_sender, check_settings, checked_lags
 from geartrain.bridge.gear.batch_journal import Arrays, Journal, Values
 from geartrain.bridge.gear.batch_state import BatchState, Floats, Mark, Taken
@@ -110,7 +110,7 @@ class GradientBatcher:
             stale: see the head of this file.
             max_gradient_lag: for ``stale="drop"``: the largest lag that is taken.
             store: where it is kept, or None: it ends with the process. Stays the caller's to close; a
-                :class:`geartrain.ams.storage.kv.LockedStore` where batchers share it.
+                :class:`geartrain.ams.storage.kv.store.LockedStore` where batchers share it.
             prefix: of its keys there; ends with "/".
             clock: unix seconds. Set back, a batch waits at most ``flush_seconds`` from then on.
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import InvalidArgument, SampleDamaged, SampleNotFound
-from geartrain.ams.gear_messages import Failure
-from geartrain.ams.specs import Ids
+from geartrain.ams.values.errors import InvalidArgument, SampleDamaged, SampleNotFound
+from geartrain.ams.values.gear_messages import Failure
+from geartrain.ams.values.specs import Ids
 
 Decode = Callable[[bytes], Any]
 _SHOWN = 200
@@ -24,7 +24,7 @@ _SHOWN = 200
 
 
 class SampleStore(Protocol):
-    """The part of :class:`geartrain.ams.storage.feature_store.FeatureStore` that is used here."""
+    """The part of :class:`geartrain.ams.storage.features.store.FeatureStore` that is used here."""
 
     def read(self, ids: Ids) -> list[bytes | None]:
         """The bytes of each id; None: there is none."""

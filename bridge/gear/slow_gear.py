@@ -15,19 +15,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.core import ops
-from geartrain.ams.errors import InvalidArgument, InvalidIds, SpecMismatch
-from geartrain.ams.gear_messages import FeatureReply, Freshness, GearAccount, GearPort, first_error, without
-from geartrain.ams.specs import Ids, RowOptimizerSpec
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
+from geartrain.ams.values.gear_messages import FeatureReply, Freshness, GearAccount, GearPort, first_error, without
+from geartrain.ams.values.specs import Ids, RowOptimizerSpec
 from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.dense_pass import TrainMode
 from geartrain.bridge.gear.engine import as_features
+from geartrain.bridge.gear.factory import EngineSettings, open_embedded, open_remote
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
-from geartrain.bridge.gear.opening import EngineSettings, open_embedded, open_remote
 from geartrain.bridge.gear.samples import Decode, SampleSource
-from geartrain.bridge.heads.eager import runs_eagerly
+from geartrain.bridge.rows.eager import runs_eagerly
 
 _NO_FEATURE = -1
 """In place of the dense version of a feature that is not there."""

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import InternalError
 from geartrain.ams.storage.durable import disk
-from geartrain.ams.storage.snapshot_folder import list_snapshots
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import InternalError
 from tests.faults.power import Names, PowerLost, VolatileDisk
-from tests.unit.storage.conftest import take_snapshot
-from tests.unit.storage.test_snapshot_damage import DAMAGES, found_in
+from tests.unit.ams.storage.conftest import take_snapshot
+from tests.unit.ams.storage.test_snapshot_damage import DAMAGES, found_in
 
 Attack = Callable[[int, Path], None]
 

@@ -14,16 +14,18 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from geartrain.ams import failpoints
-from geartrain.ams.config import ClientConfig, GraphConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.graph.service import GraphServer
+from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.observe import failpoints
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.graph_role import ConnectedCluster
+from geartrain.ams.values.config import ClientConfig, GraphConfig, SchedulerConfig, ServerConfig
+from geartrain.launch.graph_role import ConnectedCluster
 
 START_TIMEOUT_SECONDS = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "geartrain.ams.cluster", "tests.faults.children", "tests.faults.scenarios"])
+_CONTEXT.set_forkserver_preload(
+    ["pytest", "geartrain.ams.client.cluster", "tests.faults.children", "tests.faults.scenarios"]
+)
 
 
 class Child:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from geartrain.workers import jobs
-from geartrain.workers.loop import Trainer
-from geartrain.workers.run import JobOptions
+from geartrain.workers.job.loop import Trainer
+from geartrain.workers.job.run import JobOptions
+from geartrain.workers.recipes import jobs
 from tests.faults.test_job_recovery import JOB
 from tests.integration.test_classify_and_predict import LOOK
 

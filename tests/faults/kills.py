@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.placement import bucket_of
-from geartrain.ams.storage.snapshot_folder import list_snapshots
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.table import Table
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.placement import bucket_of
 from tests.faults.pusher import AT_ONCE, CONFIG, DIM, PUSHES, SPEC, WAIT_WHEN_FROZEN, content
 
 ROLES = ("shard", "worker", "scheduler", "all", "shard during a snapshot")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import xxhash
 
-from geartrain.ams.messages import CallContext, Done
-from geartrain.ams.server import marks
-from geartrain.ams.server.marks import WriteMarks
+from geartrain.ams.rpc.payload.shared_memory import HeldSegments
+from geartrain.ams.server import completed_writes as marks
+from geartrain.ams.server.completed_writes import WriteMarks
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.storage import snapshot_folder
 from geartrain.ams.storage.durable import disk
-from geartrain.ams.transport.shared_memory import HeldSegments
+from geartrain.ams.storage.snapshot import folder as snapshot_folder
+from geartrain.ams.values.messages import CallContext, Done
 
 
 def _dedup(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 import geartrain as gt
-from geartrain.ams.config import ClientConfig
+from geartrain.ams.values.config import ClientConfig
 
 
 def main(scheduler: str, incarnation: str, first: str, last: str, numbered: str = "") -> None:

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import ClusterNotReady, GeartrainError, ShardRestarted, ShardUnavailable, TableNotFound
-from geartrain.ams.specs import SGD, Constant, TableSpec
-from geartrain.ams.storage.snapshot_folder import latest
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.table import Table
+from geartrain.ams.storage.snapshot.folder import latest
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import ClusterNotReady, GeartrainError, ShardRestarted, ShardUnavailable, TableNotFound
+from geartrain.ams.values.specs import SGD, Constant, TableSpec
 
 PUSHES = 40
 AT_ONCE = 4

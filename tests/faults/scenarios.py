@@ -18,10 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.errors import (
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.table import Table
+from geartrain.ams.observe.failpoints import EXIT_CODE, FAILPOINTS, armed
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.role import ShardServer
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, prune
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.errors import (
     InternalError,
     ShardRestarted,
     SnapshotDamaged,
@@ -30,12 +34,8 @@ from geartrain.ams.errors import (
     StateFailed,
     Unavailable,
 )
-from geartrain.ams.failpoints import EXIT_CODE, FAILPOINTS, armed
-from geartrain.ams.placement import split_by_shard
-from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.storage.snapshot_folder import latest, list_snapshots, prune
+from geartrain.ams.values.placement import split_by_shard
+from geartrain.ams.values.specs import SGD, Constant
 
 NUM_ROWS, DIM = 4096, 16
 STEPS, SNAPSHOT_EVERY, GO_BACK_AT = 9, 3, 5

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import GeartrainError
-from geartrain.ams.placement import bucket_of
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.table import Table
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.placement import bucket_of
 from tests.faults.kills import JobProcess, Oracle, rows_of
 from tests.faults.pusher import AT_ONCE, DIM, PUSHES, SPEC
 

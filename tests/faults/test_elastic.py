@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from geartrain.ams.storage.snapshot_folder import latest
+from geartrain.ams.storage.snapshot.folder import latest
 from tests.faults import elastic_script
 from tests.faults.test_job_recovery import images, train
 from tests.integration.test_classify_and_predict import assert_same_state

@@ -14,15 +14,16 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.rpc import shard_client as grpc_client
+from geartrain.ams.rpc.payload import bulk, shared_memory
+from geartrain.ams.rpc.payload.bulk import BulkPort
+from geartrain.ams.rpc.payload.shared_memory import HeldSegments
+from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport import bulk, grpc_client, shared_memory
-from geartrain.ams.transport.bulk import BulkPort
-from geartrain.ams.transport.grpc_client import GrpcCarrier
-from geartrain.ams.transport.shared_memory import HeldSegments
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.specs import SGD, Constant
 from tests.faults.mutations import removed
 from tests.faults.proxy import KINDS, REPLY_SHARE, FaultyProxy
 from tests.integration.conftest import carriers_of, fill

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from geartrain.ams.failpoints import FAILPOINTS
-from geartrain.ams.messages import CallContext, Done
-from geartrain.ams.server.marks import WriteMarks
-from geartrain.ams.storage import snapshot_store
-from geartrain.ams.storage.snapshot_manifest import MANIFEST
+from geartrain.ams.observe.failpoints import FAILPOINTS
+from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.storage.snapshot import store as snapshot_store
+from geartrain.ams.storage.snapshot.manifest import MANIFEST
+from geartrain.ams.values.messages import CallContext, Done
 from tests.faults.scenarios import ELSEWHERE, PLACES, actions_of, run_scenario
 
 KILL, OTHER = 0, 1

@@ -17,14 +17,15 @@ import torch
 from rich.console import Console
 
 import geartrain as gt
-from geartrain.ams import errors
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.storage.snapshot_folder import list_snapshots
-from geartrain.workers import job, jobs
-from geartrain.workers.loop import Trainer
-from geartrain.workers.report import Evaluation
-from geartrain.workers.run import JobOptions, JobResult
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig
+from geartrain.workers.job import job
+from geartrain.workers.job.loop import Trainer
+from geartrain.workers.job.report import Evaluation
+from geartrain.workers.job.run import JobOptions, JobResult
+from geartrain.workers.recipes import jobs
 from tests.integration.conftest import ServedCluster
 from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw, one_thread
 from tests.integration.test_up import kill_child, up

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import connect
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.specs import SGD
 
 CONFIG = ClientConfig(
     attempt_timeout_seconds=10, recovery_timeout_seconds=30, connect_timeout_seconds=30, refused_timeout_seconds=30

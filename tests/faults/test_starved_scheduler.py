@@ -18,17 +18,18 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from geartrain.ams import errors, failpoints
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import scheduler_pb2
+from geartrain.ams.rpc import server as grpc_server
+from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
 from geartrain.ams.scheduler import service as scheduler_service
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport import grpc_server
-from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.specs import SGD, Constant
 
 DEADLINE_SECONDS = 30.0
 LEASE_SECONDS = 1.0

@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster, connect, local
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.messages import CallContext, Push
+from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.messages import CallContext, Push
+from geartrain.ams.values.specs import SGD, Constant
 
 DEADLINE_SECONDS = 30.0
 WRITER = str(Path(__file__).with_name("named_writer.py"))

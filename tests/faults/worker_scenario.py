@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from geartrain.workers import jobs
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job import JobOptions
-from geartrain.workers.run_folder import has_snapshot, read_run
+from geartrain.workers.job.folder import has_snapshot, read_run
+from geartrain.workers.job.job import JobOptions
+from geartrain.workers.recipes import jobs
 from tests.faults.children import Child
 from tests.faults.scenarios import Outcome, died_of
 from tests.integration.test_classify_and_predict import RECIPE, SHAPES, draw

@@ -9,16 +9,16 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.programs.models import hosted_models
+from geartrain.ams.rpc.payload import bulk, shared_memory
+from geartrain.ams.rpc.payload.shared_memory import SegmentPool
+from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.server.service import ShardService
-from geartrain.ams.transport import bulk, shared_memory
-from geartrain.ams.transport.grpc_client import GrpcCarrier
-from geartrain.ams.transport.shared_memory import SegmentPool
-from geartrain.bridge.hosted.models import hosted_models
-from geartrain.hosting import local
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.launch.hosting import local
 
 QUICK = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig, SlowGearConfig
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.slowgear_role import SlowGearRole
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig, SlowGearConfig
+from geartrain.launch.slowgear_role import SlowGearRole
 
 CLIENT = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)
 LEASE_SECONDS = 1.0

@@ -11,7 +11,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from geartrain.ams import failpoints
+from geartrain.ams.observe import failpoints
 from tests.faults.children import Child
 
 IDS, DIM, LR = 24, 4, 0.125
@@ -54,7 +54,7 @@ class Nursery:
 def _nurse(pipe: Connection) -> None:
     import torch._dynamo  # noqa: F401
 
-    import geartrain.slowgear_role  # noqa: F401
+    import geartrain.launch.slowgear_role  # noqa: F401
 
     children: set[int] = set()
     pipe.send("ready")
@@ -117,8 +117,8 @@ def samples(one: int) -> Any:
 
 def slow_gear(pipe: Connection, scheduler: str, store: str, armed: str = "") -> None:
     """Serve until SIGTERM, or until a failpoint ends it; says the address."""
-    from geartrain import role
-    from geartrain.slowgear_role import SlowGearRole
+    from geartrain.launch import role
+    from geartrain.launch.slowgear_role import SlowGearRole
     from tests.integration.gear_cluster import CLIENT, gear_config
 
     settings: dict[str, Any] = {

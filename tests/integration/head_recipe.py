@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.specs import Ids, Normal, SparseMomentum
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.optimizer import RowOptimizer
-from tests.unit.bridge.reference import plain_gradients, sampled_weights
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.specs import Ids, Normal, SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.reference import plain_gradients, sampled_weights
 
 CLASSES, DIM, BATCH, STEPS = 4500, 12, 24, 10
 """More classes than buckets, so that a bucket has a second class."""

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.rpc.shard_client import SHARD_SERVICE
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.specs import SGD, Constant
 from tests.integration.conftest import ServedCluster
 
 NUM_ROWS, DIM = 4_000, 32

@@ -14,10 +14,10 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 
-from geartrain.workers import jobs
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.recipe import Recipe
-from geartrain.workers.run import JobOptions
+from geartrain.workers.job.run import JobOptions
+from geartrain.workers.recipes import jobs
+from geartrain.workers.recipes.recipe import Recipe
 
 
 def draw_images(folder: Path, classes: int) -> Path:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.cluster import Cluster, local
-from geartrain.ams.specs import Adam
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.values.specs import Adam
 
 NUM_ROWS, DIM = 900, 6
 EVERYTHING = np.arange(NUM_ROWS)

@@ -13,19 +13,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.messages import CallContext, Pull, Push
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.pb.v1 import shard_pb2
+from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc import shard_client as grpc_client
+from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.payload import bulk
+from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort
+from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.rpc.status import error_from
 from geartrain.ams.server.service import ShardService
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport import bulk, grpc_client
-from geartrain.ams.transport import grpc_codec as codec
-from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport.bulk import BulkConnection, BulkPort
-from geartrain.ams.transport.carrier import AttemptFailed
-from geartrain.ams.transport.grpc_client import GrpcCarrier
-from geartrain.ams.transport.grpc_status import error_from
+from geartrain.ams.values import errors
+from geartrain.ams.values.messages import CallContext, Pull, Push
+from geartrain.ams.values.specs import SGD, Constant
 from tests.integration.conftest import ServedCluster, carriers_of, connect_bulk
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 
@@ -84,9 +84,9 @@ def test_shared_memory_goes_first(cluster: ServedCluster) -> None:
 def test_a_shard_that_shares_no_memory_has_bulk_connections(
     cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, messages: list[int]
 ) -> None:
-    log = "geartrain.ams.transport.grpc_client"
+    log = "geartrain.ams.rpc.shard_client"
     caplog.set_level("INFO", logger=log)
-    monkeypatch.setattr("geartrain.ams.transport.shared_memory.HeldSegments.open", lambda *_: "on another machine")
+    monkeypatch.setattr("geartrain.ams.rpc.payload.shared_memory.HeldSegments.open", lambda *_: "on another machine")
     with connected(cluster) as ours:
         carrier = carriers_of(ours)[0]
         assert carrier._segments is not None
@@ -110,7 +110,7 @@ def test_a_shard_without_bulk_connections_is_asked_once(
     caplog: pytest.LogCaptureFixture,
     way: str,
 ) -> None:
-    caplog.set_level("INFO", logger="geartrain.ams.transport.grpc_client")
+    caplog.set_level("INFO", logger="geartrain.ams.rpc.shard_client")
     asked: list[object] = []
     open_bulk = GrpcCarrier._open_bulk
     monkeypatch.setattr(GrpcCarrier, "_open_bulk", lambda self: (asked.append(self), open_bulk(self))[1])

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.cluster import connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import Busy, ShardUnavailable
-from geartrain.ams.messages import CallContext
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.shard_calls import _Patience
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
-from geartrain.ams.shard_calls import _Patience
-from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import Busy, ShardUnavailable
+from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.specs import SGD, Constant
 
 WRITERS, PUSHES, ROWS, DIM = 8, 3, 2000, 16
 CONFIG = ClientConfig(part_bytes=64 << 10, attempt_timeout_seconds=10, recovery_timeout_seconds=60, shared_memory=False)

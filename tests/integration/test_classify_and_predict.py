@@ -23,16 +23,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from geartrain.ams.errors import ConfigError, InvalidArgument, ModelDamaged
-from geartrain.ams.specs import Untouched
-from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
-from geartrain.ams.storage.snapshot_manifest import JOB, ROWS
-from geartrain.cli import build_app
-from geartrain.workers import job, jobs
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
+from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
+from geartrain.ams.values.specs import Untouched
+from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
-from geartrain.workers.recipe import Recipe
-from geartrain.workers.run import JobOptions, JobResult
+from geartrain.workers.job import job
+from geartrain.workers.job.run import JobOptions, JobResult
+from geartrain.workers.recipes import jobs
+from geartrain.workers.recipes.recipe import Recipe
 
 QUIET = Console(file=io.StringIO())
 SHAPES = ("circle", "cross", "square", "triangle")

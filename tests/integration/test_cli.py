@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from geartrain import __version__, cli
-from geartrain.ams.config import ClusterConfig
-from geartrain.ams.errors import NonFinite, Unavailable
-from geartrain.cli import COMMANDS
+from geartrain import __version__
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.errors import NonFinite, Unavailable
+from geartrain.cli import main as cli
+from geartrain.cli.main import COMMANDS
 
 TIMEOUT_SECONDS = 60
 

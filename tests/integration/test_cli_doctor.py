@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from geartrain import doctor
-from geartrain.ams import cluster_status as ams_cluster_status
-from geartrain.ams.cluster import local
-from geartrain.ams.config import ClusterConfig, SchedulerConfig
-from geartrain.ams.failpoints import VARIABLE
+from geartrain.ams.client import cluster_status as ams_cluster_status
+from geartrain.ams.client.cluster import local
+from geartrain.ams.observe.failpoints import VARIABLE
+from geartrain.ams.values.config import ClusterConfig, SchedulerConfig
+from geartrain.launch import doctor
 from tests.integration.test_cli import geartrain, role
 
 CHECKS = {

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import geartrain as gt
-from geartrain.cli import build_app
+from geartrain.cli.main import build_app
 
 
 def invoke(*arguments: str) -> Any:

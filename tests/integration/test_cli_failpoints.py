@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from geartrain.ams.failpoints import FAILPOINTS, VARIABLE
+from geartrain.ams.observe.failpoints import FAILPOINTS, VARIABLE
 from tests.integration.test_cli import TIMEOUT_SECONDS, assert_one_line_error, geartrain, role
 
 KILL = {VARIABLE: "scheduler.register.before=kill"}

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import geartrain as gt
-from geartrain.ams.errors import ConfigError, TableExists, TableNotFound
-from geartrain.cli import build_app
+from geartrain.ams.values.errors import ConfigError, TableExists, TableNotFound
+from geartrain.cli.main import build_app
 from tests.integration.conftest import ServedCluster
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
-from geartrain.ams.cluster import connect
-from geartrain.ams.errors import InvalidArgument, ShardUnavailable, SyncError
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.values.errors import InvalidArgument, ShardUnavailable, SyncError
 from tests.integration.conftest import ServedCluster
-from tests.unit.bridge.rank_processes import run_ranks
-from tests.unit.bridge.reference import FakeCluster, plain_loss
+from tests.support.rank_processes import run_ranks
+from tests.support.reference import FakeCluster, plain_loss
 
 CLASSES, DIM, LR, MAX_NORM = 30, 5, 0.5, 0.05
 MARGIN = gt.CosFace(8, 0.1)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.ams.graph.builder import ArrayRows, build_neighbours
-from geartrain.ams.graph.neighbours import NeighbourTable
-from geartrain.bridge.graph_products import TorchProducts
-from geartrain.bridge.heads.torch_selection import TorchGraph, select_on
-from geartrain.bridge.heads.transfers import upload
+from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.bridge.head.selection.graph_products import TorchProducts
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.rows.transfers import upload
 
 pytestmark = pytest.mark.cuda
 

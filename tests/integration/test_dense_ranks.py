@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
-from tests.unit.bridge.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks
 
 STEPS, JOINT = 8, 10
 SHARES = [slice(0, 7), slice(7, JOINT)]

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.server import hosting
-from geartrain.ams.specs import DTypeName, Normal, SparseMomentum
-from geartrain.bridge.heads import stream
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.margins import CosFace
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.heads.weights import export_rows
-from geartrain.bridge.optimizer import RowOptimizer
-from geartrain.hosting import local
-from tests.unit.bridge.reference import plain_gradients
+from geartrain.ams.values.specs import DTypeName, Normal, SparseMomentum
+from geartrain.bridge.head.backends.pull import stream
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.weights import export_rows
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.hosting import local
+from tests.support.reference import plain_gradients
 
 CLASSES, DIM, BATCH, STEPS = 3000, 8, 12, 8
 MARGIN = CosFace(8, 0.1)

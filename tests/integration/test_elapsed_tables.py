@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, local
-from geartrain.ams.failpoints import armed
-from geartrain.ams.messages import SyncGroup
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.table import Table
+from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.frozen_steps import joint_steps, restore_steps
-from geartrain.ams.specs import DTypeName, Ids, SparseMomentum, TableSpec
-from geartrain.ams.storage.snapshot_compaction import compact
-from geartrain.ams.storage.snapshot_folder import prune
+from geartrain.ams.storage.snapshot.compaction import compact
+from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.tables.row_table import ELAPSED_WINDOW, RowTable, TableSteps
+from geartrain.ams.values import errors
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import DTypeName, Ids, SparseMomentum, TableSpec
 
 NUM_ROWS, DIM, MOMENTUM, DECAY = 300, 4, 0.9, 0.01
 EVERY_ID = np.arange(NUM_ROWS)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from geartrain.ams.cluster import connect
+from geartrain.ams.client.cluster import connect
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams import snapshot as snapshots
-from geartrain.ams.cluster import connect
-from geartrain.ams.failpoints import armed
-from geartrain.ams.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, WriteFrozen
+from geartrain.ams.client import snapshot as snapshots
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.specs import SGD, Constant, TableSpec
-from geartrain.ams.storage.snapshot_folder import list_snapshots, new_staging
+from geartrain.ams.storage.snapshot.folder import list_snapshots, new_staging
+from geartrain.ams.values.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, WriteFrozen
+from geartrain.ams.values.specs import SGD, Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
 SPEC = TableSpec(name="t", dim=16, optimizer=SGD(1.0), num_rows=4096, initializer=Constant(0))

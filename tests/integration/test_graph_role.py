@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.config import ClientConfig, GraphConfig
-from geartrain.ams.errors import (
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.graph.service.graphs import Graphs
+from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.values.config import ClientConfig, GraphConfig
+from geartrain.ams.values.errors import (
     Cancelled,
     ConfigError,
     GraphNotFound,
@@ -28,11 +30,9 @@ from geartrain.ams.errors import (
     StateDamaged,
     TableNotFound,
 )
-from geartrain.ams.graph.graphs import Graphs
-from geartrain.ams.graph.service import GraphServer
-from geartrain.ams.graph_messages import GraphBuilding, GraphsState
-from geartrain.cli import build_app
-from geartrain.graph_role import ConnectedCluster
+from geartrain.ams.values.graph_messages import GraphBuilding, GraphsState
+from geartrain.cli.main import build_app
+from geartrain.launch.graph_role import ConnectedCluster
 from tests.faults.children import Child, serve
 from tests.integration.conftest import QUICK, ServedCluster
 

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.ams.errors import ConfigError
-from geartrain.ams.hosted_calls import HostedCalls
-from geartrain.ams.storage.snapshot_folder import list_snapshots
-from geartrain.cli_worker import app
-from geartrain.workers import job, jobs
+from geartrain.ams.client.hosted_calls import HostedCalls
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import ConfigError
+from geartrain.cli.worker import app
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job_state import JobState
-from geartrain.workers.recipe import Recipe
-from geartrain.workers.run import JobOptions
+from geartrain.workers.job import job
+from geartrain.workers.job.run import JobOptions
+from geartrain.workers.job.state import JobState
+from geartrain.workers.recipes import jobs
+from geartrain.workers.recipes.recipe import Recipe
 from tests.integration.conftest import ServedCluster
 from tests.integration.small_job import draw_images, rows_of, stop_after, train
 

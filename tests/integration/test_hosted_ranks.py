@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from geartrain.ams.cluster import connect
+from geartrain.ams.client.cluster import connect
 from tests.integration.conftest import ServedCluster
-from tests.unit.bridge.rank_processes import run_ranks
-from tests.unit.bridge.test_places import RANKS, Array, Case, joined, make_head, reference, train_share
+from tests.support.rank_processes import run_ranks
+from tests.unit.bridge.head.test_places import RANKS, Array, Case, joined, make_head, reference, train_share
 
 CASES: list[Case] = [
     ("full", "arcface", "nesterov"),

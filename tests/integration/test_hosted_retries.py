@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams import failpoints
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import ShardRestarted, ShardUnavailable, StaleClient
-from geartrain.ams.specs import Normal, SparseMomentum
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.margins import CosFace
-from geartrain.bridge.heads.selection import PartialFC
-from geartrain.bridge.optimizer import RowOptimizer
-from geartrain.hosting import local
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.observe import failpoints
+from geartrain.ams.programs.selection import PartialFC
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import ShardRestarted, ShardUnavailable, StaleClient
+from geartrain.ams.values.specs import Normal, SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
 
 CLASSES, DIM, BATCH, STEPS = 600, 16, 1200, 3

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster, local
-from geartrain.ams.failpoints import armed
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.specs import SparseMomentum
 from geartrain.ams.storage.durable import disk
-from geartrain.ams.storage.snapshot_compaction import compact
-from geartrain.ams.storage.snapshot_folder import latest, list_snapshots, open_snapshot, prune
-from geartrain.ams.storage.snapshot_manifest import ROWS
+from geartrain.ams.storage.snapshot.compaction import compact
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
+from geartrain.ams.storage.snapshot.manifest import ROWS
+from geartrain.ams.values import errors
+from geartrain.ams.values.specs import SparseMomentum
 
 Contents = dict[str, dict[int, tuple[bytes, bytes]]]
 NUM_ROWS = 500

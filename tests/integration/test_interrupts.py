@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.config import ClientConfig
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.table import Table
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.shard_calls import ShardCalls
-from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.specs import SGD, Constant
 from tests.integration.conftest import carriers_of
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected
 

@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.ams.errors import ConfigError
-from geartrain.ams.storage.snapshot_folder import list_snapshots
-from geartrain.bridge.heads.knn_selection import KNNSoftmax
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.bridge.state import state_from_bytes
-from geartrain.cli_worker import app
-from geartrain.workers import job, jobs, loop
-from geartrain.workers.job_state import JobState
-from geartrain.workers.loop import Phases
-from geartrain.workers.recipe import Recipe
-from geartrain.workers.run import JobOptions
-from geartrain.workers.selections import GraphLines, selection_of
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import ConfigError
+from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
+from geartrain.bridge.rows.state import state_from_bytes
+from geartrain.cli.worker import app
+from geartrain.workers.job import job, loop
+from geartrain.workers.job.loop import Phases
+from geartrain.workers.job.run import JobOptions
+from geartrain.workers.job.state import JobState
+from geartrain.workers.recipes import jobs
+from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.recipes.selections import GraphLines, selection_of
 from tests.integration.small_job import draw_images, rows_of, stop_after, train
-from tests.unit.bridge.plain_graph import use_plain_graphs
+from tests.support.plain_graph import use_plain_graphs
 
 CLASSES = 10
 RECIPE = Recipe(

@@ -9,11 +9,11 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import GeartrainError, InvalidRows, ProtocolError
-from geartrain.ams.gear_messages import Failure, FeatureReply
 from geartrain.ams.pb.v1 import gear_pb2
-from geartrain.ams.transport import grpc_gear as codec
-from geartrain.ams.transport.grpc_gear import GEAR_SERVICE
+from geartrain.ams.rpc import gear_client as codec
+from geartrain.ams.rpc.gear_client import GEAR_SERVICE
+from geartrain.ams.values.errors import GeartrainError, InvalidRows, ProtocolError
+from geartrain.ams.values.gear_messages import Failure, FeatureReply
 from tests.integration.gear_cluster import gear_cluster
 
 METHODS = ("Features", "PushFeatureGradients", "FlushGradients", "DescribeGear", "HandOver")

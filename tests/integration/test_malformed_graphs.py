@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.config import ClientConfig, GraphConfig
-from geartrain.ams.errors import ProtocolError
-from geartrain.ams.failpoints import armed
-from geartrain.ams.graph.service import GraphServer
-from geartrain.ams.graph_messages import GraphBuilt, GraphInfo
+from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.pb.v1 import graph_pb2
-from geartrain.ams.transport.grpc_graph import GRAPH_SERVICE, GrpcGraphCarrier, download_chunks
-from geartrain.graph_role import ConnectedCluster
+from geartrain.ams.rpc.graph_client import GRAPH_SERVICE, GrpcGraphCarrier, download_chunks
+from geartrain.ams.values.config import ClientConfig, GraphConfig
+from geartrain.ams.values.errors import ProtocolError
+from geartrain.ams.values.graph_messages import GraphBuilt, GraphInfo
+from geartrain.launch.graph_role import ConnectedCluster
 from tests.integration.conftest import QUICK, ServedCluster
 
 ROWS = np.random.default_rng(7).standard_normal((1500, 16)).astype(np.float32)

@@ -14,18 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import GeartrainError, InvalidArgument, InvalidIds, InvalidRows, NonFinite, ProtocolError
-from geartrain.ams.messages import CallContext, Computed, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport import grpc_hosted as hosted
-from geartrain.bridge.heads.class_head import ClassHead
-from geartrain.bridge.heads.margins import CosFace
-from geartrain.bridge.optimizer import RowOptimizer
-from geartrain.hosting import local
+from geartrain.ams.rpc import framing
+from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    NonFinite,
+    ProtocolError,
+)
+from geartrain.ams.values.messages import CallContext, Computed, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.values.specs import SGD, Constant
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
 
 NUM_ROWS, DIM = 6000, 4

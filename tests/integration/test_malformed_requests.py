@@ -14,15 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.messages import CallContext, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.client.cluster import connect
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
-from geartrain.ams.specs import SGD
-from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.transport import grpc_hosted as hosted
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE, channel_options
+from geartrain.ams.rpc import framing
+from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.shard_client import SHARD_SERVICE, channel_options
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.messages import CallContext, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.values.specs import SGD
 
 MALFORMED = 420
 

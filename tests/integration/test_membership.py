@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import connect
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
+from geartrain.ams.rpc.dial import dial
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD
-from geartrain.ams.transport.carrier import AttemptFailed, NotSent
-from geartrain.ams.transport.dial import dial
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.specs import SGD
 
 IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0, connect_timeout_seconds=0.3)
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)

@@ -17,13 +17,12 @@ from PIL import Image, ImageFont
 from rich.console import Console
 from safetensors.torch import load_file
 
-from geartrain.ams.storage.snapshot_folder import list_snapshots
-from geartrain.workers import jobs
-from geartrain.workers.data import glyphs
+from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.data.fonts import FACES, FontFile
-from geartrain.workers.recipe import Recipe
-from geartrain.workers.run import JobOptions
+from geartrain.workers.job.run import JobOptions
+from geartrain.workers.recipes import glyphs, jobs
+from geartrain.workers.recipes.fonts import FACES, FontFile
+from geartrain.workers.recipes.recipe import Recipe
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghijmnqrtuy23456789"
 FIRST_CODE = 0x4E00

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain.ams.cluster import connect
-from geartrain.ams.failpoints import armed
-from geartrain.ams.messages import CallContext, Done, Freeze, Restore, WriteFrozen, Written
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.storage.snapshot_folder import new_staging
-from geartrain.ams.transport.grpc_client import GrpcCarrier
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.storage.snapshot.folder import new_staging
+from geartrain.ams.values.messages import CallContext, Done, Freeze, Restore, WriteFrozen, Written
+from geartrain.ams.values.specs import SGD, Constant
 from tests.integration.conftest import ServedCluster
 
 PING_SECONDS = 1.0

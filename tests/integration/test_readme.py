@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from geartrain.cli import COMMANDS
+from geartrain.cli.main import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.cluster import Cluster
-from geartrain.bridge.heads.margins import CosFace, Margin
-from geartrain.bridge.heads.selection import FullSoftmax, PartialFC
-from geartrain.hosting import local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.bridge.head.loss.margins import CosFace, Margin
+from geartrain.launch.hosting import local
 from tests.integration.head_recipe import MARGINS, SELECTIONS, batch_of, expected, head_of, require_close, train
 
 PLACES = ["pull", "hosted"]

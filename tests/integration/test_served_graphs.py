@@ -14,22 +14,29 @@ from PIL import Image
 from rich.console import Console
 
 import geartrain as gt
-from geartrain.ams.config import ClientConfig, GraphConfig
-from geartrain.ams.errors import Cancelled, ConfigError, GraphNotFound, InvalidArgument, SpecMismatch, TableNotFound
-from geartrain.ams.failpoints import armed
-from geartrain.ams.graph.graphs import Graphs
-from geartrain.ams.graph.service import GraphServer
-from geartrain.ams.storage.snapshot_folder import open_snapshot
-from geartrain.ams.storage.snapshot_manifest import GRAPH
-from geartrain.bridge.heads import knn_selection
-from geartrain.bridge.heads.knn_selection import KNNSelection
-from geartrain.bridge.heads.served_graph import ServedRows
-from geartrain.cli import build_app
-from geartrain.graph_role import ConnectedCluster
-from geartrain.workers import jobs
+from geartrain.ams.graph.service.graphs import Graphs
+from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.manifest import GRAPH
+from geartrain.ams.values.config import ClientConfig, GraphConfig
+from geartrain.ams.values.errors import (
+    Cancelled,
+    ConfigError,
+    GraphNotFound,
+    InvalidArgument,
+    SpecMismatch,
+    TableNotFound,
+)
+from geartrain.bridge.head.selection import knn_selection
+from geartrain.bridge.head.selection.knn_selection import KNNSelection
+from geartrain.bridge.head.selection.served_graph import ServedRows
+from geartrain.cli.main import build_app
+from geartrain.launch.graph_role import ConnectedCluster
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.recipe import Recipe
-from geartrain.workers.run import JobOptions
+from geartrain.workers.job.run import JobOptions
+from geartrain.workers.recipes import jobs
+from geartrain.workers.recipes.recipe import Recipe
 from tests.integration.conftest import QUICK, ServedCluster
 
 CLASSES, DIM = 120, 6

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from geartrain.ams.cluster import connect
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.errors import InternalError
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.scheduler.scheduler import Beat, Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer, _HeldShard
-from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.errors import InternalError
+from geartrain.ams.values.specs import SGD, Constant
 
 DEADLINE_SECONDS = 30.0
 LEASE_SECONDS = 1.0

@@ -14,24 +14,25 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.messages import CallContext, Pull
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.table import Table
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
-from geartrain.ams.server.service import ShardService
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport import grpc_client, shared_memory
-from geartrain.ams.transport.carrier import AttemptFailed
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE, GrpcCarrier
-from geartrain.ams.transport.shared_memory import (
+from geartrain.ams.rpc import shard_client as grpc_client
+from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.payload import shared_memory
+from geartrain.ams.rpc.payload.shared_memory import (
     HeldSegments,
     Segment,
     SegmentPool,
     arrays_in,
     bytes_needed,
 )
+from geartrain.ams.rpc.shard_client import SHARD_SERVICE, GrpcCarrier
+from geartrain.ams.server.service import ShardService
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.messages import CallContext, Pull
+from geartrain.ams.values.specs import SGD, Constant
 from tests.integration.conftest import ServedCluster, carriers_of, fill
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 
@@ -119,7 +120,7 @@ def test_a_shard_that_cannot_share_is_asked_once(
 CHILD = f"""
 import sys
 import numpy as np
-from geartrain.ams.cluster import connect
+from geartrain.ams.client.cluster import connect
 
 with connect(sys.argv[1]) as cluster:
     table, ids = cluster.table("t"), np.arange({NUM_ROWS})
@@ -191,7 +192,7 @@ def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -
 def test_the_log_says_once_which_way_rows_go(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carrier_log = "geartrain.ams.transport.grpc_client"
+    carrier_log = "geartrain.ams.rpc.shard_client"
     caplog.set_level("INFO", logger=carrier_log)
     cluster = served(1)
     with connected(cluster) as ours:
@@ -448,7 +449,7 @@ def test_memory_is_left_where_the_connection_is_closed(served: Served) -> None:
 FORK = f"""
 import os, sys
 import numpy as np
-from geartrain.ams.cluster import connect
+from geartrain.ams.client.cluster import connect
 
 with connect(sys.argv[1]) as cluster:
     table, ids = cluster.table("t"), np.arange({NUM_ROWS})

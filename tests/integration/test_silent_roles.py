@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.errors import SchedulerUnavailable, SnapshotFailed, TableNotFound
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.rpc import scheduler_client as grpc_scheduler
+from geartrain.ams.rpc import silence
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.specs import SGD
-from geartrain.ams.transport import grpc_scheduler, silence
-from geartrain.hosting import local
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed, TableNotFound
+from geartrain.ams.values.specs import SGD
+from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
 
 IDS = np.arange(500)
@@ -226,7 +227,7 @@ def test_a_command_says_for_which_stopped_shard_it_waits(command: str, roles: Ro
 def test_an_unfinished_table_is_told_of_with_the_rows_that_are_left(
     served: Callable[..., ServedCluster], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from geartrain.cli import main
+    from geartrain.cli.main import main
 
     cluster = served(2)
     with connect(cluster.address) as ours:
@@ -296,8 +297,8 @@ def test_clients_that_wait_for_nothing_have_no_thread_that_looks_for_silent_role
 
 
 def test_a_scheduler_that_serves_is_answered_for() -> None:
-    from geartrain.ams.config import SchedulerConfig
-    from geartrain.ams.transport.grpc_health import answers
+    from geartrain.ams.rpc.health import answers
+    from geartrain.ams.values.config import SchedulerConfig
 
     server = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0"))
     address = server.start()

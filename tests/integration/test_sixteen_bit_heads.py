@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
-from geartrain.ams.specs import DTypeName
+from geartrain.ams.values.specs import DTypeName
 
 CLASSES, DIM, BATCH = 100, 16, 32
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.gear_messages import GearAccount
+from geartrain.ams.values.gear_messages import GearAccount
 from tests.faults.children import Child, serve
 from tests.integration.gear_cluster import CLIENT
 from tests.integration.gear_processes import DIM, IDS, LR, STOPS, Nursery, fast_gear, slow_gear

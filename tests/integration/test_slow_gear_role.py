@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.errors import (
+from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.values.errors import (
     ConfigError,
     GearUnavailable,
     InvalidArgument,
@@ -22,10 +23,9 @@ from geartrain.ams.errors import (
     StaleClient,
     TableNotFound,
 )
-from geartrain.ams.gear_messages import GearState
-from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
-from geartrain.cli import build_app
-from geartrain.slowgear_role import SlowGearRole
+from geartrain.ams.values.gear_messages import GearState
+from geartrain.cli.main import build_app
+from geartrain.launch.slowgear_role import SlowGearRole
 from tests.integration.gear_cluster import CLIENT, GearCluster, gear_cluster, gear_config
 from tests.integration.gear_part import DAMAGED, DIM, IDS, SAMPLES, build
 

@@ -13,19 +13,19 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import ClientConfig, GraphConfig, ServerConfig
-from geartrain.ams.errors import ConfigError, GeartrainError, SnapshotRefused, error_named
-from geartrain.ams.graph.service import GraphServer
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import graph_pb2, scheduler_pb2, shard_pb2
+from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.graph_client import GRAPH_SERVICE
+from geartrain.ams.rpc.scheduler_client import SCHEDULER_SERVICE
+from geartrain.ams.rpc.shard_client import SHARD_SERVICE
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD
-from geartrain.ams.storage import snapshot_roots
-from geartrain.ams.transport.grpc_client import SHARD_SERVICE
-from geartrain.ams.transport.grpc_gear import GrpcGearCarrier
-from geartrain.ams.transport.grpc_graph import GRAPH_SERVICE
-from geartrain.ams.transport.grpc_scheduler import SCHEDULER_SERVICE
-from geartrain.graph_role import ConnectedCluster
+from geartrain.ams.storage.snapshot import roots as snapshot_roots
+from geartrain.ams.values.config import ClientConfig, GraphConfig, ServerConfig
+from geartrain.ams.values.errors import ConfigError, GeartrainError, SnapshotRefused, error_named
+from geartrain.ams.values.specs import SGD
+from geartrain.launch.graph_role import ConnectedCluster
 from tests.integration.conftest import ServedCluster
 
 ID = "0" * 32

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams import errors
-from geartrain.ams.cluster import Cluster, connect, local
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
+from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.server import frozen
-from geartrain.ams.shard_calls import ShardCalls
-from geartrain.ams.specs import SGD, Constant, SparseMomentum, TableSpec
 from geartrain.ams.storage.durable import disk
-from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
+from geartrain.ams.values.specs import SGD, Constant, SparseMomentum, TableSpec
 
 IDS = np.arange(0, 5_000, 3)
 
@@ -159,7 +159,7 @@ def test_a_name_is_used_once_and_names_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> None:
-    from geartrain.ams.messages import Freeze
+    from geartrain.ams.values.messages import Freeze
 
     with local() as cluster:
         table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.ams import failpoints
-from geartrain.ams.errors import ConfigError, SnapshotDamaged, SnapshotFailed
-from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
-from geartrain.workers.run_folder import sole_trainer
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
+from geartrain.ams.values.errors import ConfigError, SnapshotDamaged, SnapshotFailed
+from geartrain.workers.job.folder import sole_trainer
 from tests.faults.test_job_recovery import images, train
 from tests.integration.test_classify_and_predict import assert_same_state, one_thread
 

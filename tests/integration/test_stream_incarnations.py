@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.cluster import connect
-from geartrain.ams.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.errors import InvalidArgument, StaleClient
+from geartrain.ams.client.cluster import connect
 from geartrain.ams.pb.v1 import scheduler_pb2
+from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.specs import SGD, Constant
-from geartrain.ams.transport.grpc_scheduler import GrpcSchedulerCarrier
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.errors import InvalidArgument, StaleClient
+from geartrain.ams.values.specs import SGD, Constant
 
 HOUR_NS = 3600 * 10**9
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)

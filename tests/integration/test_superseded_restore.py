@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from geartrain.ams import snapshot_restore as snapshots
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.errors import SnapshotNotFound, StaleClient
+from geartrain.ams.client import restore as snapshots
+from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.server import frozen
-from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.values.errors import SnapshotNotFound, StaleClient
+from geartrain.ams.values.specs import SGD, Constant
 from tests.integration.conftest import ServedCluster
 
 IDS = np.arange(64)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams import snapshot as snapshots
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.errors import StaleClient
-from geartrain.ams.failpoints import armed
-from geartrain.ams.specs import SGD
-from geartrain.ams.storage.snapshot_folder import latest, list_snapshots
+from geartrain.ams.client import snapshot as snapshots
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
+from geartrain.ams.values.errors import StaleClient
+from geartrain.ams.values.specs import SGD
 from tests.integration.conftest import ServedCluster
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams import errors
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.specs import SGD, Constant, Normal, SparseMomentum
-from geartrain.ams.writes import ClientStream
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
+from geartrain.ams.client.writes import ClientStream
+from geartrain.ams.values import errors
+from geartrain.ams.values.specs import SGD, Constant, Normal, SparseMomentum
 
 rng = np.random.default_rng(7)
 
@@ -33,7 +33,7 @@ def test_a_row_that_was_never_written_has_its_initial_value_and_is_not_created(c
 
 
 def test_initial_values_do_not_depend_on_the_number_of_shards(cluster: Cluster) -> None:
-    from geartrain.ams.cluster import local
+    from geartrain.ams.client.cluster import local
 
     table = cluster.create_table("t", dim=8, optimizer=SGD(0.1), seed=3)
     with local(5) as other:

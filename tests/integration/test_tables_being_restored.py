@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client import Table
-from geartrain.ams.cluster import Cluster, connect
-from geartrain.ams.config import SchedulerConfig
-from geartrain.ams.errors import (
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.table import Table
+from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.values.config import SchedulerConfig
+from geartrain.ams.values.errors import (
     InternalError,
     SnapshotDamaged,
     SnapshotFailed,
@@ -22,10 +24,8 @@ from geartrain.ams.errors import (
     TableExists,
     TableNotFound,
 )
-from geartrain.ams.failpoints import armed
-from geartrain.ams.messages import CallContext, PublishTable, Restore
-from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.messages import CallContext, PublishTable, Restore
+from geartrain.ams.values.specs import SGD, Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
 IDS, ONES = np.arange(64), np.ones((64, 2), np.float32)
@@ -108,7 +108,7 @@ def test_what_a_dead_process_was_restoring_is_restored_by_another(
     with connect(address) as ours:
         path = make(ours, tmp_path)
         with connect(address) as dying:
-            from geartrain.ams import snapshot_restore
+            from geartrain.ams.client import restore as snapshot_restore
 
             def dies(name: str) -> None:
                 if name == place:

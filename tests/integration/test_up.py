@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import geartrain as gt
-from geartrain.ams.cluster_status import cluster_status
-from geartrain.ams.config import ClientConfig
-from geartrain.launcher import MAX_RESTARTS
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.values.config import ClientConfig
+from geartrain.launch.up import MAX_RESTARTS
 
 GONE_WITHIN_SECONDS = 20.0
 

@@ -18,8 +18,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from geartrain.ams import failpoints
-from geartrain.ams.errors import (
+from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.writes import Write
+from geartrain.ams.observe import failpoints
+from geartrain.ams.pb.v1 import shard_pb2
+from geartrain.ams.rpc import codec, framing
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import (
     Fenced,
     GeartrainError,
     ShardRestarted,
@@ -29,14 +34,8 @@ from geartrain.ams.errors import (
     TableBeingRestored,
     TableNotFound,
 )
-from geartrain.ams.messages import CallContext, Done, Pull
-from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.snapshot import PendingSnapshot
-from geartrain.ams.specs import SGD, Constant, Momentum, TableSpec
-from geartrain.ams.storage.snapshot_folder import list_snapshots
-from geartrain.ams.transport import grpc_codec as codec
-from geartrain.ams.transport import grpc_framing as framing
-from geartrain.ams.writes import Write
+from geartrain.ams.values.messages import CallContext, Done, Pull
+from geartrain.ams.values.specs import SGD, Constant, Momentum, TableSpec
 from tests.model.oracle import EITHER, Content, OracleShard, OracleTable, Refused, content_of, shard_of
 from tests.model.simulated import FATES, Client, Clock, Died, Failure, Fate, Message, Network, SimulatedCluster, inject
 
@@ -552,7 +551,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def _table(self, client: Client, name: str) -> Any:
         """The table as the client has it open: the one there was when it first used it, or was last refused."""
-        from geartrain.ams.client import Table
+        from geartrain.ams.client.table import Table
 
         if name not in client.opened and client.tells_tables_apart:
             client.opened.update({spec.name: spec for spec in self.cluster.scheduler.describe().tables})

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from geartrain.ams.messages import CallContext
-from geartrain.ams.placement import bucket_of
-from geartrain.ams.specs import SGD, Constant, Momentum, TableSpec
+from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.placement import bucket_of
+from geartrain.ams.values.specs import SGD, Constant, Momentum, TableSpec
 
 Row = tuple[np.ndarray, np.ndarray]
 """Value and slot, each [D] float32."""

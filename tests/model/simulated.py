@@ -17,25 +17,25 @@ from typing import Any, BinaryIO, Literal
 import grpc
 import pytest
 
-from geartrain.ams import shard_calls as shard_calls_module
-from geartrain.ams import snapshot as snapshot_module
-from geartrain.ams.cluster import Cluster
-from geartrain.ams.config import ClientConfig
-from geartrain.ams.embedded import LocalSchedulerCarrier
-from geartrain.ams.errors import GeartrainError
-from geartrain.ams.placement import buckets_of_shard, even_placement
+from geartrain.ams.client import shard_calls as shard_calls_module
+from geartrain.ams.client import snapshot as snapshot_module
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.embedded import LocalSchedulerCarrier
+from geartrain.ams.client.writes import ClientStream, WriteStream
+from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.rpc.silence import SilenceLog
+from geartrain.ams.rpc.status import abort
+from geartrain.ams.scheduler.data_streams import DataStreams
 from geartrain.ams.scheduler.scheduler import Scheduler
-from geartrain.ams.scheduler.streams import DataStreams
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.specs import TableSpec
 from geartrain.ams.storage.durable import Disk, disk
-from geartrain.ams.storage.kv import MemoryStore
-from geartrain.ams.transport.grpc_client import GrpcCarrier
-from geartrain.ams.transport.grpc_status import abort
-from geartrain.ams.transport.silence import SilenceLog
-from geartrain.ams.writes import ClientStream, WriteStream
+from geartrain.ams.storage.kv.store import MemoryStore
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.specs import TableSpec
 
 Fate = Literal["deliver", "lose", "late", "lose reply", "twice", "and again later"]
 FATES: tuple[Fate, ...] = ("deliver", "lose", "late", "lose reply", "twice", "and again later")

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.ams.errors import ShardRestarted
-from geartrain.ams.specs import SGD, Constant
+from geartrain.ams.values.errors import ShardRestarted
+from geartrain.ams.values.specs import SGD, Constant
 from tests.model.simulated import CONFIG, Client, Clock, Network, SimulatedCluster
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import geartrain as gt
-from geartrain.ams.client import Table
-from geartrain.ams.errors import GeartrainError, SnapshotError, TableExists, TableNotFound
+from geartrain.ams.client.table import Table
+from geartrain.ams.values.errors import GeartrainError, SnapshotError, TableExists, TableNotFound
 from tests.integration.conftest import QUICK, ServedCluster
 
 NUM_IDS, DIM, WRITERS = 300, 3, 4

@@ -47,15 +47,15 @@ PARTS_BELOW: dict[str, tuple[str, ...]] = {
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.
 SERVICES = ("server", "scheduler", "graph", "gear")
-GRPC_FILES = ("ams/transport/grpc*.py", *(f"ams/{service}/service.py" for service in SERVICES))
+GRPC_FILES = ("ams/rpc/grpc*.py", *(f"ams/{service}/service.py" for service in SERVICES))
 HOMES: dict[str, tuple[str, ...]] = {
     "grpc": GRPC_FILES,
     "grpc_health": GRPC_FILES,
     "grpc_reflection": GRPC_FILES,
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
     "fsspec": ("ams/storage/*.py",),
-    "lmdb": ("ams/storage/lmdb*.py", "ams/storage/feature_lmdb.py"),
-    "redis": ("ams/storage/redis*.py", "ams/storage/feature_redis.py"),
+    "lmdb": ("ams/storage/lmdb*.py", "ams/storage/features/lmdb_features.py"),
+    "redis": ("ams/storage/redis*.py", "ams/storage/features/redis_features.py"),
     "socket": ("ams/*", "geartrain/*"),
     "pickle": (),
 }
@@ -131,29 +131,29 @@ def test_a_product_file_keeps_the_import_rules(path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("ams/client.py", "import torch"),
+        ("ams/client/table.py", "import torch"),
         ("ams/tables/row_table.py", "def f():\n    from torch import nn"),
-        ("ams/client.py", "import geartrain"),
-        ("ams/client.py", "from geartrain import bridge"),
-        ("ams/client.py", "from geartrain.bridge.heads import margins"),
-        ("bridge/optimizer.py", "from geartrain.workers import loop"),
-        ("bridge/optimizer.py", "import socket"),
-        ("workers/loop.py", "from geartrain.launcher import up"),
-        ("ams/core/ops.py", "from geartrain.ams.tables import row_table"),
+        ("ams/client/table.py", "import geartrain"),
+        ("ams/client/table.py", "from geartrain import bridge"),
+        ("ams/client/table.py", "from geartrain.bridge.head import margins"),
+        ("bridge/rows/optimizer.py", "from geartrain.workers import loop"),
+        ("bridge/rows/optimizer.py", "import socket"),
+        ("workers/job/loop.py", "from geartrain.launch.up import up"),
+        ("ams/kernels/ops.py", "from geartrain.ams.tables import row_table"),
         ("ams/storage/log.py", "from geartrain.ams.tables import row_table"),
         ("ams/tables/row_table.py", "from geartrain.ams.server import shard"),
-        ("ams/client.py", "from geartrain.ams.server import shard"),
-        ("ams/cluster.py", "from geartrain.ams.server import shard"),
-        ("ams/transport/local.py", "from geartrain.ams.client import Table"),
-        ("ams/errors.py", "from geartrain.ams.core import ops"),
+        ("ams/client/table.py", "from geartrain.ams.server import shard"),
+        ("ams/client/cluster.py", "from geartrain.ams.server import shard"),
+        ("ams/rpc/local.py", "from geartrain.ams.client.table import Table"),
+        ("ams/values/errors.py", "from geartrain.ams.kernels import ops"),
         ("ams/server/shard.py", "import grpc"),
-        ("ams/client.py", "from geartrain.ams.pb.v1 import types_pb2"),
+        ("ams/client/table.py", "from geartrain.ams.pb.v1 import types_pb2"),
         ("ams/server/shard.py", "from geartrain.ams.pb.v1 import types_pb2"),
         ("bridge/embedding.py", "from geartrain.ams.pb.v1 import types_pb2"),
-        ("geartrain/cli.py", "import grpc"),
+        ("geartrain/cli/main.py", "import grpc"),
         ("ams/tables/row_table.py", "import lmdb"),
         ("ams/storage/memory.py", "import redis"),
-        ("workers/loop.py", "import pickle"),
+        ("workers/job/loop.py", "import pickle"),
     ],
 )
 def test_the_rules_catch(path: str, source: str) -> None:
@@ -163,15 +163,15 @@ def test_the_rules_catch(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("geartrain/cli.py", "from geartrain.workers import loop\nimport torch"),
-        ("bridge/optimizer.py", "import torch\nfrom geartrain.ams.client import Table"),
+        ("geartrain/cli/main.py", "from geartrain.workers import loop\nimport torch"),
+        ("bridge/rows/optimizer.py", "import torch\nfrom geartrain.ams.client.table import Table"),
         (
-            "ams/cluster.py",
-            "from geartrain.ams.embedded import EmbeddedCluster\nfrom geartrain.ams.client import Table",
+            "ams/client/cluster.py",
+            "from geartrain.ams.client.embedded import EmbeddedCluster\nfrom geartrain.ams.client.table import Table",
         ),
-        ("ams/transport/grpc_carrier.py", "import grpc\nfrom geartrain.ams.pb.v1 import types_pb2"),
+        ("ams/rpc/grpc_carrier.py", "import grpc\nfrom geartrain.ams.pb.v1 import types_pb2"),
         ("ams/server/service.py", "from grpc_health.v1 import health\nfrom geartrain.ams.pb.v1 import shard_pb2"),
-        ("ams/storage/lmdb_store.py", "import lmdb"),
+        ("ams/storage/kv/lmdb_store.py", "import lmdb"),
     ],
 )
 def test_the_rules_allow(path: str, source: str) -> None:

@@ -80,7 +80,7 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
         assert node.module is not None
         for alias in node.names:
             expected = (
-                importlib.import_module("geartrain.ams.errors")
+                importlib.import_module("geartrain.ams.values.errors")
                 if alias.name == "errors"
                 else getattr(importlib.import_module(node.module), alias.name)
             )
@@ -112,8 +112,8 @@ def test_specs_and_errors_need_neither_torch_nor_grpc() -> None:
 
 def test_roles_never_import_torch() -> None:
     code = """
-import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.cluster, geartrain.ams.config
-import geartrain.cli, geartrain.cli_roles, geartrain.launcher
+import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.client.cluster, geartrain.ams.values.config
+import geartrain.cli.main, geartrain.cli.roles, geartrain.launch.up
 """
     assert "torch" not in modules_after(code)
 

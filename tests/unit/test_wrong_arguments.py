@@ -12,7 +12,14 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.ams.errors import ConfigError, GeartrainError, InvalidArgument, InvalidIds, InvalidRows, Unavailable
+from geartrain.ams.values.errors import (
+    ConfigError,
+    GeartrainError,
+    InvalidArgument,
+    InvalidIds,
+    InvalidRows,
+    Unavailable,
+)
 
 anything: Any = gt
 

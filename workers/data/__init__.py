@@ -1,1 +1,1 @@
-"""Where training images come from: rendered fonts, folders of images, and how both become equal-sized bitmaps."""
+"""Readers of training data: images, faces, archives and streams."""

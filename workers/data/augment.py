@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 
 _GRID = 5
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from geartrain.ams.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
 
 Bitmap = npt.NDArray[np.uint8]
 INK_THRESHOLD = 40

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from geartrain.ams.errors import InvalidArgument
-from geartrain.ams.words import counted
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import counted
 from geartrain.workers.data import recordio, webdataset
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Bitmap, Preprocessing, open_picture
 from geartrain.workers.data.images import ImageSet

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import decode_picture
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import decode_picture
 
 

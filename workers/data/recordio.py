@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from PIL import Image
 
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import decode_picture
 from geartrain.workers.data.pictures import Picture, by_class
 

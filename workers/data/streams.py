@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.errors import ConfigError, InvalidArgument
-from geartrain.ams.words import counted
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import counted
 
 NUM_STREAMS = 64
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from geartrain.ams.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES
 from geartrain.workers.data.pictures import Picture, by_class, picture_within
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.ams.errors import ConfigError
-from geartrain.bench import BrokenBench, bench_names, run_bench
+from geartrain.ams.values.errors import ConfigError
+from geartrain.launch.bench import BrokenBench, bench_names, run_bench
 
 GOOD = """
 import _helper

@@ -1,0 +1,583 @@
+"""A cluster as a program sees it: embedded in this process, or connected to over gRPC."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
+from geartrain.ams.client.data_streams import DataStreams
+from geartrain.ams.client.restore import restore_snapshot
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.snapshot import JobState, PendingSnapshot, begin_snapshot
+from geartrain.ams.client.table import Table
+from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
+from geartrain.ams.observe import failpoints
+from geartrain.ams.programs.hosted import HostedModels
+from geartrain.ams.rpc.carrier import AttemptFailed, ClusterView, NobodyThere, SchedulerCarrier, ShardCarrier
+from geartrain.ams.rpc.dial import dial, remedy
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.values.arguments import checked_name, integer
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import (
+    ClusterNotReady,
+    ConfigError,
+    GraphUnavailable,
+    InvalidArgument,
+    SchedulerUnavailable,
+    ShardRestarted,
+    TableNotFound,
+    being_restored,
+)
+from geartrain.ams.values.gear_messages import Freshness
+from geartrain.ams.values.messages import Fence
+from geartrain.ams.values.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
+from geartrain.ams.values.text import quoted
+
+if TYPE_CHECKING:
+    from geartrain.ams.gear.client.remote import RemoteGears
+    from geartrain.ams.graph.client.calls import GraphCalls
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+_TOLD_AFTER_SECONDS = 2.5
+"""Who waits for a cluster for so long is told for whom."""
+
+
+class Cluster:
+    """Tables on the shards of a cluster. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerCarrier,
+        view: ClusterView,
+        open_carrier: Callable[[str], ShardCarrier],
+        config: ClientConfig,
+        *,
+        stream: ClientStream,
+        remote: bool,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._graph: GraphCalls | None = None
+        self._graph_lock = threading.Lock()
+        self._scheduler = scheduler
+        self._open_carrier = open_carrier
+        self._config = config
+        self._calls = ShardCalls(view, open_carrier, self._describe, config, remote=remote)
+        self._stream = stream
+        self._close = close
+        self._closed = False
+        if stream.is_named:
+            # Only the marks of numbered writes mean anything to a process that goes on under this name.
+            try:
+                self._fence(stream.name, stream.incarnation, forget=False)
+                self._fence(stream.unnumbered, stream.incarnation, forget=True)
+            except BaseException:
+                self._calls.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception) and not self._calls.is_forked:
+            self._give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
+        self.close()
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the cluster."""
+        return self._calls.view.num_shards
+
+    @property
+    def write_stream(self) -> ClientStream:
+        """The name and incarnation under which this process writes; see :func:`connect`."""
+        return self._stream
+
+    @property
+    def graph(self) -> GraphCalls:
+        """The nearest classes of every class of a table: ``cluster.graph.build("faces", k=32)``, ``.select(...)``.
+
+        Of :func:`local` it is in this process, made when it is first asked for; of :func:`connect` the graph service
+        that ``client.graph`` names. Raises ConfigError if that names none.
+        """
+        with self._graph_lock:
+            if self._graph is None:
+                self._graph = self._open_graph()
+            return self._graph
+
+    @property
+    def graph_service(self) -> GraphCalls | None:
+        """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
+        return self.graph if self._calls.remote and self._config.graph is not None else None
+
+    def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> RemoteGears:
+        """The slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``, found through the
+        scheduler; see :class:`geartrain.ams.gear.client.remote.RemoteGears`. Raises InvalidArgument, GearUnavailable.
+        """
+        if not self._calls.remote:
+            raise InvalidArgument(
+                f"this cluster is embedded in the process and has no slow gears of {name!r}; give build= and samples=, "
+                "or connect() to a cluster"
+            )
+        # Only a process that has slow gears loads them.
+        from geartrain.ams.gear.client.remote import RemoteGears
+        from geartrain.ams.gear.partitions import job_of
+        from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+        from geartrain.ams.rpc.shard_client import seconds_to_connect
+
+        holders = self.streams(job_of(name), worker="fast gear").holders
+        limit = self._config.max_message_bytes
+        connect_seconds = seconds_to_connect(self._config.attempt_timeout_seconds)
+
+        def open_carrier(address: str, on_wait: Callable[[], None]) -> GrpcGearCarrier:
+            return GrpcGearCarrier(address, max_message_bytes=limit, connect_seconds=connect_seconds, on_wait=on_wait)
+
+        return RemoteGears(name, dim, holders, open_carrier, self._config, wait=wait, freshness=freshness)
+
+    def _open_graph(self) -> GraphCalls:
+        # Only a process that uses graphs loads them.
+        if not self._calls.remote:
+            from geartrain.ams.graph.service.graphs import Graphs, OwnCluster
+
+            return Graphs(OwnCluster(self))
+        if self._config.graph is None:
+            raise ConfigError(
+                "this cluster has no graph service that is known here; start one with 'geartrain graph' and give its "
+                "address: connect(..., config=gt.ClientConfig(graph='host:port')), or GEARTRAIN_CLIENT__GRAPH"
+            )
+        from geartrain.ams.graph.client.remote import RemoteGraphs
+
+        return RemoteGraphs(self._config.graph, self._config)
+
+    def _graphs(self) -> GraphCalls | None:
+        """The graphs that belong to this cluster's tables, if there can be any."""
+        return self._graph if self.graph_service is None else self.graph_service
+
+    def create_table(
+        self,
+        name: str,
+        *,
+        dim: int,
+        optimizer: RowOptimizerSpec,
+        num_rows: int | None = None,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        dtype: DTypeName = "float32",
+        slot_dtype: DTypeName = "float32",
+        reuse: bool = False,
+    ) -> Table:
+        """Make a table on every shard and return it; the fields are those of :class:`TableSpec`.
+
+        Raises TableExists if the name is taken, unless ``reuse=True`` and the spec is equal (else SpecMismatch), so
+        that a script that runs twice never trains on yesterday's rows by accident.
+        """
+        spec = TableSpec(
+            name=name,
+            dim=dim,
+            optimizer=optimizer,
+            num_rows=num_rows,
+            initializer=Normal() if initializer is None else initializer,
+            seed=seed,
+            dtype=dtype,
+            slot_dtype=slot_dtype,
+        )
+        return Table(self._create(spec, reuse=reuse), self._calls, self._stream)
+
+    def _create(
+        self, spec: TableSpec, *, reuse: bool = False, for_restore: bool = False, replace: bool = False
+    ) -> TableSpec:
+        self._calls.require_usable()
+        try:
+            with self._calls.naming_silent_shards():
+                return self._scheduler.create_table(
+                    spec,
+                    reuse=reuse,
+                    timeout_seconds=self._config.attempt_timeout_seconds,
+                    caller=self._stream.caller,
+                    for_restore=for_restore,
+                    replace=replace,
+                )
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
+
+    def table(self, name: str) -> Table:
+        """Return an existing table.
+
+        Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, and ClusterNotReady
+        if that is not known because shards have not registered yet.
+        """
+        view = self._describe()
+        tables = {spec.name: spec for spec in view.tables}
+        if name in view.restoring_tables:
+            raise being_restored(name)
+        if name in view.incomplete_tables:
+            raise ShardRestarted(
+                f"table {name!r} is incomplete: a shard with rows of it was restarted, or its creation or drop was "
+                "cut off; drop it (cluster.drop_table) and create it anew, or restore a snapshot in its place"
+            )
+        if name not in tables:
+            view.require_registered(f"whether there is a table {quoted(name)}")
+            known = [*map(repr, tables), *(f"{one!r} (incomplete)" for one in view.incomplete_tables)]
+            raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(known) or 'none'}")
+        return Table(tables[name], self._calls, self._stream)
+
+    def table_incarnations(self) -> dict[str, int]:
+        """The numbers of all tables by name, which tell a table from earlier and later ones of its name. One RPC."""
+        return {spec.name: spec.incarnation for spec in self._describe().tables}
+
+    def drop_table(self, name: str) -> None:
+        """Remove a table and its rows from every shard, and its graph. Idempotent.
+
+        A graph service that does not answer is logged: what it keeps is of rows that are gone.
+        """
+        self._drop(name)
+        if (graphs := self._graphs()) is not None:
+            try:
+                graphs.forget(name)
+            except GraphUnavailable as exc:
+                logger.warning("the graph of table %r was not dropped: %s", name, exc)
+
+    def _drop(self, name: str, incarnation: int = 0) -> None:
+        self._calls.require_usable()
+        try:
+            with self._calls.naming_silent_shards():
+                self._scheduler.drop_table(
+                    name, self._config.attempt_timeout_seconds, caller=self._stream.caller, incarnation=incarnation
+                )
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
+
+    def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
+        """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
+        lower incarnation (StaleClient), and the scheduler ends their leases of data streams. Idempotent; one RPC per
+        shard and one to the scheduler.
+
+        ``forget`` (for a job that goes back to a snapshot) also drops the marks of their writes and the steps of their
+        sync groups, so that numbers may be used again; without it (a job that goes on) they are kept. A shard that is
+        restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here before,
+        SchedulerUnavailable, ShardUnavailable (some shards may have been told).
+        """
+        name, incarnation = checked_name("job", job), checked_incarnation(incarnation)
+        self._calls.require_usable()
+        try:
+            self._scheduler.fence_job(name, incarnation, self._config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether job {name!r} was fenced is unknown, try again") from exc
+        self._fence(name, incarnation, forget=forget)
+
+    def _fence(self, job: str, incarnation: int, *, forget: bool) -> None:
+        for outcome in self._calls.on_all_shards(Fence(job=job, incarnation=incarnation, forget=forget)):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def streams(
+        self,
+        job: str,
+        *,
+        worker: str,
+        num_streams: int = 64,
+        num_workers: int = 1,
+        incarnation: int | None = None,
+    ) -> DataStreams:
+        """Return the data streams of ``job`` as ``worker`` leases them: however many workers there are, each of
+        ``num_streams`` parts of the data is read by one at a time, and goes on where it was committed.
+
+        The streams are shared out evenly among the workers that hold a lease; for one lease after the first has come,
+        among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. Raises InvalidArgument.
+        """
+        return DataStreams(
+            self._scheduler,
+            checked_name("job", job),
+            checked_name("worker", worker),
+            self._stream.incarnation if incarnation is None else checked_incarnation(incarnation),
+            num_streams=integer("num_streams", num_streams, 1),
+            num_workers=integer("num_workers", num_workers, 1),
+            timeout_seconds=self._config.attempt_timeout_seconds,
+        )
+
+    def acknowledge(self, sequence: int) -> None:
+        """Say that no write numbered below ``sequence`` will be sent again, by this process or its successor.
+
+        Shards remember 1,024 numbers from there on, and forget those below with the next numbered write to a table.
+        """
+        self._stream.acknowledge(sequence)
+
+    def status(self) -> ClusterStatus:
+        """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
+        self._calls.require_usable()
+        try:
+            return describe_cluster(self._scheduler, self._open_carrier)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(str(exc)) from exc
+
+    def snapshot(
+        self,
+        root: str | Path,
+        name: str | None = None,
+        *,
+        step: int = 0,
+        values: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        tables: Sequence[str] | None = None,
+        parent: str | Path | None = None,
+        graphs: bool = True,
+    ) -> PendingSnapshot:
+        """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
+
+        ``root`` is a local folder or a URL (``s3://bucket/runs/1``; also gs, abfs and hdfs).
+
+        Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
+        waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
+        meanwhile a shard may hold some and another not, so call it at a step boundary. ``values`` (JSON) and ``files``
+        travel with it, for the job's own state. ``root`` must mean the same folder here and on every shard.
+        ``tables`` are the names of those to write; None: all. A shard holds a table for one snapshot at a time: a
+        second one of the same table ends the first, one of other tables does not.
+        With ``parent``, an earlier snapshot of the same root, only the rows written since are written, and the parent
+        is needed to restore. A shard can tell only what was written since the last snapshot that was completed of a
+        table, or that it was restored from: if that is not the parent, it writes the whole table.
+        The graphs of the tables are in it, too, where :attr:`graph` keeps some, as they are when they are written,
+        unless ``graphs`` is false. A graph service that does not answer is logged: a graph can be built again.
+        Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
+        if ``name`` exists), SnapshotRefused (a server does not write there: ``snapshot_roots``), ShardUnavailable,
+        StaleClient (of a named stream that was taken over).
+        """
+        job = JobState(step=integer("step", step, 0), values=values or {}, files=files or {})
+        name = f"step-{step:09}" if name is None else name
+        return begin_snapshot(
+            self._calls,
+            lambda: self._describe().tables,
+            root,
+            name,
+            job,
+            tables=tables,
+            parent=parent,
+            caller=self._stream.caller,
+            check_caller=self._check_caller,
+            graphs=self._graphs() if graphs else None,
+        )
+
+    def _check_caller(self) -> None:
+        """Raise StaleClient if the scheduler knows that this process was superseded."""
+        if (caller := self._stream.caller) is not None:
+            try:
+                self._scheduler.check_caller(caller, self._config.attempt_timeout_seconds)
+            except AttemptFailed as exc:
+                raise SchedulerUnavailable(str(exc)) from exc
+
+    def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
+        """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.
+
+        The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
+        All or nothing: nobody can open, read or write the tables (TableBeingRestored) before all of their rows are
+        there, and if anything fails before that, none of them stays. Those of a process that died meanwhile are listed
+        as incomplete; a restore in their place begins anew. With ``replace=True`` (a job that goes back) tables of
+        these names are dropped first, but only after every byte of the snapshot was read and found sound. What
+        this process has open of them with equal settings goes on with the restored rows: tables, and heads of one
+        process; a dense module once it is refreshed (``refresh()``). Heads of several ranks and slow gears are made
+        anew. Other processes must open theirs anew (:meth:`table`): until then they get TableNotFound, so that nobody
+        writes into what is restored. A write that the restored rows hold is recognised if it is sent again (exactly
+        where the number of shards is the same, at a step boundary where it is not), and sync groups go on at their
+        step.
+        Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
+        the snapshot has not), SnapshotNotFound, SnapshotRefused (a server does not read there: ``snapshot_roots``),
+        SnapshotDamaged (naming the file; checked before any of its rows is written), ShardUnavailable,
+        SchedulerUnavailable. Graphs come back, once the tables are open, to where :attr:`graph` keeps them, if it was
+        used or is a service.
+        """
+        return restore_snapshot(
+            self._calls,
+            path,
+            _Restored(self),
+            tables=tables,
+            replace=replace,
+            caller=self._stream.caller,
+            graphs=self._graphs_to_restore,
+        )
+
+    def _graphs_to_restore(self, there_are_some: bool) -> GraphCalls | None:
+        """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""
+        return self.graph if there_are_some and not self._calls.remote else self._graphs()
+
+    def close(self) -> None:
+        """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.
+
+        Left by Ctrl-C, the ``with`` block does not wait: what runs in the background fails with Unavailable. In a
+        forked child, which cannot use the cluster, nothing happens.
+        """
+        if self._closed or self._calls.is_forked:
+            return
+        self._closed = True
+        if self._graph is not None:
+            self._graph.close()
+        try:
+            self._calls.close()
+        except BaseException:  # Ctrl-C while background calls wait for a shard
+            self._give_up()
+            raise
+        finally:
+            self._scheduler.close()
+            self._close()
+
+    def _give_up(self) -> None:
+        self._calls.give_up()
+        self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
+
+    def _describe(self) -> ClusterView:
+        self._calls.require_usable()
+        try:
+            return self._scheduler.describe(self._config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(str(exc)) from exc
+
+
+class _Restored:
+    """The tables of a restore, as the scheduler makes, opens and removes them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def make(self, spec: TableSpec, *, replace: bool) -> TableSpec:
+        return self._cluster._create(spec, for_restore=True, replace=replace)
+
+    def publish(self, tables: Sequence[TableSpec]) -> None:
+        cluster, incarnations = self._cluster, {table.name: table.incarnation for table in tables}
+        cluster._calls.require_usable()
+        try:
+            cluster._scheduler.publish_tables(
+                incarnations, cluster._config.attempt_timeout_seconds, caller=cluster._stream.caller
+            )
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(
+                f"{exc}; whether tables {sorted(incarnations)} can be opened is unknown"
+            ) from exc
+
+    def drop(self, table: TableSpec) -> None:
+        self._cluster._drop(table.name, table.incarnation)
+
+
+def local(
+    num_shards: int = 1,
+    *,
+    config: ClientConfig | None = None,
+    stream: str | None = None,
+    incarnation: int | None = None,
+    models: HostedModels = MappingProxyType({}),
+) -> Cluster:
+    """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
+
+    ``stream`` and ``incarnation`` are those of :func:`connect`; ``models`` are what the shards host.
+    Raises ConfigError if ``num_shards`` is not 1 … 4096.
+    """
+    # Only a process that embeds shards loads the server's code.
+    from geartrain.ams.client.embedded import EmbeddedCluster
+
+    failpoints.arm_from_environment()
+    config = _checked_config(config)
+    check_stream(stream, incarnation)
+    embedded = EmbeddedCluster(num_shards, models)
+    try:
+        taken = embedded.scheduler.take_incarnation(incarnation or 0, None)
+    except BaseException:
+        embedded.close()
+        raise
+    return Cluster(
+        embedded.scheduler,
+        embedded.scheduler.describe(None),
+        embedded.open_carrier,
+        config,
+        stream=ClientStream(config.max_in_flight_writes, stream, taken),
+        remote=False,
+        close=embedded.close,
+    )
+
+
+def connect(
+    address: str, *, config: ClientConfig | None = None, stream: str | None = None, incarnation: int | None = None
+) -> Cluster:
+    """Return the cluster whose scheduler listens at ``address`` ("host:port"), once all its shards have registered.
+
+    ``stream`` names this process's writes, for example ``"job/rank0"``, and takes them over: from now on shards refuse
+    a process of the same name and a lower ``incarnation``, and recognise writes that it numbered
+    (``table.push(…, sequence=step)``). Without a name nobody is superseded. The scheduler gives incarnations, each
+    higher than all before, whatever the clocks of the machines say; one that is given here (of the processes of one
+    job, for example) must be from 1 to 2**62, or one that the scheduler gave. Costs two RPCs to the scheduler.
+
+    Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (nobody answers
+    there within ``connect_timeout_seconds``, or connections are refused for ``refused_timeout_seconds``),
+    ClusterNotReady (shards are missing after ``recovery_timeout_seconds``) or StaleClient (a higher incarnation has the
+    stream). Who or what is waited for is logged.
+    """
+    failpoints.arm_from_environment()
+    config = _checked_config(config)
+    check_stream(stream, incarnation)
+    scheduler, open_carrier = dial(address, config)
+    try:
+        view, taken = _joined(scheduler, address, config, incarnation or 0)
+        writes = ClientStream(config.max_in_flight_writes, stream, taken)
+        return Cluster(scheduler, view, open_carrier, config, stream=writes, remote=True)
+    except BaseException:
+        scheduler.close()
+        raise
+
+
+def _checked_config(config: ClientConfig | None) -> ClientConfig:
+    if config is not None and not isinstance(config, ClientConfig):
+        raise ConfigError(f"config is {quoted(config)}; it must be a gt.ClientConfig(...), or None for its defaults")
+    return config or ClientConfig()
+
+
+def _joined(scheduler: SchedulerCarrier, address: str, config: ClientConfig, chosen: int) -> tuple[ClusterView, int]:
+    """Wait until all shards have registered; return the cluster, and the incarnation of this process: the ``chosen``
+    one, or, if that is 0, one that the scheduler gives.
+    """
+    start = time.monotonic()
+    answered: ClusterView | None = None
+    is_told = False
+    while True:
+        waited = time.monotonic() - start
+        try:
+            answered = scheduler.describe(config.connect_timeout_seconds)
+            if answered.ready:
+                return answered, scheduler.take_incarnation(chosen, config.connect_timeout_seconds)
+            absent = _absent_shards(answered)
+            waits_for = f"{absent} not up; waiting up to {config.recovery_timeout_seconds:g} s ('geartrain status')"
+        except ClusterNotReady as exc:  # the scheduler was restarted between the two calls
+            answered = None
+            if waited >= config.recovery_timeout_seconds:
+                raise
+            waits_for = str(exc)
+        except AttemptFailed as exc:
+            seconds = config.connect_timeout_seconds
+            if isinstance(exc, NobodyThere):
+                seconds = min(seconds, config.refused_timeout_seconds)
+            if waited >= seconds:
+                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from exc
+            waits_for = f"{exc}; waiting up to {seconds:g} s"
+        if answered is not None and waited >= config.recovery_timeout_seconds:
+            raise ClusterNotReady(
+                f"{_absent_shards(answered)} not up after {waited:.1f} s; start them with "
+                f"'geartrain server --scheduler {address}'"
+            )
+        if waited >= _TOLD_AFTER_SECONDS and not is_told:
+            is_told = True
+            logger.warning("%s", waits_for)
+        time.sleep(_POLL_SECONDS)
+
+
+def _absent_shards(view: ClusterView) -> str:
+    """``shard 1 (lost) at 127.0.0.1:7001 of 2 is``."""
+    absent = [entry for entry in view.shards if entry.state != "up"]
+    named = ", ".join(
+        f"{entry.shard} ({entry.state})" + (f" at {entry.address}" if entry.address else "") for entry in absent
+    )
+    one = len(absent) == 1
+    return f"shard{'' if one else 's'} {named} of {view.num_shards} {'is' if one else 'are'}"

@@ -1,0 +1,185 @@
+"""What a cluster is like at one moment: its shards, their tables, who answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from geartrain.ams.gear.client.status import describe_gears
+from geartrain.ams.rpc.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
+from geartrain.ams.rpc.dial import dial, remedy
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable
+from geartrain.ams.values.gear_messages import GearState
+from geartrain.ams.values.messages import CallContext, Describe, Reply, ShardState
+
+_DESCRIBE_TIMEOUT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus:
+    """One shard, as scheduler and shard describe it."""
+
+    shard: int
+    address: str
+    state: ShardCondition
+    incarnation: int
+    rows: int
+    memory_bytes: int
+    uptime_seconds: float
+    heartbeat_age_seconds: float
+    clock_ahead_seconds: float | None = None
+    """How far its clock is ahead of this process's, to half a round trip; None: it did not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStatus:
+    """One table over all shards that answered."""
+
+    name: str
+    dim: int
+    num_rows: int | None
+    """Number of ids of a dense table; None for a hashed one."""
+    rows: int
+    """Rows present."""
+    memory_bytes: int
+    pushes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterStatus:
+    """The whole cluster at one moment."""
+
+    cluster_version: int
+    num_shards: int
+    ready: bool
+    shards: tuple[ShardStatus, ...]
+    tables: tuple[TableStatus, ...]
+    incomplete_tables: tuple[str, ...] = ()
+    """Names of tables that lost rows with a shard that was restarted, or whose making or drop was cut off; and of those
+    being restored."""
+    incomplete_rows: tuple[int, ...] = ()
+    """Rows that are left, or there already, of each of these on the shards that answered."""
+    restoring_tables: tuple[str, ...] = ()
+    """Those of them that are being restored, unless whoever did so is gone: nobody can open them."""
+
+
+def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
+    """Return the state of the cluster at ``address``, whether it is ready or not.
+
+    Raises ConfigError or SchedulerUnavailable.
+    """
+    config = config or ClientConfig()
+    scheduler, open_carrier = dial(address, config, once=True)
+    try:
+        return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
+    finally:
+        scheduler.close()
+
+
+def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tuple[list[GearState], list[str]]:
+    """Describe the slow gears of all dense tables of the cluster at ``address``; and say which do not answer.
+
+    Raises ConfigError or SchedulerUnavailable.
+    """
+    config = config or ClientConfig()
+    scheduler, _ = dial(address, config, once=True)
+    from geartrain.ams.rpc.gear_client import GrpcGearCarrier  # as dial: not before it is needed
+
+    seconds = config.connect_timeout_seconds
+    try:
+        names = [spec.name for spec in scheduler.describe(seconds).tables]
+        return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds), GrpcGearCarrier)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
+    finally:
+        scheduler.close()
+
+
+def describe_cluster(
+    scheduler: SchedulerCarrier, open_carrier: Callable[[str], ShardCarrier], timeout_seconds: float = 10.0
+) -> ClusterStatus:
+    """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
+    view = scheduler.describe(timeout_seconds)
+    started = time.time()
+    answered: dict[int, float] = {}
+
+    def note(shard: int) -> Callable[[object], object]:
+        return lambda _: answered.setdefault(shard, time.time())
+
+    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state in ("up", "silent")}
+    try:
+        asked = {
+            shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)
+            for shard, carrier in carriers.items()
+        }
+        for shard, future in asked.items():
+            future.add_done_callback(note(shard))
+        states = {shard: state for shard, future in asked.items() if (state := _state_or_none(future)) is not None}
+    finally:
+        for carrier in carriers.values():
+            carrier.close()
+    ahead = {
+        shard: state.unix_seconds - (started + answered.get(shard, started)) / 2
+        for shard, state in states.items()
+        if state.unix_seconds
+    }
+    return _joint_status(view, states, ahead)
+
+
+def _state_or_none(future: Future[Reply]) -> ShardState | None:
+    try:
+        reply = future.result()
+    except (AttemptFailed, GeartrainError):
+        return None
+    return reply if isinstance(reply, ShardState) else None
+
+
+def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[int, float]) -> ClusterStatus:
+    shards = []
+    for entry in view.shards:
+        state = states.get(entry.shard)
+        tables = () if state is None else state.tables
+        shards.append(
+            ShardStatus(
+                shard=entry.shard,
+                address=entry.address,
+                state="silent" if state is None and entry.state == "up" else entry.state,
+                incarnation=entry.incarnation,
+                rows=sum(table.rows for table in tables),
+                memory_bytes=sum(table.memory_bytes for table in tables),
+                uptime_seconds=0.0 if state is None else state.uptime_seconds,
+                heartbeat_age_seconds=entry.heartbeat_age_seconds,
+                clock_ahead_seconds=ahead.get(entry.shard),
+            )
+        )
+    held = [table for state in states.values() for table in state.tables]
+    tables_status = []
+    for spec in view.tables:
+        parts = [table for table in held if table.spec.name == spec.name]
+        tables_status.append(
+            TableStatus(
+                name=spec.name,
+                dim=spec.dim,
+                num_rows=spec.num_rows,
+                rows=sum(part.rows for part in parts),
+                memory_bytes=sum(part.memory_bytes for part in parts),
+                pushes=sum(part.pushes for part in parts),
+            )
+        )
+    return ClusterStatus(
+        cluster_version=view.cluster_version,
+        num_shards=view.num_shards,
+        ready=view.ready,
+        shards=tuple(shards),
+        tables=tuple(tables_status),
+        incomplete_tables=view.incomplete_tables,
+        restoring_tables=view.restoring_tables,
+        incomplete_rows=tuple(
+            sum(part.rows for part in held if part.spec.name == name) for name in view.incomplete_tables
+        ),
+    )

@@ -1,0 +1,115 @@
+"""A worker's side of a job's data streams: what it may read, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from geartrain.ams.rpc.carrier import (
+    AttemptFailed,
+    Cursor,
+    SchedulerCarrier,
+    StreamHolders,
+    StreamLease,
+    StreamRenewal,
+)
+from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable
+
+R = TypeVar("R")
+Cursors = Mapping[int, tuple[int, int]] | Mapping[str, Sequence[int]]
+"""(epoch, position) by stream, as this module gives them or as they came back from JSON."""
+NOTHING: Mapping[int, tuple[int, int]] = {}
+
+
+class DataStreams:
+    """The data streams of a job, as one worker leases them. Thread-safe. Each call is one RPC to the scheduler.
+
+    A lease lasts ``lease_seconds`` from the last call; :meth:`commit` at least every third of that. After
+    SchedulerUnavailable a call may be repeated. StaleClient says that the streams are this worker's no more: throw
+    away what was read since the last commit, then :meth:`lease` again or end, as its message says.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerCarrier,
+        job: str,
+        worker: str,
+        incarnation: int,
+        *,
+        num_streams: int,
+        num_workers: int,
+        timeout_seconds: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._job, self._worker, self._incarnation = job, worker, incarnation
+        self._num_streams, self._num_workers = num_streams, num_workers
+        self._timeout_seconds = timeout_seconds
+
+    def lease(self) -> StreamLease:
+        """Take this worker's share of the free streams; return all that it holds and where each begins.
+
+        Read a stream from its cursor on, but one whose epoch is beyond the job's only when :meth:`commit` says that
+        the job has come there.
+        """
+        return self._call(
+            lambda: self._scheduler.lease_streams(
+                self._job,
+                self._worker,
+                self._incarnation,
+                num_streams=self._num_streams,
+                num_workers=self._num_workers,
+                timeout_seconds=self._timeout_seconds,
+            )
+        )
+
+    def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:
+        """Keep how far these streams were read, all or nothing, and prolong the lease.
+
+        A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply asks for streams to be released
+        if other workers have too few, and says whether there is more to lease.
+        """
+        return self._call(
+            lambda: self._scheduler.renew_streams(
+                self._job, self._worker, self._incarnation, _checked(cursors), self._timeout_seconds
+            )
+        )
+
+    def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING) -> None:
+        """Commit ``cursors``, then give ``streams`` back; None: all of them, as a worker that leaves does."""
+        self._call(
+            lambda: self._scheduler.release_streams(
+                self._job, self._worker, self._incarnation, _checked(cursors), streams, self._timeout_seconds
+            )
+        )
+
+    def cursors(self) -> dict[int, Cursor]:
+        """Return the committed cursor of every stream of the job, for a snapshot; nothing before the first lease."""
+        return self._call(lambda: self._scheduler.stream_cursors(self._job, self._timeout_seconds))
+
+    def holders(self) -> StreamHolders:
+        """Return which worker holds each stream of the job now; none before the first lease."""
+        return self._call(lambda: self._scheduler.stream_holders(self._job, self._timeout_seconds))
+
+    def restore(self, cursors: Cursors) -> None:
+        """Put the job back to ``cursors``, one for each stream: every lease ends, lower incarnations are shut out.
+
+        To be called, and if need be repeated, before the workers go on.
+        """
+        self._call(
+            lambda: self._scheduler.restore_streams(
+                self._job, self._incarnation, _checked(cursors), self._timeout_seconds
+            )
+        )
+
+    def _call(self, call: Callable[[], R]) -> R:
+        try:
+            return call()
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; whether it was done is unknown, repeating it does no harm") from exc
+
+
+def _checked(cursors: Cursors) -> dict[int, Cursor]:
+    try:
+        return {int(stream): Cursor(int(epoch), int(position)) for stream, (epoch, position) in cursors.items()}
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgument(f"cursors map a stream to (epoch, position), numbers from 0 on: {exc}") from exc

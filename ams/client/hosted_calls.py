@@ -1,0 +1,106 @@
+"""A client's calls to the hosted models beside the rows of one table.
+
+Cost: one request per shard and call, all shards at once; the inputs travel to every shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.writes import Deliver, Numbers, Write
+from geartrain.ams.rpc.carrier import ClusterView
+from geartrain.ams.values.errors import InternalError
+from geartrain.ams.values.messages import (
+    Arrays,
+    CallContext,
+    Computed,
+    ComputeHosted,
+    HostedInputs,
+    Request,
+    SyncGroup,
+    UpdateHosted,
+)
+from geartrain.ams.values.specs import TableSpec
+
+InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]
+"""The inputs for a shard, by its number."""
+
+
+class HostedCalls:
+    """Calls to one hosted model beside the rows of one table. Thread-safe.
+
+    A call may take ``hosted_timeout_seconds`` of the client's settings, for it computes. The shards' other requests
+    wait meanwhile.
+    """
+
+    def __init__(self, spec: TableSpec, model: str, calls: ShardCalls, numbers: Callable[[], Numbers]) -> None:
+        self.spec = spec
+        self._model = model
+        self._calls = calls
+        self._numbers = numbers
+
+    @property
+    def part_bytes(self) -> int:
+        """What the inputs of one call, and its answer, should not exceed. Larger updates travel in parts."""
+        return self._calls.config.part_bytes
+
+    @property
+    def view(self) -> ClusterView:
+        """The shards, and which buckets are whose."""
+        return self._calls.view
+
+    def compute(self, operation: str, inputs: InputsOfShard, *, required_sync: SyncGroup | None = None) -> list[Arrays]:
+        """What the model makes of the inputs on each shard, in the order of the shards.
+
+        Raises what the model raises, StepMismatch as ``Table.pull_into``, ShardUnavailable, ShardRestarted.
+        """
+        calls: list[tuple[int, Request]] = [
+            (
+                shard,
+                ComputeHosted(
+                    table=self.spec.name,
+                    model=self._model,
+                    operation=operation,
+                    inputs=inputs(shard),
+                    required_sync=required_sync,
+                ),
+            )
+            for shard in range(self.view.num_shards)
+        ]
+        outcomes = self._deliver()(calls, CallContext())
+        answers = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            if not isinstance(outcome, Computed):
+                raise InternalError(f"a shard answered {type(outcome).__name__} to a hosted model's computation")
+            answers.append(outcome.arrays)
+        return answers
+
+    def prepare_update(
+        self, inputs: InputsOfShard, *, lr: float | None = None, scale: float = 1.0, group: SyncGroup | None = None
+    ) -> Write:
+        """Number an update, but send nothing: it can be sent again after an error, and each shard applies it once.
+
+        Sending it raises what the model raises, NonFinite (that shard changed nothing, others may have applied their
+        part), StaleClient, SyncError, ShardUnavailable, ShardRestarted.
+        """
+        requests: list[tuple[int, Request]] = [
+            (
+                shard,
+                UpdateHosted(
+                    table=self.spec.name, model=self._model, inputs=inputs(shard), lr=lr, scale=scale, group=group
+                ),
+            )
+            for shard in range(self.view.num_shards)
+        ]
+        return Write(self._numbers(), requests, self._deliver())
+
+    def _deliver(self) -> Deliver:
+        return partial(
+            self._calls.deliver,
+            timeout_seconds=self._calls.config.hosted_timeout_seconds,
+            table_incarnation=self._calls.incarnation_of(self.spec),
+        )

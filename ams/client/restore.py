@@ -1,0 +1,193 @@
+"""Restores of a whole cluster: tables of a snapshot made anew, given their rows, and opened once every shard has them.
+
+Order: the snapshot is checked, the tables are made (in the place of those that are to go), the shards read their rows,
+the scheduler publishes all tables at once. Before that nobody can open, read or write them. One that is cut off on the
+way leaves tables that stay so, until a restore in their place begins anew or somebody drops them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.snapshot import all_of, chosen_tables
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.snapshot.chain import layers_of
+from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, open_snapshot
+from geartrain.ams.storage.snapshot.manifest import GRAPH
+from geartrain.ams.storage.snapshot.store import Place, place
+from geartrain.ams.values.errors import (
+    ClusterNotReady,
+    GeartrainError,
+    OutOfMemory,
+    SchedulerUnavailable,
+    ShardRestarted,
+    ShardUnavailable,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotNotFound,
+    TableExists,
+    TableNotFound,
+)
+from geartrain.ams.values.messages import CallContext, Done, Restore
+from geartrain.ams.values.specs import TableSpec
+
+if TYPE_CHECKING:
+    from geartrain.ams.graph.client.calls import GraphCalls
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.2
+
+
+class RestoredTables(Protocol):
+    """What makes, opens and removes the tables of a restore: the scheduler's part in it."""
+
+    def make(self, spec: TableSpec, *, replace: bool) -> TableSpec:
+        """Make a table that nobody can open yet; return its spec with its incarnation. Raises TableExists."""
+
+    def publish(self, tables: Sequence[TableSpec]) -> None:
+        """Open the tables, all at once. Idempotent. Raises SchedulerUnavailable if it is not known to be done."""
+
+    def drop(self, table: TableSpec) -> None:
+        """Remove a table, but no other one of its name."""
+
+
+def restore_snapshot(
+    calls: ShardCalls,
+    path: str | Path,
+    restored: RestoredTables,
+    *,
+    tables: Sequence[str] | None = None,
+    replace: bool = False,
+    caller: CallContext | None = None,
+    graphs: Callable[[bool], GraphCalls | None] = lambda _: None,
+) -> Snapshot:
+    """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
+
+    ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. Nobody can open
+    them before every shard has its rows. If anything fails before that, the tables made so far are dropped. With
+    ``replace`` tables of these names are dropped first, once the whole snapshot was read and found sound, which is one
+    more read of all of it, here, and every shard has found it. ``graphs``, told whether the snapshot holds graphs of
+    these tables, says who takes them, when the tables are open.
+    Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable, SchedulerUnavailable.
+    """
+    snapshot = _open(place(path))
+    specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
+    if tables is not None:
+        chosen = chosen_tables(tables, [spec.name for spec in specs], "snapshot")
+        specs = [spec for spec in specs if spec.name in chosen]
+    numbered = [spec.name for spec in specs if spec.num_rows is not None]
+    graph_files = [entry for entry in snapshot.manifest.files if entry.kind == GRAPH and entry.table in numbered]
+    made: list[TableSpec] = []
+    try:
+        snapshot.job_files()  # all of it is sound, or nothing of it is used
+        if replace:
+            all_of(snapshot.verify())
+            # Every shard finds it too, and the caller is not superseded.
+            all_of(calls.on_all_shards(Restore(folder=str(snapshot.path), tables=()), caller=caller))
+        for spec in specs:
+            made.append(_made(restored, spec, replace=replace))
+            failpoints.reach("restore.create.after")
+        _restore_rows(calls, snapshot, made, caller)
+        for entry in graph_files if not replace else ():  # while there is a way back
+            snapshot.read(entry)
+        failpoints.reach("restore.publish.before")
+    except BaseException as exc:
+        _drop(restored, made)
+        if not (replace and made):
+            raise
+        gone = f"the tables that it was to replace ({', '.join(table.name for table in made)}) are gone"
+        if isinstance(exc, OutOfMemory):  # which says of each write that it changed nothing
+            raise OutOfMemory(
+                f"{snapshot.path} was not restored, and {gone}; make room, and restore it again: {exc}"
+            ) from exc
+        logger.warning("%s was not restored, and %s; restore it again", snapshot.path, gone)
+        raise
+    _publish(calls, restored, made)
+    failpoints.reach("restore.publish.after")
+    calls.restored(made)
+    if (service := graphs(bool(graph_files))) is not None:
+        incarnations = {table.name: table.incarnation for table in made if table.num_rows is not None}
+        _restore_graphs(service, snapshot, incarnations, there_are_some=bool(graph_files))
+    return snapshot
+
+
+def _made(restored: RestoredTables, spec: TableSpec, *, replace: bool) -> TableSpec:
+    try:
+        return restored.make(spec, replace=replace)
+    except TableExists as exc:
+        raise TableExists(
+            f"table {spec.name!r} of the snapshot exists already; drop it, or let replace=True (--replace) do that "
+            "once the snapshot is known to be sound"
+        ) from exc
+
+
+def _restore_rows(calls: ShardCalls, snapshot: Snapshot, made: Sequence[TableSpec], caller: CallContext | None) -> None:
+    """Let every shard read its rows of the tables."""
+    chain = snapshot.chain()
+    expected = sum(entry.num_rows for spec in made for layer in layers_of(chain, spec.name) for entry in layer.blocks())
+    request = Restore(
+        folder=str(snapshot.path),
+        tables=tuple(table.name for table in made),
+        incarnations=tuple(table.incarnation for table in made),
+    )
+    replies = all_of(calls.on_all_shards(request, calls.config.snapshot_timeout_seconds, caller=caller))
+    found = sum(reply.created for reply in replies if isinstance(reply, Done))
+    if found != expected:
+        raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {found} were there to restore")
+
+
+def _publish(calls: ShardCalls, restored: RestoredTables, made: Sequence[TableSpec]) -> None:
+    """Open the tables; a scheduler that is away for a moment costs no long restore.
+
+    If it refuses they are dropped, unless an attempt before had no answer: others may have them open then.
+    """
+    deadline = time.monotonic() + calls.config.recovery_timeout_seconds
+    may_be_open = False
+    while True:
+        try:
+            restored.publish(made)
+            return
+        except (SchedulerUnavailable, ClusterNotReady, ShardUnavailable) as exc:
+            may_be_open |= isinstance(exc, SchedulerUnavailable)
+            if time.monotonic() >= deadline:
+                raise
+        except (TableNotFound, ShardRestarted):
+            if not may_be_open:
+                _drop(restored, made)
+            raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _drop(restored: RestoredTables, made: Sequence[TableSpec]) -> None:
+    for table in made:
+        with suppress(GeartrainError):  # what went wrong first is what the caller must hear
+            restored.drop(table)
+
+
+def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Mapping[str, int], *, there_are_some: bool) -> None:
+    try:
+        if there_are_some:
+            graphs.restore_snapshot(str(snapshot.path), tables)
+            return
+        for table in tables:  # what is kept is of other rows; a service that is gone is not waited for
+            graphs.forget(table)
+    except GeartrainError as exc:  # the tables are open, so the restore is done; a graph can be built again
+        logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)
+
+
+def _open(folder: Place) -> Snapshot:
+    try:
+        return open_snapshot(folder)
+    except SnapshotError as exc:
+        if inside := [listed.name for listed in list_snapshots(folder)]:
+            raise SnapshotNotFound(
+                f"{folder} is no snapshot but holds some: {', '.join(inside[:5])}; give one of them"
+            ) from exc
+        raise

@@ -1,0 +1,405 @@
+"""The calls of a client to the shards of its cluster: side by side, each retried while that can help."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from geartrain.ams.rpc.carrier import AttemptFailed, ClusterView, ShardCarrier
+from geartrain.ams.rpc.silence import Peer, SilenceWatch
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import (
+    Busy,
+    GeartrainError,
+    ShardRestarted,
+    ShardUnavailable,
+    StaleCluster,
+    StepPending,
+    Unavailable,
+)
+from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, Leave, aside, is_on_main_thread
+from geartrain.ams.values.messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
+from geartrain.ams.values.specs import TableSpec
+
+Outcome = Reply | BaseException
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_SECONDS = 0.05
+_LONGEST_BACKOFF_SECONDS = 1.0
+_FAREWELL_SECONDS = 1.0
+_ASYNC_THREADS = 4
+_CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
+
+
+class ShardCalls:
+    """Calls to the shards of one cluster, with retries. Thread-safe."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        open_carrier: Callable[[str], ShardCarrier],
+        refresh: Callable[[], ClusterView],
+        config: ClientConfig,
+        *,
+        remote: bool,
+    ) -> None:
+        self.remote = remote
+        """Whether rows travel at all."""
+        self.config = config
+        self._view = view
+        self._refresh = refresh
+        self._carriers = [open_carrier(entry.address) for entry in view.shards]
+        self._executor: ThreadPoolExecutor | None = None
+        self._is_closing = self._closed = False
+        self._process = os.getpid()
+        self._given_up = threading.Event()
+        self.held_snapshots: set[str] = set()
+        """Ids of those whose moment the shards hold for this process."""
+        self._silence = SilenceWatch()
+        self._restored: dict[str, TableSpec] = {}
+        """By name."""
+        self._lock = threading.Lock()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child of the process that opened the cluster.
+
+        It would number its writes as its parent does, so that the shards took one of two for a repetition; and neither
+        connections nor threads came with it.
+        """
+        return os.getpid() != self._process
+
+    def require_own_process(self) -> None:
+        """Raise Unavailable in a forked child."""
+        if self.is_forked:
+            raise Unavailable(
+                f"this cluster was opened by process {self._process} and cannot be used in process {os.getpid()}, "
+                "which was forked from it; open one there (gt.connect)"
+            )
+
+    def require_usable(self) -> None:
+        """Raise Unavailable in a forked child, and once the cluster is closed."""
+        self.require_own_process()
+        if self._closed or self._given_up.is_set():
+            raise Unavailable(_CLOSED)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether no call can succeed any more."""
+        return self._closed or self._given_up.is_set()
+
+    @property
+    def view(self) -> ClusterView:
+        """The cluster as last seen."""
+        return self._view
+
+    def deliver(
+        self,
+        calls: Sequence[tuple[int, Request]],
+        context: CallContext,
+        timeout_seconds: float | None = None,
+        *,
+        recovery_seconds: float | None = None,
+        table_incarnation: int = 0,
+    ) -> list[Outcome]:
+        """Make all calls side by side, each retried while that can help; return replies and errors in order.
+
+        An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
+        answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
+        With ``table_incarnation`` a shard refuses them (TableNotFound) if it has another table of the name they mean.
+
+        Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
+        second one does not wait for that): what is under way is not sent again then, and whether it was done is
+        unknown.
+        """
+        self.require_usable()
+        if table_incarnation:
+            context = replace(context, table_incarnation=table_incarnation)
+        recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
+        patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
+        if not is_on_main_thread():
+            return self._deliver(calls, context, timeout_seconds, patience)
+        leaves = []
+        for number, (shard, request) in enumerate(calls := list(calls)):
+            if isinstance(request, Pull | Push | Assign):
+                leaves.append(Leave())
+                calls[number] = shard, replace(request, leave=leaves[-1])
+
+        def break_off() -> None:
+            patience.end()
+            for leave in leaves:
+                leave.end()
+            for leave in leaves:
+                leave.wait()
+
+        return aside(
+            partial(self._deliver, calls, context, timeout_seconds, patience),
+            if_broken_off=break_off,
+        )
+
+    def _deliver(
+        self,
+        calls: Sequence[tuple[int, Request]],
+        context: CallContext,
+        timeout_seconds: float | None,
+        patience: _Patience,
+    ) -> list[Outcome]:
+        def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
+            patience.require_a_caller()
+            return self._attempt(shard, request, context=context, timeout_seconds=timeout_seconds, alone=alone)
+
+        futures: list[Future[Reply]] = []
+        settled = 0
+
+        def silent() -> list[Peer]:
+            """Of a retried call the one that is settled: its first attempt has ended."""
+            waiting = [n for n in range(len(calls)) if n == settled or n >= len(futures) or not futures[n].done()]
+            return [self._peer(calls[n][0]) for n in waiting if n >= settled]
+
+        outcomes: list[Outcome] = []
+        with self._naming(silent, self._attempt_seconds(timeout_seconds) + patience.seconds):
+            for shard, request in calls:
+                futures.append(attempt(shard, request, alone=len(calls) == 1))
+            for settled, ((shard, request), future) in enumerate(zip(calls, futures, strict=True)):  # noqa: B007
+                try:
+                    outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
+                except GeartrainError as exc:
+                    outcomes.append(exc)
+        return outcomes
+
+    def naming_silent_shards(self) -> AbstractContextManager[None]:
+        """While the block lasts, in which another role works with all shards for this process, name those that do not
+        answer.
+        """
+        peers = [self._peer(shard) for shard in range(self._view.num_shards)]
+        return self._naming(lambda: peers, self.config.attempt_timeout_seconds)
+
+    def _naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
+        return self._silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
+
+    def _peer(self, shard: int) -> Peer:
+        return Peer(f"shard {shard}", self._view.shards[shard].address)
+
+    def read(self, calls: Sequence[tuple[int, Request]], *, table_incarnation: int = 0) -> list[Reply]:
+        """Make calls that change nothing; raises the first error. ``table_incarnation`` is that of :meth:`deliver`."""
+        replies: list[Reply] = []
+        for outcome in self.deliver(calls, CallContext(), table_incarnation=table_incarnation):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            replies.append(outcome)
+        return replies
+
+    def restored(self, tables: Iterable[TableSpec]) -> None:
+        """Note that this process has restored tables: what it has open of these names means them from now on."""
+        self._restored.update({table.name: table for table in tables})
+
+    def incarnation_of(self, table: TableSpec) -> int:
+        """Which table of its name is meant: the one that was opened, or that this process has restored since, if it is
+        of an equal spec.
+        """
+        restored = self._restored.get(table.name)
+        return table.incarnation if restored != table else max(table.incarnation, restored.incarnation)
+
+    def on_all_shards(
+        self,
+        request: Request,
+        timeout_seconds: float | None = None,
+        *,
+        recovery_seconds: float | None = None,
+        caller: CallContext | None = None,
+    ) -> list[Outcome]:
+        """:meth:`deliver` the same request, which is no write, to every shard. ``caller`` says who may be fenced."""
+        calls = [(shard, request) for shard in range(self._view.num_shards)]
+        return self.deliver(calls, caller or CallContext(), timeout_seconds, recovery_seconds=recovery_seconds)
+
+    def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
+        """Run ``function`` on a thread of the client's own."""
+        self.require_own_process()
+        future = BackgroundFuture(partial(function, *arguments, **keywords))
+        aside(partial(self._submit, future), if_broken_off=future.cancel)
+        return future
+
+    def _submit(self, future: BackgroundFuture) -> None:
+        with self._lock:
+            self.require_usable()
+            if self._is_closing:
+                raise Unavailable(_CLOSED)
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
+            self._executor.submit(future.run)
+
+    def give_up(self) -> None:
+        """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
+        aside(self._give_up)
+
+    def _give_up(self) -> None:
+        if self.remote and not self._closed:
+            self._let_go()
+        self._given_up.set()
+        for carrier in self._carriers:
+            carrier.close()
+
+    def _let_go(self) -> None:
+        """Tell the shards, once and for a moment, to hold nothing more for this process's snapshots."""
+        told = []
+        for snapshot_id in list(self.held_snapshots):
+            for carrier, entry in zip(self._carriers, self._view.shards, strict=True):
+                context = CallContext(shard_incarnation=entry.incarnation)
+                thaw = Thaw(snapshot_id=snapshot_id, kept=False)
+                told.append(carrier.submit(context, thaw, _FAREWELL_SECONDS))
+        for future in told:
+            with suppress(GeartrainError, AttemptFailed):  # who cannot be told lets go when the lease is over
+                future.result()
+
+    def close(self) -> None:
+        """Finish background calls and close the connections. Idempotent."""
+        aside(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closing = True
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._closed = True
+        for carrier in self._carriers:
+            carrier.close()
+
+    def _attempt(
+        self, shard: int, request: Request, *, context: CallContext, timeout_seconds: float | None, alone: bool
+    ) -> Future[Reply]:
+        fenced = CallContext(
+            stream=context.stream,
+            incarnation=context.incarnation,
+            sequence=context.sequence,
+            oldest_unacknowledged=context.oldest_unacknowledged,
+            shard_incarnation=self._view.shards[shard].incarnation,
+            cluster_version=self._view.cluster_version,
+            table_incarnation=context.table_incarnation,
+        )
+        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
+
+    def _attempt_seconds(self, timeout_seconds: float | None) -> float:
+        return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
+
+    def _settle(
+        self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Future[Reply]]
+    ) -> Reply:
+        has_looked = False
+        while True:
+            try:
+                reply = future.result()
+                if self._silence.has_named:
+                    self._silence.heard(self._peer(shard))
+                return reply
+            except StepPending as exc:
+                self._require_not_given_up(shard, exc)
+                patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
+                future = again()
+            except Busy as exc:
+                self._require_not_given_up(shard, exc)
+                if patience.is_fresh:
+                    logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, patience.seconds, exc)
+                if not patience.pause(exc.retry_after_seconds):
+                    raise Busy(
+                        f"shard {shard} at {self._view.shards[shard].address} was busy for {patience.seconds:g} s "
+                        f"(client setting recovery_timeout_seconds): {exc}",
+                        exc.retry_after_seconds,
+                    ) from exc
+                future = again()
+            except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
+                self._require_not_given_up(shard, exc)
+                if isinstance(exc, StaleCluster) and not has_looked:
+                    # The shard answers: it is this client that has not heard, and no waiting would tell it.
+                    has_looked = True
+                    self._look_again(shard)
+                    future = again()
+                    continue
+                if patience.is_fresh:
+                    address = self._view.shards[shard].address
+                    logger.warning(
+                        "shard %d at %s does not answer, waiting for it up to %g s: %s",
+                        shard,
+                        address,
+                        patience.seconds,
+                        exc,
+                    )
+                    self._silence.told(self._peer(shard))
+                if not patience.pause():
+                    address = self._view.shards[shard].address
+                    raise ShardUnavailable(
+                        f"shard {shard} at {address} did not answer within {patience.seconds:g} s: "
+                        f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
+                    ) from exc
+                self._look_again(shard)
+                future = again()
+
+    def _require_not_given_up(self, shard: int, exc: Exception) -> None:
+        if self._given_up.is_set():
+            raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from exc
+
+    def _look_again(self, shard: int) -> None:
+        """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
+        try:
+            view = self._refresh()
+        except (AttemptFailed, GeartrainError):
+            return  # the shard may answer all the same
+        before, now = self._view.shards[shard], view.shards[shard]
+        if now.incarnation not in (0, before.incarnation):
+            raise ShardRestarted(
+                f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; "
+                "connect again and restore a snapshot, or start the job again"
+            )
+        # Not the incarnations: they are those of the shards that hold our rows.
+        self._view = replace(self._view, cluster_version=view.cluster_version)
+
+
+class _Patience:
+    """Waits between attempts, longer each time, until the time is used up."""
+
+    def __init__(self, seconds: float, given_up: threading.Event) -> None:
+        self.seconds = seconds
+        self._has_ended = False
+        self._given_up = given_up
+        self._deadline: float | None = None
+        self._backoff = _FIRST_BACKOFF_SECONDS
+
+    def end(self) -> None:
+        """Nobody waits any more: nothing is sent again."""
+        self._has_ended = True
+
+    def require_a_caller(self) -> None:
+        """Raise BrokenOff if nobody waits any more."""
+        if self._has_ended:
+            raise BrokenOff("the caller has gone")
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was waited for yet."""
+        return self._deadline is None and self.seconds > 0
+
+    def begin_anew(self) -> None:
+        """Forget what was waited for: there was an answer. Pauses a moment, for others were answered with it."""
+        self._deadline, self._backoff = None, _FIRST_BACKOFF_SECONDS
+        self._given_up.wait(self._backoff * random.uniform(0.5, 1.0))
+
+    def pause(self, at_least_seconds: float = 0.0) -> bool:
+        """Wait before the next attempt; False: the time is used up."""
+        if self._deadline is None:  # counted from the first failure
+            self._deadline = time.monotonic() + self.seconds
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return False
+        # Jitter keeps the workers of a job from knocking all at once.
+        wait = max(self._backoff * random.uniform(0.5, 1.0), at_least_seconds * random.uniform(1.0, 1.5))
+        self._given_up.wait(min(left, wait))
+        self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
+        return True

@@ -1,0 +1,303 @@
+"""Snapshots of a whole cluster: all shards hold one moment, write it beside the training, and one process commits it.
+
+Order: freeze on every shard (short), blocks written and synced by the shards, manifest committed here, freeze ended.
+Whatever fails on the way, the snapshot is given up as a whole: nothing is listed, and the shards go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geartrain.ams.client.shard_calls import Outcome, ShardCalls
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.snapshot.blocks import write_job_file
+from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
+from geartrain.ams.storage.snapshot.manifest import FileEntry, Parent, Writer
+from geartrain.ams.storage.snapshot.store import Place, is_name, parent_of, place, within
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    GraphUnavailable,
+    InvalidArgument,
+    SchedulerUnavailable,
+    SnapshotFailed,
+    StaleClient,
+    StateError,
+    TableNotFound,
+)
+from geartrain.ams.values.interrupts import aside
+from geartrain.ams.values.messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import quoted
+
+if TYPE_CHECKING:
+    from geartrain.ams.graph.client.calls import GraphCalls
+
+logger = logging.getLogger(__name__)
+
+_RENEW_SECONDS = FREEZE_LEASE_SECONDS / 4
+_TELL_SECONDS = 2.0
+"""How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What a snapshot holds beside the rows."""
+
+    step: int = 0
+    """Step at whose boundary it is taken."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values: cursors, settings."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Opaque bytes by name, such as a backbone's safetensors."""
+
+    def __post_init__(self) -> None:
+        for label, value in (("values", self.values), ("files", self.files)):
+            if not isinstance(value, Mapping):
+                raise InvalidArgument(f"{label} is {quoted(value)}; it must be a dict, or None")
+        for name, data in self.files.items():
+            if not isinstance(name, str):
+                raise InvalidArgument(f"a file is called {quoted(name)}; its name must be a string")
+            if not isinstance(data, bytes | bytearray | memoryview):
+                raise InvalidArgument(f"file {name!r} is {type(data).__name__}; it must be bytes")
+
+
+class PendingSnapshot:
+    """A snapshot whose moment has passed and whose files are being written."""
+
+    def __init__(self, path: Place, work: Future[Place]) -> None:
+        self.path = path
+        """The folder it will be: an absolute Path, or a URL."""
+        self._work = work
+
+    def done(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        return self._work.done()
+
+    def result(self, timeout_seconds: float | None = None) -> Place:
+        """Wait until it is whole and on the disk; return its folder.
+
+        Raises SnapshotFailed, or another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
+        """
+        return self._work.result(timeout_seconds)
+
+
+class _Hold:
+    """Renews the leases of a freeze until the snapshot is done, and no longer than this process lives."""
+
+    def __init__(self, calls: ShardCalls, freeze: Freeze, caller: CallContext | None) -> None:
+        self._calls = calls
+        self._freeze = freeze
+        self._caller = caller
+        self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """From now on."""
+        self._calls.held_snapshots.add(self._freeze.snapshot_id)
+        renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
+        aside(renewing.start)
+
+    def end(self) -> None:
+        """No more. Idempotent."""
+        self._ended.set()
+        self._calls.held_snapshots.discard(self._freeze.snapshot_id)
+
+    def require_current(self) -> None:
+        """Raise StaleClient if a shard knows that this process was superseded; one that is silent is passed over."""
+        for outcome in self._renewed():
+            if isinstance(outcome, StaleClient):
+                raise outcome
+
+    def _renewed(self) -> list[Outcome]:
+        return self._calls.on_all_shards(self._freeze, _TELL_SECONDS, recovery_seconds=0, caller=self._caller)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEW_SECONDS):
+            with suppress(GeartrainError):  # of a shard: the writing, or the commit, hears of it
+                self._renewed()
+            if self._calls.has_given_up:
+                return
+
+
+def begin_snapshot(
+    calls: ShardCalls,
+    existing: Callable[[], Sequence[TableSpec]],
+    root: str | Path,
+    name: str,
+    job: JobState,
+    *,
+    tables: Sequence[str] | None = None,
+    parent: str | Path | None = None,
+    caller: CallContext | None = None,
+    check_caller: Callable[[], None] = lambda: None,
+    graphs: GraphCalls | None = None,
+) -> PendingSnapshot:
+    """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
+
+    ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
+    are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
+    same root, writes all of its rows. ``check_caller`` raises StaleClient if the scheduler knows that ``caller`` was
+    superseded. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
+    parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
+    """
+    root = place(root)
+    older = None if parent is None else _parent(root, parent)
+    before = existing()
+    if not before and not job.values and not job.files:
+        raise SnapshotFailed(
+            "this cluster has no table, or none that is whole ('geartrain table list'): a snapshot would hold nothing, "
+            "yet count as the newest. Create or restore tables first; a job without tables gives values= or files="
+        )
+    chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
+    staging = new_staging(root, name)
+    parent_id = "" if older is None else older.manifest.moment_id
+    freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
+    hold = _Hold(calls, freeze, caller)
+    try:
+        hold.begin()
+        all_of(calls.on_all_shards(freeze, caller=caller))
+        specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
+        changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
+        if changed:
+            raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
+        work = calls.background(_finish, calls, staging, specs, job, older, caller, check_caller, graphs, hold)
+    except BaseException:  # also Ctrl-C
+        hold.end()
+        _give_up(calls, staging)
+        raise
+    return PendingSnapshot(within(staging.root, name), work)
+
+
+def _finish(
+    calls: ShardCalls,
+    staging: Staging,
+    specs: list[TableSpec],
+    job: JobState,
+    older: Snapshot | None,
+    caller: CallContext | None,
+    check_caller: Callable[[], None],
+    graphs: GraphCalls | None,
+    hold: _Hold,
+) -> Place:
+    try:
+        if older is not None:
+            _require_parent(older)  # nothing is added to what cannot be restored
+        write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
+        outcomes = all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
+        replies = [reply for reply in outcomes if isinstance(reply, Written)]
+        files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
+        deltas: dict[str, list[int]] = {}
+        for shard, reply in enumerate(replies):
+            for table in reply.deltas:
+                deltas.setdefault(table, []).append(shard)
+        unknown = {entry.table for entry in files if entry.table is not None}.union(deltas) - {
+            spec.name for spec in specs
+        }
+        if unknown:
+            raise SnapshotFailed(
+                f"tables {sorted(unknown)} came or went at that moment, or are incomplete since a shard was restarted "
+                "(geartrain table list says which): take it again, or drop those first"
+            )
+        if older is not None:
+            _require_parent(older)  # nor to what was pruned meanwhile
+        files += [
+            write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
+            for name, data in job.files.items()
+        ]
+        files += _graph_files(graphs, staging, specs, calls.view.num_shards, files)
+        if caller is not None:  # it may have been stopped for long, and its job have gone on without it
+            hold.require_current()
+            with suppress(SchedulerUnavailable):  # the shards know as well
+                check_caller()
+        path = staging.commit(
+            step=job.step,
+            created=time.time(),
+            num_shards=calls.view.num_shards,
+            tables=[spec.to_dict() for spec in specs],
+            files=sorted(files, key=lambda entry: entry.path),
+            job=job.values,
+            parent=None if older is None else Parent(name=older.name, id=older.manifest.id),
+            deltas=deltas,
+            writer=None if caller is None else Writer(stream=caller.stream, incarnation=caller.incarnation),
+        )
+    except BaseException:
+        hold.end()
+        _give_up(calls, staging)
+        raise
+    failpoints.reach("snapshot.commit.after")
+    hold.end()
+    _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
+    return path
+
+
+def _graph_files(
+    graphs: GraphCalls | None,
+    staging: Staging,
+    specs: Sequence[TableSpec],
+    num_shards: int,
+    others: Sequence[FileEntry],
+) -> list[FileEntry]:
+    """The blocks of the graphs; none if the service is gone or cannot read them, since a graph can be built again."""
+    sizes = {spec.name: spec.num_rows for spec in specs if spec.num_rows is not None}
+    if graphs is None or not sizes:
+        return []
+    try:
+        return graphs.write_snapshot(staging.path, staging.id, sizes, num_shards)
+    except (GraphUnavailable, StateError) as exc:
+        logger.warning("snapshot %r holds no graph: %s", staging.name, exc)
+        staging.keep_only(others)  # it may have written some of its blocks
+        return []
+
+
+def _give_up(calls: ShardCalls, staging: Staging) -> None:
+    try:
+        _tell(calls, Thaw(snapshot_id=staging.id, kept=False))
+    finally:
+        staging.abandon()
+
+
+def _parent(root: Place, parent: str | Path) -> Snapshot:
+    """The snapshot to add to, if its manifest is sound; those that it adds to are looked at in the background."""
+    folder = within(root, parent) if isinstance(parent, str) and is_name(parent) else place(parent)
+    if parent_of(folder) != root:
+        raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
+    return open_snapshot(folder)
+
+
+def _require_parent(older: Snapshot) -> None:
+    """Raise SnapshotError unless the snapshot to add to, and all that it adds to, are there still."""
+    now = open_snapshot(older.path)
+    if now.manifest.id != older.manifest.id:
+        raise SnapshotFailed(f"{older.path}, to be added to, was replaced by another snapshot meanwhile; take it anew")
+    now.chain()
+
+
+def _tell(calls: ShardCalls, thaw: Thaw) -> None:
+    """Best effort: a shard that cannot be told lets go when the lease of the freeze is over."""
+    calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
+
+
+def chosen_tables(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:
+    """The names, each once. Raises TableNotFound if one does not exist, InvalidArgument if there are none."""
+    if isinstance(names, str) or not isinstance(names, Collection) or len(names) == 0:
+        raise InvalidArgument(f"tables is {names!r}; it must be a list of names, or None for all tables")
+    unknown = [name for name in names if name not in existing]
+    if unknown:
+        known = ", ".join(map(repr, existing)) or "none"
+        raise TableNotFound(f"there is no table {unknown[0]!r}; tables of this {where}: {known}")
+    return tuple(dict.fromkeys(names))
+
+
+def all_of(outcomes: list[Any]) -> list[Any]:
+    """Return the replies, or raise the first error among them."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes

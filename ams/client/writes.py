@@ -1,0 +1,289 @@
+"""Writes that are applied once: their numbers, and one write on its way to its shards.
+
+A client's stream has a name. The writes that nobody numbers are numbered here, and their numbers mean something in
+this process only. A caller may number writes itself, by its step: such a number means the same after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.values.arguments import checked_name, integer
+from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
+from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Push, Reply, Request, UpdateHosted
+
+logger = logging.getLogger(__name__)
+
+_WARN_SECONDS = 10.0
+
+
+class Numbers(Protocol):
+    """Where a write has its number from. Thread-safe."""
+
+    def begin(self, begun: list[int]) -> None:
+        """Add the number of a write that begins to ``begun``, before it is open: whatever breaks this off, who has
+        ``begun`` can end it.
+        """
+
+    def end(self, sequence: int) -> None:
+        """The write is acknowledged, or given up: it will not be sent again."""
+
+    def context(self, sequence: int) -> CallContext:
+        """Return what travels with the write."""
+
+
+class WriteStream:
+    """Numbers the writes of one process. Thread-safe.
+
+    At most ``window`` numbers are open at once: the shards remember replies only that far.
+    """
+
+    def __init__(self, window: int, name: str, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self._window = window
+        self._next = 1
+        self._open: set[int] = set()
+        # Not a Condition: Ctrl-C on the main thread would leave one locked (see geartrain.ams.values.interrupts).
+        self._lock = threading.Lock()
+        self._ended: deque[int] = deque()
+        """Numbers that are to leave ``_open``."""
+        self._waiting: list[threading.Lock] = []
+        """Locks that :meth:`begin` waits for."""
+
+    def begin(self, begun: list[int]) -> None:
+        """Add the next number; blocks while the oldest open write is a whole window behind. See :class:`Numbers`."""
+        while True:
+            ended = threading.Lock()
+            self._drain()
+            with self._lock:
+                waiting, oldest = self._next, self._oldest()
+                is_free = waiting - oldest < self._window
+                if is_free:
+                    begun.append(waiting)
+                    self._open.add(waiting)
+                    self._next += 1
+                else:
+                    ended.acquire()
+                    self._waiting.append(ended)
+            self._drain()
+            if is_free:
+                return
+            if not ended.acquire(timeout=_WARN_SECONDS):
+                # Not while others wait for the lock: a log may take its time.
+                logger.warning(
+                    "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
+                    waiting,
+                    oldest,
+                    self._window,
+                )
+
+    def end(self, sequence: int) -> None:
+        """See :class:`Numbers`. Waits for nothing: the garbage collector calls it, at any place of any thread."""
+        self._ended.append(sequence)
+        self._drain()
+
+    def context(self, sequence: int) -> CallContext:
+        """See :class:`Numbers`."""
+        self._drain()
+        with self._lock:
+            oldest = self._oldest()
+        self._drain()
+        return CallContext(
+            stream=self.name, incarnation=self.incarnation, sequence=sequence, oldest_unacknowledged=oldest
+        )
+
+    def _drain(self) -> None:
+        """Take up what has ended. To be called after the lock was held, too: numbers may have ended meanwhile."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                while self._ended:
+                    self._open.discard(self._ended.popleft())
+                waiting, self._waiting = self._waiting, []
+            finally:
+                self._lock.release()
+            for one in waiting:
+                one.release()
+
+    def _oldest(self) -> int:
+        return min(self._open, default=self._next)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The number that the caller gave to one write."""
+
+    client: ClientStream
+    table: str
+    sequence: int
+
+    def begin(self, begun: list[int]) -> None:
+        begun.append(self.sequence)
+
+    def end(self, sequence: int) -> None:
+        """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
+
+    def context(self, sequence: int) -> CallContext:
+        return CallContext(
+            stream=f"{self.client.name}/table/{self.table}",
+            incarnation=self.client.incarnation,
+            sequence=sequence,
+            oldest_unacknowledged=self.client.acknowledged,
+        )
+
+
+class ClientStream:
+    """The writes of one client: those it numbers and those it does not. Thread-safe.
+
+    Without a name it is nobody's successor. With one, the shards refuse lower incarnations of the same name.
+    """
+
+    def __init__(self, window: int, name: str | None = None, incarnation: int = 1) -> None:
+        self.is_named = name is not None
+        self.name = uuid.uuid4().hex if name is None else name
+        self.incarnation = incarnation
+        self.acknowledged = 0
+        """Numbers below this one that the caller gave are not used again."""
+        # Named, its numbers begin anew with every incarnation, so each has a stream of its own.
+        own = f"{self.unnumbered}/{self.incarnation}" if self.is_named else self.name
+        self._unnumbered = WriteStream(window, own, self.incarnation)
+
+    @property
+    def unnumbered(self) -> str:
+        """The job that fences the writes that nobody numbered."""
+        return f"{self.name}/process"
+
+    @property
+    def caller(self) -> CallContext | None:
+        """Who calls, for what is no write but only the present incarnation may do; None without a name."""
+        return CallContext(stream=self.name, incarnation=self.incarnation) if self.is_named else None
+
+    def numbers(self, table: str, sequence: int | None) -> Numbers:
+        """Return where a write to ``table`` has its number from. Raises InvalidArgument."""
+        if sequence is None:
+            return self._unnumbered
+        if not self.is_named:
+            raise InvalidArgument(
+                f"sequence {sequence} can only be recognised after a restart in a stream that has a name; give "
+                "stream='job/rank0' to connect()"
+            )
+        low = max(self.acknowledged, 1)
+        sequence = integer("sequence", sequence, 1)
+        if not low <= sequence < low + WRITE_WINDOW:
+            raise InvalidArgument(
+                f"sequence {sequence} is outside [{low}, {low + WRITE_WINDOW}): shards remember {WRITE_WINDOW} writes "
+                "from the oldest that may be sent again; name that one with cluster.acknowledge(sequence)"
+            )
+        return _Given(self, table, sequence)
+
+    def acknowledge(self, sequence: int) -> None:
+        """No write numbered below ``sequence`` is sent again. Shards learn it with the next numbered write."""
+        self.acknowledged = max(self.acknowledged, integer("sequence", sequence, 0, 2**63 - 1))
+
+
+def check_stream(name: str | None, incarnation: int | None) -> None:
+    """Raise InvalidArgument unless a client may write under ``name`` (None: none) and ``incarnation`` (None: any)."""
+    if name is None and incarnation is not None:
+        raise InvalidArgument(f"incarnation {incarnation} is that of no stream; name it: stream='job/rank0'")
+    if name is not None:
+        checked_name("stream", name)
+    if incarnation is not None:
+        checked_incarnation(incarnation)
+
+
+def checked_incarnation(incarnation: int) -> int:
+    """Return the incarnation of a stream or job. Raises InvalidArgument."""
+    return integer("incarnation", incarnation, 1, 2**63 - 1)
+
+
+def _end_all(numbers: Numbers, begun: list[int]) -> None:
+    for sequence in begun:
+        numbers.end(sequence)
+
+
+Deliver = Callable[[Sequence[tuple[int, Request]], CallContext], list[Reply | BaseException]]
+
+
+class Write:
+    """One write, prepared: it has its number and its requests. :meth:`send` may be called again after an error.
+
+    A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies
+    the write twice. Not thread-safe.
+    """
+
+    def __init__(self, numbers: Numbers, requests: Sequence[tuple[int, Request]], deliver: Deliver) -> None:
+        self._numbers = numbers
+        self._num_requests = len(requests)
+        self._pending = list(requests)
+        self._deliver = deliver
+        self._created = 0
+        self._duplicate = False
+        begun: list[int] = []
+        # Nobody can send what nobody holds: else a number would stay open for ever.
+        weakref.finalize(self, _end_all, numbers, begun).atexit = False
+        numbers.begin(begun)
+        self._sequence = begun[0]
+
+    @property
+    def is_on_a_shard(self) -> bool:
+        """Whether a shard has answered that it has applied its part."""
+        return len(self._pending) < self._num_requests
+
+    def send(self) -> Done:
+        """Send to every shard that has not answered yet; return the joint reply.
+
+        Raises the first GeartrainError of a shard; the shards that answered keep the write, the others may be tried
+        again with the same write. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards
+        have applied and one refuses.
+        """
+        failpoints.reach("client.send.before")
+        outcomes = self._deliver(self._pending, self._numbers.context(self._sequence)) if self._pending else []
+        failed, first_error = [], None
+        refusal: tuple[tuple[int, Request], GeartrainError] | None = None
+        for call, outcome in zip(self._pending, outcomes, strict=True):
+            if isinstance(outcome, Done):
+                self._created += outcome.created
+                self._duplicate |= outcome.duplicate
+            elif isinstance(outcome, BaseException):
+                failed.append(call)
+                first_error = first_error or outcome
+                if isinstance(outcome, GeartrainError) and not isinstance(outcome, Unavailable | Fenced):
+                    refusal = refusal or (call, outcome)
+        self._pending = failed
+        if first_error is not None:
+            try:
+                if refusal is not None and self.is_on_a_shard:
+                    raise self._partly_applied(*refusal)
+                raise first_error
+            finally:
+                del first_error, refusal, outcomes, outcome  # or the error would hold the arrays, by way of this frame
+        failpoints.reach("client.reply.after")
+        self._numbers.end(self._sequence)
+        return Done(created=self._created, duplicate=self._duplicate)
+
+    def _partly_applied(self, call: tuple[int, Request], error: GeartrainError) -> GeartrainError:
+        """What it means that a shard refused a call and another applied its own: if all ranks wait for all of it, half
+        of a step."""
+        shard, request = call
+        if not isinstance(request, Push | UpdateHosted) or request.group is None:
+            return error
+        partly = StepPartlyApplied(
+            f"step {request.group.sequence} of job {request.group.job!r} was applied to table {request.table!r} by "
+            f"{self._num_requests - len(self._pending)} of {self._num_requests} shards and refused by shard {shard}: "
+            f"{error}. The table holds half of the step: stop all ranks and go back to their last snapshot"
+        )
+        partly.__cause__ = error
+        return partly
+
+    def abandon(self) -> None:
+        """Give the write up. On shards that have not answered it is unknown whether it was applied."""
+        self._pending = []
+        self._numbers.end(self._sequence)

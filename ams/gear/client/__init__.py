@@ -1,0 +1,1 @@
+"""How a fast gear reaches the slow gears, and what became of its gradients."""

@@ -1,0 +1,512 @@
+"""The slow gears of other processes, as a fast gear reaches them: found through the scheduler, asked again until one
+answers.
+
+Legend: D width of a dense feature, K distinct ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from geartrain.ams.gear.client.ledger import GearLedger, address_of, journal_of
+from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    GearUnavailable,
+    InvalidArgument,
+    NotHolder,
+    SchedulerUnavailable,
+)
+from geartrain.ams.values.gear_messages import (
+    Delivery,
+    Failure,
+    FeatureReply,
+    Freshness,
+    GearAccount,
+    GearState,
+    Taken,
+)
+from geartrain.ams.values.specs import Ids
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Positions = npt.NDArray[np.int64]
+Pending = Callable[[], R]
+_BYTES_BESIDE = 24
+"""Of an id in a message, beside its vector."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.5
+_PASSING = (AttemptFailed, NotHolder, GearUnavailable)
+"""What may be another way in a moment."""
+_DESCRIBE_SECONDS = 5.0
+_LEASES = 1.5
+"""The partitions of a slow gear that died are free after one lease; its heirs need a moment."""
+
+
+class GearCarrier(Protocol):
+    """The way to one slow gear (``grpc_gear``): each call begins at once; what it returns waits for the reply."""
+
+    def features(
+        self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout_seconds: float
+    ) -> Pending[FeatureReply]:
+        """Ask for features."""
+        ...
+
+    def deliver(
+        self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float
+    ) -> Pending[Taken]:
+        """Hand gradients over."""
+        ...
+
+    def flush(self, name: str, timeout_seconds: float) -> Pending[int]:
+        """Ask to apply all that waits."""
+        ...
+
+    def describe(self, sources: Sequence[str], timeout_seconds: float) -> Pending[GearState]:
+        """Ask how it is."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What of one delivery goes to one slow gear, under a name and number of its own."""
+
+    source: str
+    address: str | None
+    positions: Positions
+    journal: str = ""
+    """Of the slow gear that may have counted it and did not say so: nobody may take it but who has that journal."""
+
+
+_Names = set[tuple[str, str]]
+"""The (address, source) of all parts of a delivery: no two have the same."""
+
+
+class RemoteGears:
+    """Implements :class:`geartrain.ams.values.gear_messages.GearPort`. Thread-safe.
+
+    A request goes to the slow gears that hold the partitions of its ids, in messages of at most ``part_bytes``. Where
+    one does not answer, or holds a partition no more, the scheduler is asked again, for ``recovery_timeout_seconds`` or
+    one and a half leases, whichever is longer (0: not at all).
+
+    A part of a delivery keeps its source and number until it is acknowledged. Which nobody can have taken (it was
+    refused, or there was no connection) is cut anew for the new holders. Else it is sent again to the same process
+    while that one holds anything, then to the one that took over its batches, if they are durable: so it counts once.
+    If they were not, nobody can tell whether the one that died had applied it. No gradient may be applied twice, so it
+    is given up, counted in ``account().lost`` and logged: an upper bound of what is missing from the weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        holders: Callable[[], StreamHolders],
+        open_carrier: Callable[[str, Callable[[], None]], GearCarrier],
+        config: ClientConfig,
+        *,
+        wait: bool,
+        freshness: Freshness,
+    ) -> None:
+        """``open_carrier`` (address, on_wait) opens the way to a slow gear; on_wait is to be called now and then while
+        a reply is waited for. ``wait``: a delivery returns when the updates it made due are applied. Raises
+        GearUnavailable, InvalidArgument (the slow gears make features of another width)."""
+        self._name = name
+        self._dim = dim
+        self._ask_holders = holders
+        self._open_carrier = open_carrier
+        self._config = config
+        self._wait = wait
+        self._freshness = freshness
+        self._is_durable = self._survives = False
+        self.gradients_per_id = 0
+        """That make one backward pass in the slow gears."""
+        self._ledger = GearLedger(name)
+        self._carriers: dict[str, GearCarrier] = {}
+        self._holders: tuple[str | None, ...] = (None,) * NUM_PARTITIONS
+        self._incarnations: Mapping[str, int] = {}
+        self._lease_seconds = 0.0
+        self._versions: dict[str, int] = {}
+        self._source = ""
+        self._pending: tuple[tuple[str, int], list[_Part], _Names] | None = None
+        self._lock = threading.Lock()
+        self._delivering = threading.Lock()
+        self._glancing = threading.Lock()
+        self._max_ids = max(1, config.part_bytes // (4 * dim + _BYTES_BESIDE))
+        self._await_gears()
+
+    @property
+    def dense_version(self) -> int:
+        """See :class:`GearPort`."""
+        with self._lock:
+            return max(self._versions.values(), default=0)
+
+    def features(self, ids: Ids) -> FeatureReply:
+        """See :class:`GearPort`."""
+        vectors_KD = np.zeros((len(ids), self._dim), np.float32)
+        versions, times = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.float64)
+        failures: dict[int, Failure] = {}
+        left = np.arange(len(ids))
+        patience = self._patience()
+        while len(left):
+            routes = list(self._routes(ids, left))
+            calls = [(address, places, self._asked(address, ids[places])) for address, places in routes]
+            unanswered = []
+            for address, places, call in calls:
+                try:
+                    reply = call()
+                except _PASSING as exc:
+                    patience.note(exc)
+                    unanswered.append(places)
+                    continue
+                vectors_KD[places], versions[places], times[places] = reply.vectors_KD, reply.versions, reply.times
+                failures.update(reply.failures)
+                self._heard(address, reply.dense_version)
+            left = np.concatenate([np.empty(0, np.int64), *unanswered])
+            if len(left):
+                patience.pause()
+                self._look()
+        return FeatureReply(
+            vectors_KD=vectors_KD,
+            versions=versions,
+            times=times,
+            failures=failures,
+            dense_version=self.dense_version,
+        )
+
+    def deliver(self, delivery: Delivery) -> GearAccount:
+        """See :class:`GearPort`. After an error, the same delivery goes on with the parts not acknowledged."""
+        with self._delivering:
+            number = delivery.source, delivery.sequence
+            self._source = delivery.source
+            if self._pending is None or self._pending[0] != number:
+                names: _Names = set()
+                whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)), names)
+                self._pending = number, whole, names
+            _, parts, names = self._pending
+            patience = self._patience()
+            while parts:
+                calls = [(part, self._send(delivery, part)) for part in parts]
+                parts[:] = map(self._sent, parts)  # from now on they may be counted, until somebody says they are not
+                left: list[tuple[_Part, _Part, Exception]] = []
+                for (before, call), part in zip(calls, list(parts), strict=True):
+                    try:
+                        self._taken(before, call(), delivery.sequence)
+                        parts.remove(part)
+                    except _PASSING as exc:
+                        patience.note(exc)
+                        left.append((before, part, exc))
+                if left:
+                    patience.pause()
+                    self._look()
+                for before, part, error in left:
+                    parts.remove(part)
+                    parts.extend(self._again(self._known(before, part, error), delivery.ids, names))
+            self._pending = None
+        return self._ledger.total()
+
+    def flush(self) -> None:
+        """See :class:`GearPort`."""
+        done: set[str] = set()
+        patience = self._patience()
+        timeout = self._config.hosted_timeout_seconds
+
+        def flush(carrier: GearCarrier) -> Pending[int]:
+            return carrier.flush(self._name, timeout)
+
+        while left := [address for address in self._addresses() if address not in done] or self._without_heir():
+            calls = [(address, self._begin(address, flush)) for address in left if address in self._addresses()]
+            for address, call in calls:
+                try:
+                    self._heard(address, call())
+                    done.add(address)
+                except _PASSING as exc:
+                    patience.note(exc)
+            if orphans := set(left) - {address for address, _ in calls}:
+                patience.note(GearUnavailable(f"what {sorted(orphans)[0]} left is not taken over yet"))
+            if not done >= set(left):
+                patience.pause()
+                self._look()
+
+    def account(self, source: str | None = None) -> GearAccount:
+        """See :class:`GearPort`. Of one that is dead, ``lost`` is known once its lease has run out."""
+        self._look()
+        if source is None:
+            states, _ = self._describe([])
+            return sum((state.account for state in states), GearAccount())
+        self._settle()
+        return self._ledger.total()
+
+    def close(self) -> None:
+        """See :class:`GearPort`."""
+        with self._lock:
+            carriers, self._carriers = self._carriers, {}
+        for carrier in carriers.values():
+            carrier.close()
+
+    def _await_gears(self) -> None:
+        patience = self._patience()
+        while True:
+            try:
+                self._look(required=True)
+                states, silent = self._describe([])
+            except (AttemptFailed, SchedulerUnavailable) as exc:
+                patience.note(exc)
+                states, silent = [], []
+            if states and not silent and None not in self._holders:
+                break
+            patience.pause()
+        for state in states:
+            if state.dim != self._dim:
+                raise InvalidArgument(
+                    f"dim is {self._dim}; the slow gear of {self._name!r} at {state.address} makes features of "
+                    f"width {state.dim}"
+                )
+            self._heard(state.address, state.dense_version)
+            self._is_durable |= state.is_durable
+            self._survives |= state.journal == state.address
+            self.gradients_per_id = state.gradients_per_id
+
+    def _asked(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
+        timeout = self._config.hosted_timeout_seconds
+        return self._begin(
+            address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
+        )
+
+    def _routes(self, ids: Ids, places: Positions) -> Iterator[tuple[str | None, Positions]]:
+        """Cut positions in ``ids`` by who holds their partitions, and by size."""
+        holders = self._holders
+        addresses = np.array([holders[part] or "" for part in partitions_of(ids[places])], object)
+        for address in sorted(set(addresses)):
+            mine = places[addresses == address]
+            for start in range(0, len(mine), self._max_ids):
+                yield address or None, mine[start : start + self._max_ids]
+
+    def _cut(self, source: str, ids: Ids, places: Positions, names: _Names) -> list[_Part]:
+        """The parts of a delivery; a second one to the same slow gear has a name, and so numbers, of its own."""
+        parts = []
+        for address, mine in self._routes(ids, places):
+            name, nth = source, 0
+            while address is not None and (address, name) in names:
+                nth += 1
+                name = _series(source, f"+{nth}")
+            if address is not None:
+                names.add((address, name))
+            parts.append(_Part(name, address, mine))
+        return parts
+
+    def _send(self, delivery: Delivery, part: _Part) -> Pending[Taken]:
+        sent = replace(
+            delivery,
+            source=part.source,
+            ids=delivery.ids[part.positions],
+            gradients_KD=delivery.gradients_KD[part.positions],
+            versions=delivery.versions[part.positions],
+        )
+        config = self._config
+        timeout = config.hosted_timeout_seconds if self._wait else config.attempt_timeout_seconds
+        return self._begin(
+            part.address,
+            lambda carrier: carrier.deliver(
+                self._name, sent, wait=self._wait, former=part.journal, timeout_seconds=timeout
+            ),
+        )
+
+    def _taken(self, part: _Part, taken: Taken, sequence: int) -> None:
+        self._heard(part.address, taken.dense_version)
+        if taken.is_repeat and not part.journal:
+            logger.warning(
+                "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
+                "twice. Go on at its step (load_state_dict of the SlowGear), or take another stream name",
+                sequence,
+                part.source,
+            )
+        self._ledger.note(taken.journal, taken.account)
+
+    def _sent(self, part: _Part) -> _Part:
+        """A part, when it is under way."""
+        return part if part.journal or part.address is None else replace(part, journal=self._journal(part.address))
+
+    def _known(self, before: _Part, part: _Part, error: Exception) -> _Part:
+        """A part, after an error: who may have counted it."""
+        if isinstance(error, NotHolder) and part.journal == self._journal(before.address or ""):
+            return replace(part, journal="")  # who knows has said that it is not there
+        return before if isinstance(error, NotSent | NotHolder) else part
+
+    def _again(self, part: _Part, ids: Ids, names: _Names) -> list[_Part]:
+        """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
+        if not part.journal:
+            if part.address is None:
+                return self._cut(part.source, ids, part.positions, names)
+            anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions, names)
+            return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
+        owner = address_of(part.journal)
+        if owner in self._addresses() and self._journal(owner) == part.journal:
+            return [replace(part, address=owner)]
+        if self._is_durable:
+            return [replace(part, address=self._heir_of(owner))]
+        self._ledger.give_up(part.journal, len(part.positions))
+        return []
+
+    def _journal(self, address: str) -> str:
+        return journal_of(address, self._incarnations.get(address, 0), survives=self._survives)
+
+    def _without_heir(self) -> list[str]:
+        """Slow gears that are gone and whose batches nobody has taken over yet."""
+        if not self._is_durable:
+            return []
+        states, _ = self._describe([])
+        heard = {*self._addresses(), *(former for state in states for former in state.former)}
+        return sorted(self._incarnations.keys() - heard)
+
+    def _heir_of(self, address: str) -> str | None:
+        return self._holders[heir_partition(address)]
+
+    def _begin(self, address: str | None, begin: Callable[[GearCarrier], Pending[R]]) -> Pending[R]:
+        def nobody() -> R:
+            raise NotSent(f"no slow gear of {self._name!r} holds some partitions")
+
+        if address is None:
+            return nobody
+        with self._lock:
+            carrier = self._carriers.get(address)
+            if carrier is None:
+                carrier = self._carriers[address] = self._open_carrier(address, self._glance)
+        try:
+            return begin(carrier)
+        except AttemptFailed as exc:  # another thread has just hung up
+            error = exc
+
+        def failed() -> R:
+            raise error
+
+        return failed
+
+    def _glance(self) -> None:
+        """While a reply is waited for: hang up on slow gears that hold nothing any more."""
+        if self._glancing.acquire(blocking=False):
+            try:
+                self._ask()
+            except SchedulerUnavailable as exc:
+                logger.debug("%s", exc)
+            finally:
+                self._glancing.release()
+
+    def _look(self, *, required: bool = False) -> None:
+        """Ask the scheduler who holds what; account for those who are gone."""
+        try:
+            self._ask()
+        except SchedulerUnavailable:
+            if required:
+                raise
+            return  # it may come back; the slow gears are known as they were
+        if self._ledger.knows_gone(self._addresses()):
+            self._settle()
+
+    def _ask(self) -> None:
+        found = self._ask_holders()
+        self._lease_seconds = found.lease_seconds
+        if len(found.holders) == NUM_PARTITIONS:
+            self._holders, self._incarnations = found.holders, found.incarnations
+        live = self._addresses()
+        with self._lock:
+            gone = [self._carriers.pop(address) for address in list(self._carriers) if address not in live]
+            self._versions = {address: version for address, version in self._versions.items() if address in live}
+        for carrier in gone:
+            carrier.close()
+
+    def _settle(self) -> None:
+        states, silent = self._describe([self._source])
+        self._ledger.settle(states, silent)
+        for state in states:
+            self._heard(state.address, state.dense_version)
+
+    def _describe(self, sources: Sequence[str]) -> tuple[list[GearState], list[str]]:
+        """What every slow gear says, and which do not answer."""
+        timeout = min(_DESCRIBE_SECONDS, self._config.attempt_timeout_seconds)
+        calls = [
+            (address, self._begin(address, lambda carrier: carrier.describe(sources, timeout)))
+            for address in self._addresses()
+        ]
+        states, silent = [], []
+        for address, call in calls:
+            try:
+                states.append(call())
+            except (AttemptFailed, GeartrainError) as exc:
+                logger.debug("slow gear %s: %s", address, exc)
+                silent.append(address)
+        return states, silent
+
+    def _addresses(self) -> list[str]:
+        return sorted({holder for holder in self._holders if holder is not None})
+
+    def _heard(self, address: str | None, dense_version: int) -> None:
+        """The versions of all slow gears go on side by side, and back together when the cluster is restored."""
+        if address is not None:
+            with self._lock:
+                self._versions[address] = dense_version
+
+    def _patience(self) -> _Patience:
+        seconds = self._config.recovery_timeout_seconds
+        return _Patience(self._name, lambda: max(seconds, _LEASES * self._lease_seconds) if seconds else 0.0)
+
+
+def _series(source: str, mark: str) -> str:
+    """A series of deliveries of the same fast gear, with numbers of its own."""
+    return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"
+
+
+def heir_partition(address: str) -> int:
+    """Whoever holds this partition takes over what a slow gear at ``address`` leaves."""
+    return xxhash.xxh3_64_intdigest(address.encode()) % NUM_PARTITIONS
+
+
+class _Patience:
+    """Waits between attempts, until the time is used up."""
+
+    def __init__(self, name: str, seconds: Callable[[], float]) -> None:
+        self._name = name
+        self._seconds = seconds
+        self._began: float | None = None
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._last: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        self._last = error
+
+    def pause(self) -> None:
+        """Wait a little. Raises GearUnavailable when it has been long enough."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+            logger.warning(
+                "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: "
+                "scheduler setting stream_lease_seconds)",
+                self._name,
+                self._last or "some ids have no holder",
+                self._seconds(),
+            )
+        left = self._began + self._seconds() - now
+        if left <= 0:
+            raise GearUnavailable(
+                f"the slow gears of {self._name!r} did not answer for all ids within {self._seconds():g} s: "
+                f"{self._last or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise the "
+                "client setting recovery_timeout_seconds (it is waited for one and a half leases at least)"
+            ) from self._last
+        time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
+        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2)

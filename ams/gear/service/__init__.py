@@ -1,0 +1,1 @@
+"""A slow gear behind gRPC."""

@@ -1,0 +1,1 @@
+"""Builds the exact table of nearest neighbours of class rows."""

@@ -1,0 +1,119 @@
+"""The nearest neighbours of every class, and the active classes that they give for a batch.
+
+Legend: C classes, E entries of all lists, k neighbours wanted, B labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.specs import Ids
+
+__all__ = ["NeighbourIds", "NeighbourTable", "id_dtype"]
+
+NeighbourIds = npt.NDArray[np.int64 | np.int32]
+"""Class ids of neighbours: int32 while they fit (half the memory), else int64."""
+
+
+def id_dtype(num_classes: int) -> type[np.int32] | type[np.int64]:
+    """The narrower dtype that holds every class id of a table."""
+    return np.int32 if num_classes <= 2**31 else np.int64
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourTable:
+    """Lists of neighbours, best first, one behind the other (CSR). The arrays are not to be changed. Thread-safe.
+
+    Memory: 8 · (C + 1) bytes of offsets and 4 (from 2**31 classes on: 8) · E of neighbours, E = C · min(k, C - 1).
+    """
+
+    offsets: npt.NDArray[np.int64]
+    """int64 [C + 1], from 0 rising to E."""
+    neighbours: NeighbourIds
+    """[E] class ids, best first; the class itself is in no list."""
+    k: int
+    """Wanted neighbours of a class; each has min(k, C - 1)."""
+
+    def __post_init__(self) -> None:
+        """Check the shapes and ids; O(E). Raises InvalidArgument, InvalidIds."""
+        if self.k < 1:
+            raise InvalidArgument(f"k is {self.k}; a table of neighbours needs at least 1")
+        _check_vector(self.offsets, "offsets", (np.int64,))
+        _check_vector(self.neighbours, "neighbours", (np.int64, np.int32))
+        num_ids = len(self.neighbours)
+        if len(self.offsets) < 2 or self.offsets[0] != 0 or self.offsets[-1] != num_ids:
+            raise InvalidArgument(
+                f"offsets has {len(self.offsets)} values from {self.offsets[:1]} to {self.offsets[-1:]}; it must have"
+                f" at least 2, from 0 to the number of neighbours {num_ids}"
+            )
+        if np.any(self.offsets[1:] < self.offsets[:-1]):
+            raise InvalidArgument("offsets falls somewhere; it must rise from 0 to the number of neighbours")
+        if num_ids and not 0 <= int(self.neighbours.min()) <= int(self.neighbours.max()) < self.num_classes:
+            raise InvalidIds(
+                f"neighbours lie in [{self.neighbours.min()}, {self.neighbours.max()}]; the table has classes"
+                f" [0, {self.num_classes})"
+            )
+
+    @classmethod
+    def of_lists(cls, lists: Sequence[Sequence[int]], k: int) -> NeighbourTable:
+        """Make a table from one list of neighbours a class; for small tables. Raises as the table does."""
+        offsets = np.zeros(len(lists) + 1, np.int64)
+        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+        flat = [class_id for ids in lists for class_id in ids]
+        return cls(offsets, np.array(flat, id_dtype(len(lists))), k)
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both arrays."""
+        return self.offsets.nbytes + self.neighbours.nbytes
+
+    def row(self, class_id: int) -> Ids:
+        """The neighbours of one class, int64, best first. Raises InvalidIds."""
+        if not 0 <= class_id < self.num_classes:
+            raise InvalidIds(f"class {class_id} is outside the table; classes lie in [0, {self.num_classes})")
+        return self.neighbours[self.offsets[class_id] : self.offsets[class_id + 1]].astype(np.int64)
+
+    def select(self, labels: Ids, budget: int, *, seed: int, step: int) -> Ids:
+        """Choose the active classes of a batch: a pure function, the same wherever it is computed.
+
+        The distinct labels are always chosen and enlarge the budget if they are more. Then come their neighbours in
+        order of rank (rank 0 of every distinct label, labels rising, then rank 1 of every one, …), each class once,
+        until ``budget`` are chosen; then :func:`geartrain.ams.kernels.sampling.sample_ids` of all classes under (seed, step)
+        fills up. From Algorithm 1 of the 100-million-class paper, section 3.2.1; the ranks, so that a cut takes the
+        least similar.
+
+        Args:
+            labels: int64 [B], any order, repeats allowed; none at all leaves only the filling.
+            budget: How many classes, at least 1; more than C counts as C.
+            seed: Key of the filling, with the step; any integer, modulo 2**64.
+            step: Any integer, modulo 2**64.
+
+        Returns:
+            int64 [max(min(budget, C), distinct labels)], rising.
+
+        Raises:
+            InvalidArgument: ``budget`` is below 1.
+            InvalidIds: a label is no int64 or outside [0, C).
+        """
+        return ops.select_neighbours(self.offsets, self.neighbours, labels, budget, seed=seed, step=step)
+
+
+def _check_vector(values: Any, name: str, dtypes: tuple[type, ...]) -> None:
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype not in dtypes:
+        found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
+        allowed = " or ".join(dtype.__name__ for dtype in dtypes)
+        raise InvalidArgument(f"{name} is {found}; it must be a numpy vector of {allowed}")
+    if not (values.flags.c_contiguous and values.flags.aligned):
+        raise InvalidArgument(f"{name} is not contiguous in memory; pass np.ascontiguousarray of it")

@@ -1,0 +1,141 @@
+"""The graph service of another process: calls that are sent again until it answers, or its time is up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.client.calls import Progress
+from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.graph_client import GrpcGraphCarrier
+from geartrain.ams.storage.snapshot.manifest import FileEntry
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import Cancelled, GraphUnavailable, InvalidArgument, InvalidIds
+from geartrain.ams.values.graph_messages import GraphBuilt, GraphInfo, GraphsState
+from geartrain.ams.values.specs import Ids
+
+__all__ = ["RemoteGraphs"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_AGAIN_SECONDS = 0.2
+
+
+class RemoteGraphs:
+    """Implements :class:`geartrain.ams.graph.client.calls.GraphCalls` for the role at an address.
+
+    Every call may be sent again: none does more when it is done twice. A build that its service did not live to finish
+    is asked of the next one, which goes on with what was kept.
+    """
+
+    def __init__(self, address: str, config: ClientConfig) -> None:
+        self._config = config
+        self._carrier = GrpcGraphCarrier(address, max_message_bytes=config.max_message_bytes)
+        self._remedy = f"start it with 'geartrain graph --listen {address}', or correct client.graph"
+
+    def await_first_answer(self) -> None:
+        """Wait for the service as long as the first connection to a role may take. Raises GraphUnavailable."""
+        seconds = self._config.connect_timeout_seconds
+        self._until_answered(lambda: self._carrier.greet(seconds), seconds)
+
+    def build(
+        self,
+        table: str,
+        k: int,
+        *,
+        step: int = 0,
+        progress: Progress | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> GraphBuilt:
+        """See :class:`GraphCalls`."""
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 2**31:
+            raise InvalidArgument(f"k is {k!r}; it must be an integer from 1 to 2**31 - 1")
+        asked, heard = False, 0.0
+
+        def attempt() -> GraphBuilt:
+            nonlocal asked, heard
+            for told in self._carrier.build(table, k, step):
+                heard = time.monotonic()
+                if isinstance(told, GraphBuilt):
+                    return told
+                if progress is not None:
+                    progress(told)
+                if not asked and cancelled():
+                    asked = True
+                    self.cancel(table)
+            raise AttemptFailed(f"the graph service at {self._carrier.address} said no end of its build")
+
+        def unless_cancelled() -> GraphBuilt:
+            if asked or cancelled():
+                raise Cancelled(f"building the graph of table {table!r} was cancelled")
+            return attempt()
+
+        return self._until_answered(unless_cancelled, heard=lambda: heard)
+
+    def cancel(self, table: str) -> bool:
+        """See :class:`GraphCalls`."""
+        return self._until_answered(lambda: self._carrier.cancel(table, self._config.attempt_timeout_seconds))
+
+    def select(self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None = None) -> Ids:
+        """See :class:`GraphCalls`."""
+        if getattr(labels, "dtype", None) != "int64" or labels.ndim != 1:
+            raise InvalidIds(f"labels are {labels!r}; they must be an int64 array [B]")
+        if not 1 <= budget < 2**63:
+            raise InvalidArgument(f"budget is {budget!r}; it must be at least 1")
+        timeout = self._config.attempt_timeout_seconds
+        return self._until_answered(lambda: self._carrier.select(table, labels, budget, seed, step, version, timeout))
+
+    def describe(self) -> GraphsState:
+        """See :class:`GraphCalls`."""
+        return self._until_answered(lambda: self._carrier.describe(self._config.attempt_timeout_seconds))
+
+    def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
+        """See :class:`GraphCalls`."""
+        info, offsets, neighbours = self._until_answered(lambda: self._carrier.download(table))
+        return NeighbourTable(offsets, neighbours, info.k), info
+
+    def forget(self, table: str) -> None:
+        """See :class:`GraphCalls`. Not sent again."""
+        self._until_answered(lambda: self._carrier.forget(table, self._config.attempt_timeout_seconds), 0.0)
+
+    def write_snapshot(
+        self, folder: str, snapshot_id: str, tables: Mapping[str, int], num_shards: int
+    ) -> list[FileEntry]:
+        """See :class:`GraphCalls`."""
+        timeout = self._config.snapshot_timeout_seconds
+        written = self._until_answered(
+            lambda: self._carrier.write_snapshot(folder, snapshot_id, tables, num_shards, timeout)
+        )
+        return [FileEntry.model_validate_json(text) for text in written]
+
+    def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
+        """See :class:`GraphCalls`."""
+        timeout = self._config.snapshot_timeout_seconds
+        return self._until_answered(lambda: self._carrier.restore_snapshot(folder, tables, timeout))
+
+    def close(self) -> None:
+        """See :class:`GraphCalls`. Builds go on in the service."""
+        self._carrier.close()
+
+    def _until_answered(
+        self, call: Callable[[], T], recovery_seconds: float | None = None, heard: Callable[[], float] = lambda: 0.0
+    ) -> T:
+        """Call until there is an answer; ``heard`` tells when (time.monotonic) there was a sign of life on the way."""
+        wait = self._config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
+        began = time.monotonic()
+        told = False
+        while True:
+            try:
+                return call()
+            except AttemptFailed as exc:
+                silent = time.monotonic() - max(began, heard())
+                if silent >= wait:
+                    raise GraphUnavailable(f"{exc} (for {silent:.1f} s); {self._remedy}") from exc
+                if not told:
+                    logger.warning("%s; trying again for up to %g s. Else %s", exc, wait, self._remedy)
+                    told = True
+            time.sleep(_AGAIN_SECONDS)

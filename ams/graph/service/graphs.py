@@ -1,0 +1,497 @@
+"""Builds and keeps the graphs of the class tables of one cluster: the service itself, without its transport.
+
+Builds run one after the other on threads of their own, since each uses all cores. Rows that move while they are read
+give a graph of a mixture of their versions; ``age_writes`` says how far they have moved since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from geartrain.ams.graph.building.builder import DEFAULT_MEMORY_BYTES, Built, build_graph
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.building.table_rows import PulledTable, TableRows
+from geartrain.ams.graph.client.calls import Progress
+from geartrain.ams.graph.service.snapshot_graphs import read_graph, write_graph
+from geartrain.ams.graph.service.store import GraphStore, RowsVersion, graph_sizes
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.manifest import FileEntry
+from geartrain.ams.storage.snapshot.store import place
+from geartrain.ams.values.errors import (
+    Cancelled,
+    GeartrainError,
+    GraphNotFound,
+    InternalError,
+    InvalidArgument,
+    SpecMismatch,
+)
+from geartrain.ams.values.graph_messages import GraphBuilding, GraphBuilt, GraphInfo, GraphsState
+from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.specs import Ids
+
+__all__ = ["Graphs", "RowCluster"]
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 0.2
+"""How often whoever waits for a build is told of it."""
+
+
+class TableState(Protocol):
+    """A table, as the cluster describes it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pushes(self) -> int: ...
+
+
+class ClusterState(Protocol):
+    """A cluster, as it describes itself."""
+
+    @property
+    def num_shards(self) -> int: ...
+    @property
+    def tables(self) -> Sequence[TableState]: ...
+
+
+class TableReader(Protocol):
+    """What opens tables."""
+
+    def table(self, name: str) -> PulledTable:
+        """An existing table. Raises TableNotFound."""
+        ...
+
+
+class RowCluster(Protocol):
+    """The cluster whose rows graphs are built from."""
+
+    def reading(self) -> AbstractContextManager[TableReader]:
+        """Open it to read rows for one build. Raises SchedulerUnavailable, ClusterNotReady."""
+        ...
+
+    def status(self) -> ClusterState:
+        """Describe it, soon or not at all. Raises Unavailable."""
+        ...
+
+    def table_incarnations(self) -> Mapping[str, int]:
+        """The numbers of its tables by name, soon or not at all: one request to the scheduler. Raises Unavailable."""
+        ...
+
+    def close(self) -> None:
+        """Close what is open of it between builds. Idempotent."""
+        ...
+
+
+class Graphs:
+    """Implements :class:`geartrain.ams.graph.client.calls.GraphCalls` in this process."""
+
+    def __init__(
+        self,
+        cluster: RowCluster,
+        *,
+        store: GraphStore | None = None,
+        builds: Path | None = None,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    ) -> None:
+        """Keep graphs in ``store``, None: in memory alone; keep builds in the folder ``builds``, None: nowhere.
+
+        ``memory_bytes`` is that of :func:`build_graph`.
+        """
+        self._cluster = cluster
+        self._store = store
+        self._builds = builds
+        self._memory_bytes = memory_bytes
+        self._lock = threading.Lock()
+        self._store_lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._loaded: dict[str, tuple[NeighbourTable, RowsVersion]] = {}
+        self._running: dict[str, Build] = {}
+        self._is_closed = False
+
+    def begin(self, table: str, k: int, *, step: int = 0) -> Build:
+        """Begin a build, or join the one under way. Raises InvalidArgument."""
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 2**31:
+            raise InvalidArgument(f"k is {k!r}; it must be an integer from 1 to 2**31 - 1")
+        incarnation = self._incarnations().get(table) if table in self._running else None
+        with self._lock:
+            running = self._running.get(table)
+            if running is not None and incarnation is not None and running.is_of_another(incarnation):
+                running.cancel()
+            if running is not None and not running.is_cancelled:
+                if (running.k, running.step) == (k, step):
+                    return running
+                raise InvalidArgument(
+                    f"the graph of {table!r} is being built with k {running.k} of step {running.step}, not k {k} of "
+                    f"step {step}; wait for it, or cancel it"
+                )
+            if self._is_closed:
+                raise Cancelled("the graph service is ending; ask the next one")
+            build = self._running[table] = Build(table, k, step)
+        threading.Thread(target=self._run, args=(build,), name="geartrain-graph", daemon=True).start()
+        return build
+
+    def build(
+        self,
+        table: str,
+        k: int,
+        *,
+        step: int = 0,
+        progress: Progress | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> GraphBuilt:
+        """See :class:`GraphCalls`."""
+        if cancelled():
+            raise Cancelled(f"building the graph of table {table!r} was cancelled before it began")
+        build = self.begin(table, k, step=step)
+        try:
+            for state in build.watch():
+                if progress is not None:
+                    progress(state)
+                if cancelled():
+                    build.cancel()
+        except BaseException:  # Ctrl-C: nobody is left who wants it
+            build.cancel()
+            raise
+        return build.result.result()
+
+    def cancel(self, table: str) -> bool:
+        """See :class:`GraphCalls`."""
+        with self._lock:
+            build = self._running.get(table)
+        if build is None:
+            return False
+        build.cancel()
+        return True
+
+    def select(self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None = None) -> Ids:
+        """See :class:`GraphCalls`."""
+        return self.select_by(table, labels, budget, seed=seed, step=step, version=version)[0]
+
+    def select_by(
+        self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None
+    ) -> tuple[Ids, int]:
+        """:meth:`select`, and the version of the graph that was used."""
+        graph, rows = self._find(table)
+        if version is not None and version != rows.graph_version:
+            raise SpecMismatch(
+                f"the graph of {table!r} is version {rows.graph_version}, not {version}; load it, or ask for that one"
+            )
+        return graph.select(labels, budget, seed=seed, step=step), rows.graph_version
+
+    def describe(self) -> GraphsState:
+        """See :class:`GraphCalls`."""
+        state, incarnations = self._state(), self._incarnations()
+        graphs = []
+        for table in sorted({*self._loaded, *(() if self._store is None else self._store.tables())}):
+            try:
+                graph, rows = self._find(table, incarnations)
+            except GeartrainError as exc:
+                logger.warning("the graph of table %r: %s", table, exc)
+                continue
+            graphs.append(_with_age(_info(graph, rows), state))
+        with self._lock:
+            building = tuple(build.state() for build in self._running.values())
+        return GraphsState(graphs=tuple(graphs), building=building)
+
+    def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
+        """See :class:`GraphCalls`."""
+        graph, rows = self._find(table)
+        return graph, _info(graph, rows)
+
+    def forget(self, table: str) -> None:
+        """See :class:`GraphCalls`."""
+        self.cancel(table)
+        with self._store_lock:
+            if self._store is not None:
+                self._store.remove(table)
+            self._loaded.pop(table, None)
+
+    def write_snapshot(
+        self, folder: str, snapshot_id: str, tables: Mapping[str, int], num_shards: int
+    ) -> list[FileEntry]:
+        """See :class:`GraphCalls`."""
+        entries: list[FileEntry] = []
+        for table, num_classes in tables.items():
+            with contextlib.suppress(GraphNotFound):
+                graph, rows = self._find(table)
+                if graph.num_classes == num_classes:
+                    entries += write_graph(folder, snapshot_id, graph, rows, num_shards)
+        return entries
+
+    def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
+        """See :class:`GraphCalls`."""
+        snapshot = open_snapshot(place(folder))
+        state = self._state()
+        restored = []
+        for table, incarnation in tables.items():
+            found = read_graph(snapshot, table)
+            if found is None:
+                self.forget(table)
+                continue
+            self.cancel(table)  # its rows, in part or all, are of before
+            # Writes count on from those that the snapshot holds, on each of however many shards there are now.
+            writes = (_writes(state, table) or 0) if state is not None else 0
+            version = dataclasses.replace(found[1], table_version=writes, table_incarnation=incarnation)
+            self._keep(found[0], version)
+            restored.append(table)
+        return restored
+
+    def close(self) -> None:
+        """See :class:`GraphCalls`."""
+        with self._lock:
+            self._is_closed = True
+            running = list(self._running.values())
+        for build in running:
+            build.cancel()
+        wait_for([build.result for build in running])
+        self._cluster.close()
+
+    def _run(self, build: Build) -> None:
+        outcome: GraphBuilt | BaseException
+        try:
+            outcome = self._built(build)
+        except GeartrainError as exc:
+            outcome = exc
+        except MemoryError as exc:
+            outcome = InvalidArgument(f"the graph of {build.table!r} with k {build.k} does not fit into memory: {exc}")
+        except Exception as exc:  # a defect here must not leave anybody waiting for ever
+            logger.exception("building the graph of %r", build.table)
+            outcome = InternalError(f"building the graph of {build.table!r}: {exc!r}")
+        with self._lock:
+            if self._running.get(build.table) is build:
+                del self._running[build.table]
+        if isinstance(outcome, BaseException):
+            logger.warning("table %r: the graph was not built: %s", build.table, outcome)
+            build.result.set_exception(outcome)
+        else:
+            build.result.set_result(outcome)
+
+    def _built(self, build: Build) -> GraphBuilt:
+        with _held(self._turn, build.check), self._cluster.reading() as cluster:
+            table = cluster.table(build.table)
+            build.incarnation = table.spec.incarnation
+            rows = TableRows(table)
+            writes = _writes(self._cluster.status(), build.table) or 0
+            folder = self._folder(build.table)
+            built = build_graph(
+                rows,
+                build.k,
+                memory_bytes=self._memory_bytes,
+                progress=build.advance,
+                cancelled=lambda: build.is_cancelled,
+                resume=folder,
+            )
+            version = self._keep_built(build, built, writes)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        info = _info(built.table, version)
+        seconds = time.monotonic() - build.begun
+        logger.info("table %r: graph version %d, k %d, built in %.1f s", info.table, info.version, info.k, seconds)
+        return GraphBuilt(graph=_with_age(info, self._state()), resumed_pairs=built.resumed_pairs)
+
+    def _keep_built(self, build: Build, built: Built, writes: int) -> RowsVersion:
+        with contextlib.suppress(GeartrainError):  # none, or a damaged one: the new one counts from 1
+            self._find(build.table, {build.table: build.incarnation})
+        older = self._loaded.get(build.table)
+        version = RowsVersion(
+            table=build.table,
+            table_version=writes,
+            fingerprint=built.fingerprint,
+            step=build.step,
+            built_unix_seconds=time.time(),
+            graph_version=1 if older is None else older[1].graph_version + 1,
+            table_incarnation=build.incarnation,
+        )
+        self._keep(built.table, version, build.check)
+        return version
+
+    def _keep(self, graph: NeighbourTable, version: RowsVersion, check: Callable[[], None] = lambda: None) -> None:
+        """Put a graph in place of the older one, unless ``check`` raises: who cancels a build, then forgets or restores
+        the graph, finds nothing of it later."""
+        with self._store_lock:
+            check()
+            if self._store is not None:
+                self._store.save(graph, version)
+            self._loaded[version.table] = (graph, version)
+
+    def _find(self, table: str, incarnations: Mapping[str, int] | None = None) -> tuple[NeighbourTable, RowsVersion]:
+        """The graph of a table; ``incarnations`` are those of the tables there are, None: asked for."""
+        found = self._loaded.get(table)
+        if found is None and self._store is not None:
+            with self._store_lock:
+                found = self._store.load_table(table)
+                if found is not None:
+                    self._loaded[table] = found
+        if found is not None:
+            incarnations = self._incarnations() if incarnations is None else incarnations
+            if self._is_of_another(found[1], incarnations.get(table, 0)):
+                self._drop(table, found[1])
+                found = None
+        if found is None:
+            raise GraphNotFound(
+                f"there is no graph of table {table!r}; build it: cluster.graph.build({table!r}, k=...) or 'geartrain "
+                f"graph build {table}'"
+            )
+        return found
+
+    @staticmethod
+    def _is_of_another(rows: RowsVersion, incarnation: int) -> bool:
+        """Whether a graph is not of the table ``incarnation``, as far as both are known (0: not)."""
+        return rows.table_incarnation != 0 and incarnation not in (0, rows.table_incarnation)
+
+    def _drop(self, table: str, rows: RowsVersion) -> None:
+        """Drop a graph of a table that is gone, unless another graph is there by now."""
+        with self._store_lock:
+            held = self._loaded.get(table)
+            if held is None or held[1] is not rows:
+                return
+            if self._store is not None:
+                self._store.remove(table)
+            del self._loaded[table]
+        logger.info("table %r: its graph was of an earlier table of this name, and is dropped", table)
+
+    def _incarnations(self) -> Mapping[str, int]:
+        """Those of the tables there are; none while the cluster does not answer, or does not know yet."""
+        try:
+            return self._cluster.table_incarnations()
+        except GeartrainError as exc:
+            logger.debug("which tables there are is not known: %s", exc)
+            return {}
+
+    def _state(self) -> ClusterState | None:
+        try:
+            return self._cluster.status()
+        except GeartrainError as exc:
+            logger.debug("the age of graphs is not known: %s", exc)
+            return None
+
+    def _folder(self, table: str) -> Path | None:
+        return None if self._builds is None else self._builds / xxhash.xxh3_128_hexdigest(table.encode())
+
+
+class Build:
+    """One build under way. Thread-safe."""
+
+    def __init__(self, table: str, k: int, step: int) -> None:
+        self.table, self.k, self.step = table, k, step
+        self.begun = time.monotonic()
+        self.incarnation = 0
+        """Number of the table whose rows are read; 0: not open yet."""
+        self.result: Future[GraphBuilt] = Future()
+        self._pairs = (0, 0)
+        self._cancelled = threading.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it is to end."""
+        return self._cancelled.is_set()
+
+    def is_of_another(self, incarnation: int) -> bool:
+        """Whether it reads the rows of another table of the name."""
+        return self.incarnation not in (0, incarnation)
+
+    def cancel(self) -> None:
+        """End it soon."""
+        self._cancelled.set()
+
+    def check(self) -> None:
+        """Raise Cancelled if it is to end."""
+        if self.is_cancelled:
+            raise Cancelled(f"building the graph of table {self.table!r} was cancelled")
+
+    def advance(self, done: int, total: int) -> None:
+        """Note the pairs of rows compared."""
+        self._pairs = (done, total)
+
+    def state(self) -> GraphBuilding:
+        """How far it is."""
+        done, total = self._pairs
+        seconds = time.monotonic() - self.begun
+        return GraphBuilding(
+            table=self.table, k=self.k, step=self.step, done_pairs=done, total_pairs=total, seconds=seconds
+        )
+
+    def watch(self) -> Iterator[GraphBuilding]:
+        """Yield the state every PROGRESS_SECONDS until the build has ended, and once more then."""
+        while not wait_for([self.result], PROGRESS_SECONDS).done:
+            yield self.state()
+        yield self.state()
+
+
+@contextlib.contextmanager
+def _held(turn: threading.Lock, check: Callable[[], None]) -> Iterator[None]:
+    """Wait for the turn, unless ``check`` raises meanwhile."""
+    check()
+    while not turn.acquire(timeout=PROGRESS_SECONDS):
+        check()
+    try:
+        yield
+    finally:
+        turn.release()
+
+
+def _info(graph: NeighbourTable, rows: RowsVersion) -> GraphInfo:
+    return GraphInfo(
+        table=rows.table,
+        table_incarnation=rows.table_incarnation,
+        version=rows.graph_version,
+        k=graph.k,
+        num_classes=graph.num_classes,
+        step=rows.step,
+        writes=rows.table_version,
+        fingerprint=rows.fingerprint,
+        built_unix_seconds=rows.built_unix_seconds,
+        whole_bytes=graph.num_bytes,
+    )
+
+
+def _with_age(info: GraphInfo, state: ClusterState | None) -> GraphInfo:
+    if state is None:
+        return info
+    sizes = graph_sizes(info.num_classes, info.k, even_placement(state.num_shards), state.num_shards)
+    writes = _writes(state, info.table)
+    age = None if writes is None or writes < info.writes else writes - info.writes
+    return dataclasses.replace(info, shard_bytes=sizes.shard_bytes, age_writes=age)
+
+
+def _writes(state: ClusterState, table: str) -> int | None:
+    return next((entry.pushes for entry in state.tables if entry.name == table), None)
+
+
+class OwnCluster:
+    """The :class:`RowCluster` of a process that has the cluster itself."""
+
+    def __init__(self, cluster: Any) -> None:
+        """``cluster`` is a :class:`geartrain.ams.client.cluster.Cluster`."""
+        self._cluster = cluster
+
+    def reading(self) -> AbstractContextManager[TableReader]:
+        """See :class:`RowCluster`."""
+        return contextlib.nullcontext(self._cluster)
+
+    def status(self) -> ClusterState:
+        """See :class:`RowCluster`."""
+        state: ClusterState = self._cluster.status()
+        return state
+
+    def table_incarnations(self) -> Mapping[str, int]:
+        """See :class:`RowCluster`."""
+        found: Mapping[str, int] = self._cluster.table_incarnations()
+        return found
+
+    def close(self) -> None:
+        """See :class:`RowCluster`. The cluster is its owner's."""

@@ -1,0 +1,87 @@
+"""Graphs in snapshots: blocks of the lists of some classes, cut to what each shard owns; read onto any number of them.
+
+The blocks of a shard, by rising index, hold the lists of the classes it owns (:func:`owned_classes`), rising; the first
+one also says what the graph is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+
+from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
+from geartrain.ams.graph.service.store import NeighbourPart, RowsVersion, cut_lists, join_parts
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.manifest import GRAPH, FileEntry
+from geartrain.ams.values.errors import GeartrainError, SnapshotDamaged
+from geartrain.ams.values.placement import even_placement
+
+__all__ = ["read_graph", "write_graph"]
+
+
+def write_graph(
+    folder: str, snapshot_id: str, table: NeighbourTable, version: RowsVersion, num_shards: int
+) -> list[FileEntry]:
+    """Write a graph into a staging folder, cut to ``num_shards``; return the files. Raises SnapshotFailed."""
+    placement = even_placement(num_shards)
+    entries: list[FileEntry] = []
+    facts = json.dumps({"rows": dataclasses.asdict(version), "k": table.k, "num_classes": table.num_classes})
+    for shard in range(num_shards):
+        part = cut_lists(table, placement, shard)
+        num_classes = len(part.offsets) - 1
+        each = max(1, BLOCK_BYTES // (8 + part.neighbours.itemsize * max(1, min(table.k, table.num_classes - 1))))
+        for index, start in enumerate(range(0, max(num_classes, 1), each)):
+            offsets = part.offsets[start : start + each + 1]
+            arrays = {
+                "lengths": np.diff(offsets),
+                "neighbours": part.neighbours[offsets[0] : offsets[-1]],
+                "facts": np.frombuffer(facts.encode(), np.uint8) if index == 0 else np.empty(0, np.uint8),
+            }
+            entries.append(
+                write_block(
+                    folder,
+                    snapshot_id=snapshot_id,
+                    kind=GRAPH,
+                    table=version.table,
+                    shard=shard,
+                    index=index,
+                    arrays=arrays,
+                )
+            )
+    return entries
+
+
+def read_graph(snapshot: Snapshot, table: str) -> tuple[NeighbourTable, RowsVersion] | None:
+    """The graph of a table in a snapshot, whole; None if it has none. Raises SnapshotDamaged."""
+    entries = [entry for entry in snapshot.manifest.files if entry.kind == GRAPH and entry.table == table]
+    if not entries:
+        return None
+    num_shards = snapshot.manifest.num_shards
+    try:
+        found = [_read_part(snapshot, [one for one in entries if one.shard == shard]) for shard in range(num_shards)]
+        version = found[0][1]
+        return join_parts([part for part, _ in found], even_placement(num_shards)), version
+    except SnapshotDamaged:
+        raise
+    except (GeartrainError, KeyError, TypeError, ValueError, IndexError) as exc:
+        raise SnapshotDamaged(
+            f"{snapshot.path}: the blocks of the graph of table {table!r} do not make one ({exc}). Use another "
+            "snapshot, or restore without a graph service and build the graph anew"
+        ) from exc
+
+
+def _read_part(snapshot: Snapshot, entries: list[FileEntry]) -> tuple[NeighbourPart, RowsVersion]:
+    blocks = [snapshot.read(entry) for entry in sorted(entries, key=lambda entry: entry.index)]
+    facts = json.loads(blocks[0]["facts"].tobytes())
+    num_classes = int(facts["num_classes"])
+    lengths = np.concatenate([block["lengths"] for block in blocks])
+    neighbours: NeighbourIds = np.concatenate([block["neighbours"] for block in blocks]).astype(
+        id_dtype(num_classes), copy=False
+    )
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    if offsets[-1] != len(neighbours):
+        raise ValueError(f"lists of {offsets[-1]} neighbours, {len(neighbours)} are there")
+    return NeighbourPart(offsets, neighbours, int(facts["k"]), num_classes), RowsVersion(**facts["rows"])

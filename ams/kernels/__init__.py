@@ -1,0 +1,1 @@
+"""The C++ kernels by subject, behind typed functions."""

@@ -1,0 +1,90 @@
+#include <nanobind/stl/optional.h>
+
+#include <limits>
+#include <optional>
+
+#include "cache/freshness.hpp"
+#include "base/module.hpp"
+#include "cache/position_lru.hpp"
+
+namespace geartrain {
+namespace {
+
+// No call releases the GIL: each is short, and so it is atomic for the threads of a process.
+
+void create(SlotIndex* self, int64_t capacity) {
+  require(capacity >= 1 && capacity <= SlotIndex::kMostSlots, "capacity must lie in [1, 2**31 - 2]");
+  new (self) SlotIndex(capacity);
+}
+
+void grow(SlotIndex& index, int64_t capacity) {
+  require(capacity >= 1 && capacity <= SlotIndex::kMostSlots, "capacity must lie in [1, 2**31 - 2]");
+  index.grow(capacity);
+}
+
+void find(SlotIndex& index, const IdArray& ids, const IdOutput& slots, bool touch) {
+  require(slots.size() == ids.size(), "slots must be as many as ids");
+  index.find(ids.data(), static_cast<int64_t>(ids.size()), slots.data(), touch);
+}
+
+int64_t place(SlotIndex& index, const IdArray& ids, const IdOutput& slots) {
+  require(slots.size() == ids.size(), "slots must be as many as ids");
+  require(static_cast<int64_t>(ids.size()) <= index.capacity(), "ids must not be more than there are slots");
+  return index.place(ids.data(), static_cast<int64_t>(ids.size()), slots.data());
+}
+
+void remove(SlotIndex& index, const IdArray& ids, const IdOutput& slots) {
+  require(slots.size() == ids.size(), "slots must be as many as ids");
+  index.remove(ids.data(), static_cast<int64_t>(ids.size()), slots.data());
+}
+
+int64_t oldest(const SlotIndex& index, const IdOutput& ids, const IdOutput& slots) {
+  require(slots.size() == ids.size(), "slots must be as many as ids");
+  return index.oldest(static_cast<int64_t>(ids.size()), ids.data(), slots.data());
+}
+
+using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using DoubleOutput = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BoolOutput = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::tuple judge_checked(const std::optional<IdArray>& slots, const IdArray& versions, const Doubles& times, double now,
+                        int64_t dense_version, double expire_seconds, const std::optional<int64_t>& max_lag,
+                        const IdOutput& out_versions, const DoubleOutput& out_times, const BoolOutput& hits,
+                        const Doubles& age_edges, const IdOutput& age_counts, const IdOutput& lag_counts) {
+  const size_t count = slots ? slots->size() : versions.size();
+  require(versions.size() == times.size(), "versions and times must be as many");
+  require(out_versions.size() == count && out_times.size() == count && hits.size() == count, "an output has the wrong size");
+  require(age_counts.size() == age_edges.size() + 1 && lag_counts.size() >= 1, "a histogram has the wrong size");
+  require(!max_lag || *max_lag >= 0, "max_lag must be >= 0");
+  if (slots)
+    for (size_t i = 0; i < count; ++i)
+      require(static_cast<uint64_t>(slots->data()[i]) < versions.size(), "a slot is outside versions and times");
+  const Freshness freshness{now, dense_version, expire_seconds,
+                            max_lag ? static_cast<uint64_t>(*max_lag) : std::numeric_limits<uint64_t>::max()};
+  const AgeCounts counts{age_edges.data(), static_cast<int64_t>(age_edges.size()), age_counts.data(), lag_counts.data(),
+                         static_cast<int64_t>(lag_counts.size())};
+  const Judged judged = judge(slots ? slots->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
+                              freshness, out_versions.data(), out_times.data(), hits.data(), counts);
+  return nb::make_tuple(judged.hits, judged.absent, judged.lagging);
+}
+
+}  // namespace
+
+void bind_slot_index(nb::module_& m) {
+  nb::class_<SlotIndex>(m, "SlotIndex")
+      .def("__init__", &create, nb::arg("capacity"))
+      .def("find", &find, nb::arg("ids").noconvert(), nb::arg("slots").noconvert(), nb::arg("touch"))
+      .def("place", &place, nb::arg("ids").noconvert(), nb::arg("slots").noconvert())
+      .def("remove", &remove, nb::arg("ids").noconvert(), nb::arg("slots").noconvert())
+      .def("oldest", &oldest, nb::arg("ids").noconvert(), nb::arg("slots").noconvert())
+      .def("grow", &grow, nb::arg("capacity"))
+      .def_prop_ro("size", &SlotIndex::size)
+      .def_prop_ro("capacity", &SlotIndex::capacity);
+  m.def("judge", &judge_checked, nb::arg("slots").noconvert().none(), nb::arg("versions").noconvert(),
+        nb::arg("times").noconvert(), nb::arg("now"), nb::arg("dense_version"), nb::arg("expire_seconds"),
+        nb::arg("max_lag").none(), nb::arg("out_versions").noconvert(), nb::arg("out_times").noconvert(),
+        nb::arg("hits").noconvert(), nb::arg("age_edges").noconvert(), nb::arg("age_counts").noconvert(),
+        nb::arg("lag_counts").noconvert());
+}
+
+}  // namespace geartrain

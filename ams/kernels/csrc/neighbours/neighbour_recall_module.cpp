@@ -1,0 +1,141 @@
+#include "base/module.hpp"
+#include "neighbours/neighbour_recall.hpp"
+
+namespace geartrain {
+namespace {
+
+template <class Value, size_t N>
+using Array = nb::ndarray<Value, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Rows = Array<const float, 2>;
+using Ids32 = Array<const int32_t, 1>;
+
+// The running best of some rows, in arrays that Python holds and may save.
+struct Best {
+  Array<float, 2> scores;
+  Array<int32_t, 2> ids;
+  Array<int32_t, 1> counts;
+  Array<float, 1> floors;
+  Array<uint8_t, 1> locks;
+  int64_t keep;
+
+  int64_t rows() const { return static_cast<int64_t>(scores.shape(0)); }
+  RunningBest view() const {
+    return {scores.data(), ids.data(), counts.data(), floors.data(), locks.data(), static_cast<int64_t>(scores.shape(1)), keep};
+  }
+};
+
+Best checked_best(const Array<float, 2>& scores, const Array<int32_t, 2>& ids, const Array<int32_t, 1>& counts,
+                  const Array<float, 1>& floors, const Array<uint8_t, 1>& locks, int64_t keep) {
+  const size_t rows = scores.shape(0);
+  require(ids.shape(0) == rows && ids.shape(1) == scores.shape(1), "ids must be as scores");
+  require(counts.size() == rows && floors.size() == rows && locks.size() == rows, "counts, floors, locks must be [rows]");
+  require(keep >= 1 && keep < static_cast<int64_t>(scores.shape(1)), "keep must lie in [1, capacity)");
+  for (size_t i = 0; i < rows; ++i)
+    require(counts.data()[i] >= 0 && counts.data()[i] < static_cast<int64_t>(scores.shape(1)), "a count is out of range");
+  return {scores, ids, counts, floors, locks, keep};
+}
+
+UnitRows checked_rows(const Rows& rows, const Ids32* ids, int64_t first) {
+  const int64_t count = static_cast<int64_t>(rows.shape(0));
+  require(ids == nullptr || ids->size() == rows.shape(0), "ids must name each row");
+  require(first >= 0 && first + count <= int64_t{1} << 31, "class ids must fit into 31 bits");
+  return {rows.data(), count, ids == nullptr ? nullptr : ids->data(), first};
+}
+
+void pairs_checked(const Rows& a, int64_t first_a, const Best* best_a, const Rows& b, int64_t first_b, const Best* best_b,
+                   bool same, int64_t threads) {
+  require(a.shape(1) == b.shape(1), "both blocks must be as wide");
+  require(best_a == nullptr || best_a->rows() == static_cast<int64_t>(a.shape(0)), "best_a must have the rows of a");
+  require(best_b == nullptr || best_b->rows() == static_cast<int64_t>(b.shape(0)), "best_b must have the rows of b");
+  require(!same || (a.data() == b.data() && a.shape(0) == b.shape(0)), "a and b are not the same block");
+  const UnitRows rows_a = checked_rows(a, nullptr, first_a), rows_b = checked_rows(b, nullptr, first_b);
+  const RunningBest none{};
+  const RunningBest view_a = best_a == nullptr ? none : best_a->view(), view_b = best_b == nullptr ? none : best_b->view();
+  nb::gil_scoped_release release;
+  recall_pairs(rows_a, view_a, rows_b, view_b, static_cast<int64_t>(a.shape(1)), same, threads);
+}
+
+void strays_checked(const Rows& a, const Ids32& ids_a, const Best& best_a, const Rows& b, int64_t first_b, int64_t threads) {
+  require(a.shape(1) == b.shape(1) && best_a.rows() == static_cast<int64_t>(a.shape(0)), "shapes differ");
+  const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
+  nb::gil_scoped_release release;
+  recall_pairs(rows_a, best_a.view(), rows_b, RunningBest{}, static_cast<int64_t>(a.shape(1)), false, threads);
+}
+
+void trim_checked(const Best& best, int64_t threads) {
+  nb::gil_scoped_release release;
+  trim_best(best.view(), best.rows(), threads);
+}
+
+int64_t unit_checked(const Array<float, 2>& rows, int64_t threads) {
+  nb::gil_scoped_release release;
+  return make_unit_rows(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), threads);
+}
+
+void require_counts(const Ids32& counts, size_t rows, size_t width) {
+  require(counts.size() == rows, "counts must be [rows]");
+  for (size_t i = 0; i < rows; ++i)
+    require(counts.data()[i] >= 0 && static_cast<size_t>(counts.data()[i]) <= width, "a count is out of range");
+}
+
+void exact_checked(const Rows& a, const Array<const int32_t, 2>& ids, const Ids32& counts, const Rows& b, int64_t first_b,
+                   const Array<double, 2>& scores, int64_t threads) {
+  require(a.shape(1) == b.shape(1) && ids.shape(0) == a.shape(0), "shapes differ");
+  require(scores.shape(0) == ids.shape(0) && scores.shape(1) == ids.shape(1), "scores must be as ids");
+  require_counts(counts, ids.shape(0), ids.shape(1));
+  nb::gil_scoped_release release;
+  exact_scores(a.data(), static_cast<int64_t>(a.shape(0)), static_cast<int64_t>(a.shape(1)), ids.data(), counts.data(),
+               static_cast<int64_t>(ids.shape(1)), b.data(), first_b, static_cast<int64_t>(b.shape(0)), scores.data(), threads);
+}
+
+void best_checked(const Rows& a, const Ids32& ids_a, const Rows& b, int64_t first_b, const Array<double, 2>& scores,
+                  const Array<int32_t, 2>& ids, const Array<int32_t, 1>& counts, int64_t threads) {
+  require(a.shape(1) == b.shape(1) && scores.shape(0) == a.shape(0) && ids.shape(0) == a.shape(0), "shapes differ");
+  require(scores.shape(1) == ids.shape(1) && counts.size() == a.shape(0), "scores, ids and counts differ");
+  const int64_t k = static_cast<int64_t>(ids.shape(1));
+  for (size_t i = 0; i < counts.size(); ++i) require(counts.data()[i] >= 0 && counts.data()[i] <= k, "a count is out of range");
+  const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
+  nb::gil_scoped_release release;
+  exact_best(rows_a, rows_b, static_cast<int64_t>(a.shape(1)), k, scores.data(), ids.data(), counts.data(), threads);
+}
+
+void rank_checked(const Array<const double, 2>& scores, const Array<const int32_t, 2>& ids, const Ids32& counts,
+                  const Array<const float, 1>& floors, double error_bound, const Array<int32_t, 2>& out,
+                  const Array<uint8_t, 1>& accepted, int64_t threads) {
+  const size_t rows = scores.shape(0), width = scores.shape(1);
+  require(ids.shape(0) == rows && ids.shape(1) == width && floors.size() == rows, "ids and floors must be as scores");
+  require(out.shape(0) == rows && accepted.size() == rows, "out must be [rows, k], accepted [rows]");
+  require_counts(counts, rows, width);
+  nb::gil_scoped_release release;
+  rank_candidates(scores.data(), ids.data(), counts.data(), static_cast<int64_t>(width), floors.data(),
+                  static_cast<int64_t>(rows), error_bound, static_cast<int64_t>(out.shape(1)), out.data(), accepted.data(),
+                  threads);
+}
+
+}  // namespace
+
+void bind_neighbour_recall(nb::module_& m) {
+  nb::class_<Best>(m, "RunningBest")
+      .def("__init__",
+           [](Best* at, const Array<float, 2>& scores, const Array<int32_t, 2>& ids, const Array<int32_t, 1>& counts,
+              const Array<float, 1>& floors, const Array<uint8_t, 1>& locks,
+              int64_t keep) { new (at) Best(checked_best(scores, ids, counts, floors, locks, keep)); },
+           nb::arg("scores").noconvert(), nb::arg("ids").noconvert(), nb::arg("counts").noconvert(),
+           nb::arg("floors").noconvert(), nb::arg("locks").noconvert(), nb::arg("keep"));
+  m.def("recall_pairs", &pairs_checked, nb::arg("a").noconvert(), nb::arg("first_a"), nb::arg("best_a").none(),
+        nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("best_b").none(), nb::arg("same"), nb::arg("threads"));
+  m.def("recall_strays", &strays_checked, nb::arg("a").noconvert(), nb::arg("ids_a").noconvert(), nb::arg("best_a"),
+        nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("threads"));
+  m.def("trim_best", &trim_checked, nb::arg("best"), nb::arg("threads"));
+  m.def("make_unit_rows", &unit_checked, nb::arg("rows").noconvert(), nb::arg("threads"));
+  m.def("exact_scores", &exact_checked, nb::arg("a").noconvert(), nb::arg("ids").noconvert(), nb::arg("counts").noconvert(),
+        nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("scores").noconvert(), nb::arg("threads"));
+  m.def("exact_best", &best_checked, nb::arg("a").noconvert(), nb::arg("ids_a").noconvert(), nb::arg("b").noconvert(),
+        nb::arg("first_b"), nb::arg("scores").noconvert(), nb::arg("ids").noconvert(), nb::arg("counts").noconvert(),
+        nb::arg("threads"));
+  m.def("rank_candidates", &rank_checked, nb::arg("scores").noconvert(), nb::arg("ids").noconvert(),
+        nb::arg("counts").noconvert(), nb::arg("floors").noconvert(), nb::arg("error_bound"), nb::arg("out").noconvert(),
+        nb::arg("accepted").noconvert(), nb::arg("threads"));
+}
+
+}  // namespace geartrain

@@ -1,0 +1,120 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "rows/array_update.hpp"
+#include "base/module.hpp"
+#include "rows/rounding.hpp"
+
+namespace geartrain {
+namespace {
+
+using FactorRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require_within(const IdArray& numbers, size_t num_rows) {
+  const auto [low, high] = std::minmax_element(numbers.data(), numbers.data() + numbers.size());
+  require(numbers.size() == 0 || (*low >= 0 && *high < static_cast<int64_t>(num_rows)), "a number lies outside the rows");
+}
+
+void gather_checked(const FloatRows& rows, const IdArray& numbers, const FloatRows& out) {
+  require(out.shape(0) == numbers.size() && out.shape(1) == rows.shape(1), "out must be [N, D]");
+  nb::gil_scoped_release release;
+  require_within(numbers, rows.shape(0));
+  gather_rows(rows.data(), static_cast<int64_t>(rows.shape(1)), numbers.data(), static_cast<int64_t>(numbers.size()), out.data());
+}
+
+int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::optional<MatrixOutput>& slots, int slot_dtype_code,
+                       const std::optional<IdOutput>& steps, const std::optional<IdArray>& numbers, const FloatRows& gradients,
+                       int64_t first_id, uint64_t seed, uint32_t table_hash, int rule, float lr, float scale, float momentum,
+                       float weight_decay, double beta1, double beta2, float epsilon, const CatchUp* catch_up) {
+  require(rule >= 0 && rule < kNumRules, "rule must be 0 (SGD), 1 (momentum), 2 (nesterov) or 3 (adam)");
+  const bool is_adam = rule == static_cast<int>(Rule::adam);
+  require((rule == static_cast<int>(Rule::sgd)) == !slots.has_value(), "SGD has no slots, the others do");
+  const DType dtype = checked_dtype(rows, dtype_code);
+  const DType slot_dtype = slots ? checked_dtype(*slots, slot_dtype_code) : DType::float32;
+  require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == (is_adam ? 2 : 1) * rows.shape(1)),
+          "slots must be shaped as the rows, of adam twice as wide");
+  require(!is_adam || slot_dtype == DType::float32, "slots of adam must be float32");
+  require(catch_up == nullptr || rule == static_cast<int>(Rule::momentum), "rows of this rule do not move without a gradient");
+  const bool counts = is_adam || dtype != DType::float32 || slot_dtype != DType::float32 || catch_up != nullptr;
+  require(counts == steps.has_value(), "steps must be given for adam, for 16 bits and with catch_up, and only for those");
+  require(!steps || steps->size() == rows.shape(0), "steps must be as many as rows");
+  const size_t count = numbers ? numbers->size() : rows.shape(0);
+  require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
+  nb::gil_scoped_release release;
+  if (numbers) require_within(*numbers, rows.shape(0));
+  const GivenRows given{static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
+                        steps ? steps->data() : nullptr, static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype,
+                        first_id, rounding_key(seed, table_hash)};
+  const GivenStep step{static_cast<Rule>(rule), {lr, scale, momentum, weight_decay}, {beta1, beta2, epsilon}, catch_up};
+  return update_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), gradients.data(), step);
+}
+
+void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& slots, int slot_dtype_code, const IdOutput& steps,
+                  const std::optional<IdArray>& numbers, const CatchUp& catch_up, const FloatRows& out) {
+  const DType dtype = checked_dtype(rows, dtype_code), slot_dtype = checked_dtype(slots, slot_dtype_code);
+  require(slots.shape(0) == rows.shape(0) && slots.shape(1) == rows.shape(1), "slots must be shaped as the rows");
+  require(steps.size() == rows.shape(0), "steps must be as many as rows");
+  const size_t count = numbers ? numbers->size() : rows.shape(0);
+  require(out.shape(0) == count && out.shape(1) == rows.shape(1), "out must be [N, D]");
+  nb::gil_scoped_release release;
+  if (numbers) require_within(*numbers, rows.shape(0));
+  const GivenRows given{static_cast<char*>(rows.data()), static_cast<char*>(slots.data()), steps.data(),
+                        static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype, 0, 0};
+  read_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), catch_up, out.data());
+}
+
+void adopt(StepHistory& history, int64_t now, const std::vector<float>& lrs, double origin_ww, double origin_vw) {
+  const StepState state{now, lrs, origin_ww, origin_vw};
+  require_steps(state);
+  history.adopt(state);
+}
+
+// [K + 1, 4]: by age, then what moves rows that were never written.
+void copy_factors(const CatchUp& catch_up, const FactorRows& out) {
+  const std::vector<Elapsed>& by_age = catch_up.by_age();
+  require(out.shape(0) == by_age.size() + 1 && out.shape(1) == 4, "out must be [num_ages + 1, 4]");
+  static_assert(sizeof(Elapsed) == 4 * sizeof(double));
+  std::memcpy(out.data(), by_age.data(), by_age.size() * sizeof(Elapsed));
+  std::memcpy(out.data() + 4 * by_age.size(), &catch_up.origin(), sizeof(Elapsed));
+}
+
+void bind_steps(nb::module_& m) {
+  nb::class_<StepHistory>(m, "StepHistory")
+      .def(nb::init<float, float>(), nb::kw_only(), nb::arg("momentum"), nb::arg("weight_decay"))
+      .def("end_step", &StepHistory::end_step, nb::arg("lr"))
+      .def("forget_before", &StepHistory::forget_before, nb::arg("step"))
+      .def("state", [](const StepHistory& history) {
+        const StepState state = history.state();
+        return nb::make_tuple(state.now, state.lrs, state.origin_ww, state.origin_vw);
+      })
+      .def("adopt", &adopt, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
+      .def_prop_ro("now", &StepHistory::now);
+  nb::class_<CatchUp>(m, "CatchUp")
+      .def("__init__", [](CatchUp* self, const StepHistory& history) { (new (self) CatchUp(history))->reach_back(1); },
+           nb::arg("history"), nb::keep_alive<1, 2>())
+      .def("copy_factors", &copy_factors, nb::arg("out").noconvert())
+      .def_prop_ro("num_ages", [](const CatchUp& catch_up) { return catch_up.by_age().size(); })
+      .def_prop_ro("now", &CatchUp::now);
+}
+
+}  // namespace
+
+void bind_given_rows(nb::module_& m) {
+  bind_steps(m);
+  m.def("gather_rows", &gather_checked, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert(), nb::arg("out").noconvert());
+  m.def("update_rows", &update_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"),
+        nb::arg("slots").noconvert().none(), nb::arg("slot_dtype"), nb::arg("steps").noconvert().none(),
+        nb::arg("numbers").noconvert().none(), nb::arg("gradients").noconvert(), nb::arg("first_id"), nb::arg("seed"),
+        nb::arg("table_hash"), nb::arg("rule"), nb::arg("lr"), nb::arg("scale"), nb::arg("momentum"), nb::arg("weight_decay"),
+        nb::arg("beta1"), nb::arg("beta2"), nb::arg("epsilon"), nb::arg("catch_up").none());
+  m.def("read_rows", &read_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"), nb::arg("slots").noconvert(),
+        nb::arg("slot_dtype"), nb::arg("steps").noconvert(), nb::arg("numbers").noconvert().none(), nb::arg("catch_up"),
+        nb::arg("out").noconvert());
+}
+
+}  // namespace geartrain

@@ -1,0 +1,96 @@
+// The rows of a table as they were at one moment, while writes go on.
+//
+// A row that is about to be written for the first time since that moment is copied aside; all others are read where they
+// lie. So the moment itself costs about a bit per row, a push pays for the rows it touches, and nothing stops for long.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <span>
+#include <utility>
+
+#include "rows/bits.hpp"
+#include "rows/id_index.hpp"
+#include "rows/slabs.hpp"
+
+namespace geartrain {
+
+// Items are a row followed by its slot, if it has one, and the number of its last step, if the table counts them.
+class FrozenRows {
+ public:
+  // `members`: the positions that belong to the moment; `room`: memory for items to keep, whatever it holds.
+  FrozenRows(Bits members, SlabArray room)
+      : members_(std::move(members)),
+        in_place_(members_.copy()),
+        num_members_(members_.count()),
+        only_in_place_(num_members_),
+        copies_(std::move(room)) {}
+
+  int64_t num_members() const { return num_members_; }
+  // What was touched since the moment before it; the table's to fill and to take back.
+  Bits& touched_before() { return touched_before_; }
+  // The memory that was used, for the next moment: fresh pages cost a push more than the copies. Bounded, so that a
+  // moment at which every row was written does not hold as much for good.
+  SlabArray take_room() {
+    copies_.keep(aside_.size(), kMostKeptBytes);
+    return std::move(copies_);
+  }
+  bool is_only_in_place(int64_t position) const { return in_place_.has(position); }
+
+  // How many of the members are in place alone, and may still have to be kept.
+  int64_t only_in_place() const { return only_in_place_; }
+
+  int64_t num_aside() const { return aside_.size(); }
+  // Of the index of what was copied aside.
+  int64_t index_bytes() const { return aside_.memory_bytes(); }
+
+  // Makes room to keep `count` items. Throws std::bad_alloc, and then nothing has changed.
+  void reserve(int64_t count) {
+    aside_.reserve(count);
+    for (int64_t place = aside_.size(); place < aside_.size() + count; ++place) copies_.ensure(place);
+  }
+  // Keeps the item of a position before it is overwritten; `reserve` must have made room.
+  void keep_aside(int64_t position, std::initializer_list<std::span<const char>> item) {
+    const int64_t place = aside_.size();
+    aside_.insert(position, place);
+    char* copy = copies_.at(place);
+    for (const auto part : item) {
+      if (!part.empty()) std::memcpy(copy, part.data(), part.size());
+      copy += part.size();
+    }
+    leave_place(position);
+  }
+  // The kept item of a position, or null.
+  const char* aside(int64_t position) const {
+    const int64_t place = aside_.find(position);
+    return place < 0 ? nullptr : copies_.at(place);
+  }
+  // The next position that belongs to the moment, or -1. Its row in place need not be kept from now on.
+  int64_t next() {
+    const int64_t position = members_.next(cursor_);
+    if (position < 0) return -1;
+    cursor_ = position + 1;
+    if (in_place_.has(position)) leave_place(position);
+    return position;
+  }
+
+ private:
+  static constexpr int64_t kMostKeptBytes = int64_t{256} << 20;
+
+  void leave_place(int64_t position) {
+    in_place_.clear(position);
+    --only_in_place_;
+  }
+
+  Bits members_;
+  Bits in_place_;  // of the members: neither copied aside nor read yet
+  int64_t num_members_;
+  int64_t only_in_place_;
+  Bits touched_before_;
+  SlabArray copies_;
+  IdIndex aside_;  // position -> place in copies_
+  int64_t cursor_ = 0;
+};
+
+}  // namespace geartrain

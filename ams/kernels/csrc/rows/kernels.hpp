@@ -1,0 +1,66 @@
+// The elementwise inner loops. One table of functions per instruction set; all give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/common.hpp"
+
+namespace geartrain {
+
+// What one push does to a row, in float32 and in this order (ams/kernels/reference/ops.py is the specification):
+//   g = gradient * scale;  d = g + weight_decay * w;  v = momentum * v + d;
+//   sgd: w -= lr * d · momentum: w -= lr * v · nesterov: w -= lr * (d + momentum * v)
+//   adam: see adam.hpp; it has two slots and a kernel of its own
+enum class Rule : int { sgd = 0, momentum = 1, nesterov = 2, adam = 3 };
+inline constexpr int kNumRules = 4, kNumPlainRules = 3;
+
+struct StepFactors {
+  float lr;
+  float scale;
+  float momentum;
+  float weight_decay;
+};
+
+// Bits of the largest |row| and |slot| value after an update, before rounding to a storage type.
+struct Largest {
+  uint32_t row;
+  uint32_t slot;
+};
+
+// The matrix of 2 x 2 that some steps without a gradient are:  w' = ww w + wv v;  v' = vw w + vv v.
+struct Elapsed {
+  double ww, wv, vw, vv;
+};
+
+// Largest magnitudes of row and slot.
+struct Ranges {
+  double row, slot;
+};
+
+struct Kernels {
+  // What steps without a gradient do to a row and its slot. Sums in float64, kept within the ranges of the storage types.
+  void (*move)(float* row, float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
+  // The row alone.
+  void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
+  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d.
+  Largest (*add_late)(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
+  // Any storage type <-> float32, round to nearest even. Index: DType.
+  void (*load[kNumDTypes])(float* out, const void* in, size_t count);
+  void (*store[kNumDTypes])(void* out, const float* in, size_t count);
+  // Bits of the largest |value| as float32 (widened for half types); >= kInfinityBits means NaN or infinity. Index: DType.
+  uint32_t (*max_abs_bits[kNumDTypes])(const void* in, size_t count);
+  // Copies past the caches; `finish_streaming` must follow before another thread may look.
+  void (*copy_streaming)(char* out, const char* in, size_t bytes);
+  // out += in.
+  void (*add)(float* out, const float* in, size_t count);
+  // Row update; `slot` is unused by sgd. Index: Rule, but adam.
+  Largest (*update[kNumPlainRules])(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
+};
+
+inline constexpr uint32_t kInfinityBits = 0x7F800000u;
+
+const Kernels& kernels();
+void finish_streaming();
+
+}  // namespace geartrain

@@ -1,0 +1,25 @@
+// What a client does before it sends: merge repeated ids, group ids by shard, and put the answers where they belong.
+#pragma once
+
+#include <cstdint>
+
+#include "base/common.hpp"
+
+namespace geartrain {
+
+// Writes the distinct ids in order of first appearance and, for each of `count` ids, the place of its id among them.
+// Returns how many are distinct.
+int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse);
+
+// sums[inverse[i]] += rows[i] in order of i; `sums` is [num_distinct, dim] and need not be initialised.
+void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t count, int64_t dim, int64_t num_distinct,
+              float* sums);
+
+// Orders 0 .. count-1 by shard, stably, and counts each shard's ids. Every bucket_to_shard value is below num_shards.
+void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards, int64_t* order,
+           int64_t* counts);
+
+// Index of the first value that is NaN or infinite, or -1.
+int64_t first_non_finite(const void* values, DType dtype, int64_t count);
+
+}  // namespace geartrain

@@ -1,0 +1,128 @@
+// The part of a row store that moves the rows nobody pushed (RowStoreSpec::window > 0). Reading moves nothing: a pull computes
+// what a row has become, the next push of the row, or the sweep for old rows, writes it.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "rows/row_store.hpp"
+
+namespace geartrain {
+namespace {
+
+// A row is caught up at the latest half a window after its last step, in a sweep that takes about a quarter.
+constexpr int64_t kOverdueShare = 2, kSweepShare = 4;
+
+float as_bound(double value) { return value < largest_of(DType::float32) ? static_cast<float>(value) : INFINITY; }
+
+}  // namespace
+
+int64_t RowStore::num_rows_there() const {
+  return std::visit([](const auto& directory) { return directory.size(); }, directory_);
+}
+
+int64_t RowStore::next_present(int64_t from) const {
+  return std::visit([from](const auto& directory) { return directory.next_present(from); }, directory_);
+}
+
+// Finds how old the rows are; each of their last steps is another line of memory.
+void RowStore::reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const {
+  constexpr int64_t kAhead = 32;
+  int64_t oldest = INT64_MAX;
+  for (int64_t i = 0; i < count + kAhead; ++i) {
+    if (i < count && positions[i] >= 0) prefetch_bytes(row_steps_->at(positions[i]), 1);
+    if (i < kAhead || positions[i - kAhead] < 0) continue;
+    const int64_t last = last_step(positions[i - kAhead]);
+    if (last > 0) oldest = std::min(oldest, last);
+  }
+  if (oldest != INT64_MAX) catch_up.reach_back(oldest);
+}
+
+// Bounds of the rows that `catch_up` can bring up to date, once they are.
+RowStore::Bounds RowStore::caught_up_bounds(const CatchUp& catch_up) const {
+  const Elapsed most = catch_up.largest();
+  const double row = bounds_.row, slot = bounds_.slot;
+  return {as_bound(most.ww * row + most.wv * slot), as_bound(most.vw * row + most.vv * slot)};
+}
+
+Ranges RowStore::ranges() const { return {largest_of(spec_.dtype), largest_of(spec_.slot_dtype)}; }
+
+// The row of `position` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
+void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  const Kernels& k = kernels();
+  const auto load = k.load[static_cast<int>(spec_.dtype)], load_slot = k.load[static_cast<int>(spec_.slot_dtype)];
+  float *weights = buffer + dim, *velocity = buffer + 2 * dim;
+  const Elapsed* elapsed = catch_up.of(position < 0 ? 0 : last_step(position));
+  if (position < 0) {
+    write_initial(out, id, buffer);
+    std::fill_n(velocity, dim, 0.0f);
+  } else {
+    load_slot(velocity, slots_->at(position), dim);
+  }
+  load(weights, position < 0 ? out : rows_.at(position), dim);
+  k.move_row(buffer, weights, velocity, dim, *elapsed, ranges());
+  k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
+}
+
+// How many of a table's `count` rows a step looks at.
+int64_t RowStore::rows_of_a_sweep(int64_t count) const { return count * kSweepShare / spec_.window + 1; }
+
+// The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
+// it began.
+RowStore::Overdue RowStore::next_overdue() {
+  const int64_t now = steps_->now();
+  if (next_present(sweep_at_) < 0) {
+    steps_->forget_before(sweep_began_ - spec_.window / kOverdueShare);
+    sweep_at_ = 0;
+    sweep_began_ = now;
+  }
+  Overdue overdue{{}, sweep_at_};
+  for (int64_t left = rows_of_a_sweep(num_rows_there()); left > 0; --left) {
+    const int64_t position = next_present(overdue.sweep_at);
+    if (position < 0) break;
+    overdue.sweep_at = position + 1;
+    const int64_t last = last_step(position);
+    if (last > 0 && last <= now - spec_.window / kOverdueShare) overdue.positions.push_back(position);
+  }
+  return overdue;
+}
+
+// Catches up the rows that the push at hand has not. All that can fail came before.
+void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer) {
+  const size_t dim = static_cast<size_t>(spec_.dim);
+  const Kernels& k = kernels();
+  const auto raise = [&](float& bound, DType dtype, const char* values) {
+    const float largest = std::bit_cast<float>(k.max_abs_bits[static_cast<int>(dtype)](values, dim));
+    bound = std::max(bound, largest);
+    return largest != 0;
+  };
+  for (int64_t position : overdue.positions) {
+    if (is_late(position)) continue;
+    char *row = rows_.at(position), *slot = slots_->at(position);
+    k.load[static_cast<int>(spec_.dtype)](buffer, row, dim);
+    k.load[static_cast<int>(spec_.slot_dtype)](buffer + dim, slot, dim);
+    if (const Elapsed* elapsed = catch_up.of(last_step(position))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
+    const int64_t id = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
+    store_rounded(spec_.dtype, row, buffer, dim, draw_of(id, catch_up.now(), Part::row));
+    store_rounded(spec_.slot_dtype, slot, buffer + dim, dim, draw_of(id, catch_up.now(), Part::slot));
+    raise(bounds_.row, spec_.dtype, row);
+    const bool moves = raise(bounds_.slot, spec_.slot_dtype, slot) || steps_->moves_rows_at_rest();
+    last_step(position) = moves ? catch_up.now() : kResting;
+  }
+  sweep_at_ = overdue.sweep_at;
+}
+
+StepState RowStore::step_state() const {
+  std::shared_lock lock(mutex_);
+  return steps_->state();
+}
+
+void RowStore::adopt_steps(const StepState& state) {
+  std::unique_lock lock(mutex_);
+  steps_->adopt(state);
+  sweep_at_ = 0;
+  sweep_began_ = state.now;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,179 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+
+#include "base/module.hpp"
+#include "rows/row_store.hpp"
+
+namespace geartrain {
+namespace {
+
+using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require_width(const RowStore& store, size_t width) {
+  require(static_cast<int64_t>(width) == store.spec().dim, "rows must be as wide as the table's dim");
+}
+
+void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, float momentum, float weight_decay,
+            int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
+            int64_t num_rows, int64_t threads, int64_t window, double beta1, double beta2, float epsilon) {
+  require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
+  require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
+  require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
+  require(window == 0 || (window >= 4 && rule == static_cast<int>(Rule::momentum)), "window must be 0, or >= 4 with momentum");
+  require(rule >= 0 && rule < kNumRules, "unknown rule");
+  if (static_cast<Rule>(rule) == Rule::adam) {
+    require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "beta1 and beta2 must lie in [0, 1)");
+    require(std::isnormal(epsilon) && epsilon > 0, "epsilon must be a normal float32 > 0");
+    require(static_cast<DType>(slot_dtype) == DType::float32, "slots of adam must be float32");
+  }
+  require(distribution >= 0 && distribution <= 2, "unknown distribution");
+  require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
+  const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
+  for (size_t i = 0; i < owned.size(); ++i)
+    require(owned[i] >= 0 && owned[i] < kNumBuckets && (i == 0 || owned[i - 1] < owned[i]),
+            "owned_buckets must ascend within [0, 4096)");
+  const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
+  new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), static_cast<Rule>(rule),
+                                   momentum, weight_decay, initial, owned, num_rows, threads, window,
+                                   AdamSettings{beta1, beta2, epsilon}});
+}
+
+void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
+          const std::optional<Flags>& present) {
+  checked_dtype(out, static_cast<int>(store.spec().dtype));
+  require_width(store, out.shape(1));
+  require(positions ? positions->size() == ids.size() : out.shape(0) >= ids.size(), "positions must be as long as ids");
+  require(!present || present->size() == out.shape(0), "present must be as long as out");
+  const RowStore::PullInto into{static_cast<char*>(out.data()), present ? present->data() : nullptr,
+                                positions ? positions->data() : nullptr, static_cast<int64_t>(out.shape(0))};
+  nb::gil_scoped_release release;
+  store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
+}
+
+int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale,
+             bool ends_step) {
+  const DType dtype = checked_dtype(gradients, dtype_code);
+  require_width(store, gradients.shape(1));
+  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+  require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
+  nb::gil_scoped_release release;
+  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale, ends_step);
+}
+
+void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale) {
+  const DType dtype = checked_dtype(gradients, dtype_code);
+  require_width(store, gradients.shape(1));
+  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+  nb::gil_scoped_release release;
+  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale);
+}
+
+void make_room(RowStore& store, const IdArray& ids) {
+  nb::gil_scoped_release release;
+  store.make_room(ids.data(), static_cast<int64_t>(ids.size()));
+}
+
+int64_t assign(RowStore& store, const IdArray& ids, const Matrix& rows) {
+  checked_dtype(rows, static_cast<int>(store.spec().dtype));
+  require_width(store, rows.shape(1));
+  require(rows.shape(0) == ids.size(), "rows must have one row per id");
+  nb::gil_scoped_release release;
+  return store.assign(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()));
+}
+
+struct RowArrays {
+  char* rows;
+  char* slots;
+};
+
+template <class Array>
+RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, const std::optional<Array>& slots) {
+  const bool has_slots = store.spec().rule != Rule::sgd;
+  require(slots.has_value() == has_slots, "slots must be given for tables that have them, and only for those");
+  checked_dtype(rows, static_cast<int>(store.spec().dtype));
+  require_width(store, rows.shape(1));
+  require(rows.shape(0) == count, "rows must be as many as ids");
+  if (has_slots) {
+    checked_dtype(*slots, static_cast<int>(store.spec().slot_dtype));
+    require(static_cast<int64_t>(slots->shape(1)) == store.spec().slot_dim(), "slots must be as wide as the rule's slots");
+    require(slots->shape(0) == count, "slots must be as many as ids");
+  }
+  return {const_cast<char*>(static_cast<const char*>(rows.data())),
+          has_slots ? const_cast<char*>(static_cast<const char*>(slots->data())) : nullptr};
+}
+
+int64_t freeze(RowStore& store, bool only_touched) {
+  require(!store.is_frozen(), "the table is frozen already");
+  nb::gil_scoped_release release;
+  return store.freeze(only_touched);
+}
+
+void require_steps(const RowStore& store, size_t count, size_t steps, bool given) {
+  require(given == (store.spec().window > 0 || store.spec().counts_updates()),
+          "steps must be given for tables with a window or with adam, and only for those");
+  require(!given || steps == count, "steps must be as many as ids");
+}
+
+int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
+                    const std::optional<IdOutput>& steps) {
+  const RowArrays items = checked_items(store, ids.size(), rows, slots);
+  require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
+  nb::gil_scoped_release release;
+  return store.read_frozen(static_cast<int64_t>(ids.size()), ids.data(), items.rows, items.slots,
+                           steps ? steps->data() : nullptr);
+}
+
+int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots,
+                const std::optional<IdArray>& steps) {
+  const RowArrays items = checked_items(store, ids.size(), rows, slots);
+  require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
+  nb::gil_scoped_release release;
+  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr);
+}
+
+nb::tuple step_state(const RowStore& store) {
+  require(store.spec().window > 0, "the table counts no steps");
+  const StepState state = store.step_state();
+  return nb::make_tuple(state.now, state.lrs, state.origin_ww, state.origin_vw);
+}
+
+void adopt_steps(RowStore& store, int64_t now, const std::vector<float>& lrs, double origin_ww, double origin_vw) {
+  require(store.spec().window > 0, "the table counts no steps");
+  const StepState state{now, lrs, origin_ww, origin_vw};
+  require_steps(state);
+  store.adopt_steps(state);
+}
+
+}  // namespace
+
+void bind_row_store(nb::module_& m) {
+  nb::class_<RowStore>(m, "RowStore")
+      .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("rule"),
+           nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
+           nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
+           nb::arg("threads"), nb::arg("window"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("epsilon"))
+      .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
+           nb::arg("present").noconvert().none())
+      .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),
+           nb::arg("scale"), nb::arg("ends_step"))
+      .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
+           nb::arg("lr"), nb::arg("scale"))
+      .def("surely_takes", &RowStore::surely_takes, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
+      .def("make_room", &make_room, nb::arg("ids").noconvert())
+      .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
+      .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
+      .def("freeze", &freeze, nb::arg("only_touched"))
+      .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
+           nb::arg("steps").noconvert().none())
+      .def("thaw", &RowStore::thaw, nb::arg("kept"))
+      .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
+           nb::arg("steps").noconvert().none())
+      .def("step_state", &step_state)
+      .def("adopt_steps", &adopt_steps, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
+      .def_prop_ro("num_present", &RowStore::num_present)
+      .def_prop_ro("memory_bytes", &RowStore::memory_bytes);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,76 @@
+// The arithmetic of a class head over a chunk of class rows: logits, exponentials, their weighted sums, row gradients.
+//
+// Each function is compiled for every instruction set and walks the rows tile by tile, so that a tile's unit rows, logits
+// and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no part of
+// the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
+//
+// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/head/loss/softmax.py and chunk_pass.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace geartrain {
+
+// Both operands of the products, in panels: of the samples for the logits, of the width for the row gradients.
+struct PackedBatch {
+  int64_t batch;
+  int64_t dim;
+  const float* features;  // x̂ [B, D]
+  const float* query;  // x̂ times what makes logits to base 2; as `pack` wrote it, at a multiple of 64 bytes
+  const float* key;    // x̂, the same
+};
+
+// Which cells of the chunk belong to a sample's own class.
+struct Targets {
+  const int64_t* rows;  // as counted in what the chunk is a part of
+  const int64_t* samples;
+  int64_t count;
+  int64_t first_row = 0;  // the chunk's first row, in that count
+};
+
+struct ForwardChunk {
+  const float* rows;  // [N, D]
+  int64_t num_rows;
+  bool normalised;  // whether rows count by their direction only
+  Targets targets;
+  const float* offsets;  // [N] added to the logits of each row but in the targets' cells; null: 0
+  float* target_rows;  // [B, D]: the (unit) rows of the targets found here
+  float* shift;        // [B] finite; raised to the largest logit but the targets; null: exponentials need none
+  double* sum;         // [B] += exp2(logit - shift), targets left out
+  float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
+  float* kept;         // [N, B] logits, or with no shift their exponentials; or null
+};
+
+struct GradientChunk {
+  float* rows;  // [N, D]; each is overwritten by its gradient
+  int64_t num_rows;
+  bool normalised;
+  Targets targets;
+  const float* offsets;  // as in the forward pass
+  const float* log_sum;        // [B] log2 of the sum of the exponentials
+  const float* target_weight;  // [B] derivative at the target's cosine
+  const float* kept;           // [N, B] of the forward pass, or null: made again
+  bool kept_exponentials;      // whether those are exponentials
+  float factor;                // multiplies everything
+};
+
+struct ClassPass {
+  int64_t (*packed_size)(int64_t depth, int64_t width);  // floats
+  void (*pack)(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride, float scale,
+               float* out);
+  int64_t (*scratch_size)(int64_t dim);  // floats
+  void (*forward)(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch);
+  // Returns 0, or NaN if a gradient is not finite.
+  float (*gradient)(const PackedBatch& batch, const GradientChunk& chunk, float* scratch);
+};
+
+const ClassPass& class_pass();
+
+// The same with products of bfloat16 and sums in float32: by the CPU's matrix unit, or slower than in float32 without one.
+const ClassPass& bfloat16_class_pass();
+
+// Whether this CPU has a matrix unit for them (AMX), and may use it.
+bool has_bfloat16_unit();
+
+}  // namespace geartrain

@@ -1,0 +1,38 @@
+"""How much memory the rows of this process may take, their slots and indexes included."""
+
+from __future__ import annotations
+
+from geartrain.ams.kernels import _core
+from geartrain.ams.values.errors import InvalidArgument, OutOfMemory
+
+UNLIMITED = 2**63 - 1
+
+
+def set_memory_limit(num_bytes: int) -> None:
+    """Refuse from now on what would take all tables of this process beyond so many bytes, :data:`UNLIMITED` at first.
+
+    Counted are the pages of 2 MiB that rows and slots touch, all of their indexes, and the rows that freezes keep.
+    Tables that are there stay as they are. Any thread. Raises InvalidArgument if it is below 0.
+    """
+    if not 0 <= num_bytes <= UNLIMITED:
+        raise InvalidArgument(f"the memory limit is {num_bytes}; it must lie in [0, {UNLIMITED}]")
+    _core.set_memory_limit(num_bytes)
+
+
+def memory_limit() -> int:
+    """Bytes that all tables of this process may take."""
+    return _core.memory_limit()
+
+
+def memory_used() -> int:
+    """Bytes that all tables of this process take, of those that the limit bounds."""
+    return _core.memory_used()
+
+
+def over_budget(asked: int, used: int, limit: int) -> OutOfMemory:
+    """Word what the compiled module refuses."""
+    return OutOfMemory(
+        f"rows need {asked} more bytes; those of this process take {used} of the {limit} bytes that they may "
+        "(server.memory_bytes). Nothing was changed. Add shards on other machines, drop tables, or give the server "
+        "more memory"
+    )

@@ -1,0 +1,231 @@
+"""The compiled kernels, typed. Arrays are checked here; :mod:`geartrain.ams.kernels.reference.ops` is the specification.
+
+Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. Rows are float32, float16 or bfloat16
+(ml_dtypes). Every function releases the GIL, keeps no state, and gives the same bits on every instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import _core
+from geartrain.ams.kernels._core import ClassPass, Refused, RowStore
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.ams.values.specs import DTYPES, Ids
+
+__all__ = [
+    "DTYPE_CODES",
+    "NUM_BUCKETS",
+    "ClassPass",
+    "Refused",
+    "RowStore",
+    "all_finite",
+    "as_bits",
+    "checked_ids",
+    "first_non_finite",
+    "isa",
+    "merge_duplicates",
+    "route",
+    "sample_permutation",
+    "select_neighbours",
+    "splitmix64",
+]
+
+NUM_BUCKETS = 4096
+DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+"""How the compiled module names a storage type: float32 0, float16 1, bfloat16 2."""
+_LABEL_FAULT = 1
+_UINT16 = np.dtype(np.uint16)
+_INT64 = np.dtype(np.int64)
+
+
+def isa() -> str:
+    """Name the instruction set in use: ``baseline``, ``avx2`` or ``avx512`` (``GEARTRAIN_ISA`` forces one)."""
+    return _core.isa
+
+
+def lookahead() -> str:
+    """Name the way rows are asked for ahead: ``bursts`` or ``window`` (``GEARTRAIN_LOOKAHEAD`` forces one)."""
+    return _core.lookahead
+
+
+def has_bfloat16_class_pass() -> bool:
+    """Whether products in bfloat16 are faster in :class:`ClassPass` than those in float32: on a CPU with AMX."""
+    return _core.has_bfloat16_class_pass()
+
+
+def checked_ids(ids: Any, label: str = "ids") -> Ids:
+    """Return ``ids`` if it is an int64 vector (made contiguous if it is not), else raise :class:`InvalidIds`."""
+    if not isinstance(ids, np.ndarray) or ids.dtype != _INT64 or ids.ndim != 1:
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise InvalidIds(f"{label} is {found}; it must be a numpy int64 vector [N]")
+    return ids if ids.flags.c_contiguous and ids.flags.aligned else _native(ids)
+
+
+def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Copy into aligned, contiguous memory."""
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def as_bits(rows: Any, label: str = "rows") -> tuple[npt.NDArray[Any], int]:
+    """Return an array as the compiled module takes it (half types as uint16) with its dtype code.
+
+    An array that is not C-contiguous and aligned is copied. Raises :class:`InvalidRows` for another dtype.
+    """
+    code = DTYPE_CODES.get(rows.dtype) if isinstance(rows, np.ndarray) else None
+    if code is None:
+        found = rows.dtype if isinstance(rows, np.ndarray) else type(rows).__name__
+        raise InvalidRows(f"{label} is {found}; it must be a numpy array of {', '.join(DTYPES)}")
+    flags = rows.flags
+    if not (flags.c_contiguous and flags.aligned):
+        rows = _native(rows)
+    return (rows if code == 0 else rows.view(_UINT16)), code
+
+
+@overload
+def merge_duplicates(ids: Ids, rows: None = None) -> tuple[Ids, Ids, None]: ...
+@overload
+def merge_duplicates(ids: Ids, rows: npt.NDArray[Any]) -> tuple[Ids, Ids, npt.NDArray[Any]]: ...
+def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Ids, Ids, npt.NDArray[Any] | None]:
+    """Merge repeated ids, summing their rows in the caller's order.
+
+    Args:
+        ids: [N].
+        rows: [N, D] or None.
+
+    Returns:
+        The distinct ids [U] in order of first appearance; for each id its place among them [N]; and the sums, float32
+        [U, D] (None without ``rows``). With nothing to merge, ``ids`` and ``rows`` are returned as they are.
+
+    Raises:
+        InvalidIds: ``ids`` is not an int64 vector.
+        InvalidRows: ``rows`` is not a float array [N, D].
+    """
+    ids = checked_ids(ids)
+    bits, code = (None, 0) if rows is None else as_bits(rows)
+    if bits is not None and (bits.ndim != 2 or len(bits) != len(ids)):
+        raise InvalidRows(f"rows has shape {list(bits.shape)}; it must be [{len(ids)}, D], one row per id")
+    distinct, inverse = np.empty_like(ids), np.empty_like(ids)
+    num_distinct = _core.merge_ids(ids, distinct, inverse)
+    if num_distinct == len(ids):
+        return ids, inverse, rows
+    if bits is None:
+        return distinct[:num_distinct], inverse, None
+    sums = np.empty((num_distinct, bits.shape[1]), np.float32)
+    _core.sum_rows(bits, code, inverse, sums)
+    return distinct[:num_distinct], inverse, sums
+
+
+def first_non_finite(values: npt.NDArray[Any]) -> int:
+    """Return the flat (C-order) index of the first NaN or infinity, or -1. Any shape; float32, float16 or bfloat16."""
+    bits, code = as_bits(values, "values")
+    return _core.first_non_finite(bits, code)
+
+
+def all_finite(values: npt.NDArray[Any]) -> bool:
+    """Tell whether no value is NaN or infinite. Any shape; float32, float16 or bfloat16."""
+    return first_non_finite(values) < 0
+
+
+def route(
+    ids: Ids, bucket_to_shard: npt.NDArray[np.uint16], dense: bool, num_shards: int | None = None
+) -> tuple[Ids, Ids]:
+    """Group ids by the shard that owns them.
+
+    Args:
+        ids: [N], any int64 (whether an id is legal is the shard's to say).
+        bucket_to_shard: uint16 [4096].
+        dense: The bucket of an id is ``id % 4096`` if true, else ``splitmix64(id) >> 52``.
+        num_shards: Length of the counts; None: the largest shard of the map plus one.
+
+    Returns:
+        The order [N] in which to take the ids so that shard 0's come first, then shard 1's, …, each in the caller's
+        order; and how many each shard has [num_shards].
+    """
+    if bucket_to_shard.dtype != _UINT16 or bucket_to_shard.shape != (NUM_BUCKETS,):
+        raise InvalidArgument(
+            f"bucket_to_shard is {bucket_to_shard.dtype} {list(bucket_to_shard.shape)};"
+            f" it must be uint16 [{NUM_BUCKETS}]"
+        )
+    ids = checked_ids(ids)
+    largest = int(bucket_to_shard.max())
+    if num_shards is None:
+        num_shards = largest + 1
+    if num_shards <= largest:
+        raise InvalidArgument(f"bucket_to_shard names shard {largest}; with num_shards {num_shards} it must be lower")
+    order, counts = np.empty_like(ids), np.empty(num_shards, np.int64)
+    _core.route(ids, np.ascontiguousarray(bucket_to_shard), dense, order, counts)
+    return order, counts
+
+
+def sample_permutation(num_ids: int, count: int, seed: int, step: int, first: int = 0) -> Ids:
+    """Return places ``first`` … ``first + count - 1`` of the keyed permutation of [0, num_ids) under (seed, step).
+
+    O(count), no state; see :func:`geartrain.ams.kernels.reference.ops.sample_permutation` for the definition.
+    ``seed`` and ``step`` count modulo 2**64. Raises :class:`InvalidArgument` unless 0 <= first and
+    first + count <= num_ids <= 2**62.
+    """
+    if not 1 <= num_ids <= 2**62:
+        raise InvalidArgument(f"num_ids is {num_ids}; it must lie in [1, 2**62]")
+    if first < 0 or not 0 <= count <= num_ids - first:
+        raise InvalidArgument(
+            f"count is {count} from place {first} on; it must lie in [0, num_ids - first = {num_ids - first}]"
+        )
+    out = np.empty(count, np.int64)
+    _core.sample_permutation(num_ids, first, seed % 2**64, step % 2**64, out)
+    return out
+
+
+def select_neighbours(
+    offsets: npt.NDArray[np.int64],
+    neighbours: npt.NDArray[np.int64 | np.int32],
+    labels: Ids,
+    budget: int,
+    *,
+    seed: int,
+    step: int,
+) -> Ids:
+    """Choose the active classes for ``labels`` [B] from lists of neighbours.
+
+    See :func:`geartrain.ams.kernels.reference.ops.select_neighbours` for the definition and
+    :meth:`geartrain.ams.graph.building.neighbours.NeighbourTable.select` for the arguments. O(budget + B) time and memory, but
+    for sorting the labels (and the answer, where the table has more than 64 classes for each chosen one).
+
+    Raises:
+        InvalidArgument: ``budget`` is below 1, or the table names a class that it does not have.
+        InvalidIds: a label is no int64 or outside the table.
+    """
+    num_classes = len(offsets) - 1
+    if budget < 1:
+        raise InvalidArgument(f"budget is {budget}; it must be at least 1")
+    labels = checked_ids(labels, "labels")
+    out = np.empty(min(max(budget, len(labels)), num_classes), np.int64)
+    budget = min(budget, num_classes)
+    count, fault = _core.select_neighbours(offsets, neighbours, labels, budget, seed % 2**64, step % 2**64, out)
+    if fault == _LABEL_FAULT:
+        raise InvalidIds(
+            f"label {labels[count]} at index {count} is outside the table of neighbours; labels lie in"
+            f" [0, {num_classes})"
+        )
+    if fault:
+        raise InvalidArgument(f"the table of neighbours names a class outside [0, {num_classes}); build it again")
+    return out[:count]
+
+
+def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Hash 64-bit integers [N] (signed ones as their two's complement) to uint64 [N]."""
+    x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def bytes_with_room(head: bytes, room: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
+    """Make a message in place: bytes that begin with ``head``, and a view [room] of the rest for the caller to fill.
+
+    Fill the view before anybody else gets the bytes; from then on they are immutable like all bytes.
+    """
+    return _core.bytes_with_room(head, room)

@@ -1,0 +1,1 @@
+"""Plain references: each is the specification of a kernel."""

@@ -1,0 +1,81 @@
+"""The specifications of the slot index and of freshness, in plain Python and numpy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SlotIndex:
+    """What :class:`geartrain.ams.kernels.position_lru.SlotIndex` does; which free slot is taken is left open there."""
+
+    def __init__(self, capacity: int) -> None:
+        self.slots: OrderedDict[int, int] = OrderedDict()
+        """From the least to the most recently used."""
+        self.free = set(range(capacity))
+
+    def find(self, ids: list[int], *, touch: bool) -> list[int]:
+        """The slots, or -1."""
+        found = [self.slots.get(one, -1) for one in ids]
+        if touch:
+            for one in ids:
+                if one in self.slots:
+                    self.slots.move_to_end(one)
+        return found
+
+    def place(self, ids: list[int]) -> tuple[list[int], int]:
+        """The slots, and how many other ids lost theirs."""
+        placed, evicted = [], 0
+        for one in ids:
+            if one not in self.slots:
+                if not self.free:
+                    self.free.add(self.slots.popitem(last=False)[1])
+                    evicted += 1
+                self.slots[one] = self.free.pop()
+            self.slots.move_to_end(one)
+            placed.append(self.slots[one])
+        return placed, evicted
+
+    def remove(self, ids: list[int]) -> list[int]:
+        """The slots that became free, or -1."""
+        removed = [self.slots.pop(one, -1) for one in ids]
+        self.free |= {slot for slot in removed if slot >= 0}
+        return removed
+
+    def oldest(self, count: int) -> list[int]:
+        """Ids, the least recently used first."""
+        return list(self.slots)[:count]
+
+    def grow(self, capacity: int) -> None:
+        """More slots."""
+        self.free |= set(range(len(self.slots) + len(self.free), capacity))
+
+
+def judge(
+    versions: npt.NDArray[np.int64],
+    times: npt.NDArray[np.float64],
+    *,
+    now: float,
+    dense_version: int,
+    expire_seconds: float,
+    max_version_lag: int | None,
+    age_edges: npt.NDArray[np.float64],
+    num_lags: int,
+) -> tuple[npt.NDArray[np.bool_], int, int, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return hits [N], how many are absent, how many lag, and the counts of the hits' ages [E + 1] and lags."""
+    ages = np.abs(now - times)
+    lags = [abs(dense_version - int(version)) for version in versions]
+    young = ages < expire_seconds
+    near = np.array([max_version_lag is None or lag <= max_version_lag for lag in lags], np.bool_)
+    hits = young & near
+    age_bins = np.searchsorted(age_edges, ages[hits], side="right")
+    lag_bins = np.array([min(lag.bit_length(), num_lags - 1) for lag in lags], np.int64)[hits]
+    return (
+        hits,
+        int((times == -np.inf).sum()),
+        int((young & ~near).sum()),
+        np.bincount(age_bins, minlength=len(age_edges) + 1),
+        np.bincount(lag_bins, minlength=num_lags),
+    )

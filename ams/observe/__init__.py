@@ -1,0 +1,1 @@
+"""What tests and people see of a running process: failpoints."""

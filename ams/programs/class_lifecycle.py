@@ -1,0 +1,149 @@
+"""Which of a head's classes live: new ones come and old ones go while it trains, and the table stays as it is.
+
+A head has ``num_classes`` rows; the retired ones take no part until their ids are given out again. Selections know only
+the living ones, numbered 0 … L − 1 in rising order of their ids, so what they choose is a function of (labels, seed,
+step, retired classes) alone. Numpy only: shards use it beside their rows.
+
+Legend: C classes (rows), L living ones, R runs of consecutive retired ids, N ids of a call.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from geartrain.ams.programs.selection import ActiveClasses, Selection
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.specs import Ids
+
+_NONE = np.empty((0, 2), np.int64)
+
+
+class LivingClasses:
+    """The classes of a table of C rows that are not retired. Immutable; memory O(R), time O(log R) an id.
+
+    Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), rising, with a living class
+    between any two; ``jumps`` int64 [R], the number of the first living class behind each run; ``retired_before``
+    int64 [R + 1], how many are retired before it.
+    """
+
+    def __init__(self, num_classes: int, retired_runs: Any = _NONE) -> None:
+        """Raises InvalidArgument unless the runs are as above and leave a class alive."""
+        try:
+            runs = np.array(retired_runs, np.int64).reshape(-1, 2)
+        except (ValueError, TypeError, OverflowError) as exc:
+            raise InvalidArgument(f"retired classes are {retired_runs!r:.80}; they must be runs [R, 2]") from exc
+        bounds = np.concatenate([[-1], runs.ravel(), [num_classes + 1]])
+        if np.any(bounds[1:] <= bounds[:-1]):
+            raise InvalidArgument(
+                f"the runs of retired classes {runs[:3].tolist()} … must rise within [0, {num_classes}], with a living "
+                "class between two of them"
+            )
+        lengths = runs[:, 1] - runs[:, 0]
+        self.num_classes = num_classes
+        self.retired_runs = runs
+        self.retired_before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self.jumps = runs[:, 0] - self.retired_before[:-1]
+        if self.num_living < 1:
+            raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one living class at least")
+
+    @staticmethod
+    def first(num_classes: int, num_living: int | None) -> LivingClasses:
+        """The first ``num_living`` (None: all) of ``num_classes``. Raises InvalidArgument."""
+        if num_living is None or num_living == num_classes:
+            return LivingClasses(num_classes)
+        if isinstance(num_living, bool) or not isinstance(num_living, int) or not 1 <= num_living <= num_classes:
+            raise InvalidArgument(
+                f"num_living is {num_living!r}; it must lie in [1, {num_classes}], num_classes being the most classes "
+                "that may ever live at a time"
+            )
+        return LivingClasses(num_classes, [[num_living, num_classes]])
+
+    @property
+    def num_living(self) -> int:
+        """L."""
+        return self.num_classes - int(self.retired_before[-1])
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no class is retired."""
+        return not len(self.retired_runs)
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal for equal sets of living classes; 0 if all live."""
+        return 0 if self.are_all else xxhash.xxh3_64_intdigest(self.retired_runs.tobytes()) >> 2 | 1
+
+    @cached_property
+    def all_ids(self) -> Ids:
+        """Ids [L] of the living classes, rising. Held: 8 · L bytes."""
+        return self.ids(np.arange(self.num_living, dtype=np.int64))
+
+    def ids(self, numbers: Ids) -> Ids:
+        """Ids [N] of the living classes with these numbers [N]."""
+        return numbers + self.retired_before[np.searchsorted(self.jumps, numbers, side="right")]
+
+    def numbers(self, ids: Ids) -> Ids:
+        """Numbers [N] of living class ids [N]."""
+        return ids - self.retired_before[np.searchsorted(self.retired_runs[:, 0], ids, side="right")]
+
+    def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of the class ids [N] live."""
+        runs = np.searchsorted(self.retired_runs[:, 0], ids, side="right")
+        last_stop = np.concatenate([[0], self.retired_runs[:, 1]])
+        held: npt.NDArray[np.bool_] = ids >= last_stop[runs]
+        return held
+
+    def require(self, ids: Ids, what: str) -> Ids:
+        """Return class ids [N] within the table; raise InvalidIds naming the first that is retired."""
+        if not self.are_all and len(wrong := np.flatnonzero(~self.holds(ids))):
+            raise InvalidIds(
+                f"{what} {int(ids[wrong[0]])} at index {int(wrong[0])} is a class that does not live: it was retired, "
+                "or never added; drop such samples, or add it with head.add_classes(...)"
+            )
+        return ids
+
+    def free_ids(self, count: int) -> Ids:
+        """The lowest ``count`` ids that do not live, rising. Raises InvalidArgument if there are fewer."""
+        free = self.num_classes - self.num_living
+        if count > free:
+            raise InvalidArgument(
+                f"{count} classes were to be added, and {free} of {self.num_classes} ids are free; retire others, or "
+                "make the head with a larger num_classes (rows never written take no memory on a shard)"
+            )
+        others = LivingClasses(self.num_classes, _complement(self.retired_runs, self.num_classes)) if free else self
+        return others.ids(np.arange(count, dtype=np.int64))
+
+    def with_added(self, ids: Ids) -> LivingClasses:
+        """The same and the retired ``ids``, which are distinct."""
+        living = _joined(_complement(self.retired_runs, self.num_classes), ids)
+        return LivingClasses(self.num_classes, _complement(living, self.num_classes))
+
+    def without(self, ids: Ids) -> LivingClasses:
+        """The same without the living ``ids``, which are distinct. Raises InvalidArgument if none would be left."""
+        return LivingClasses(self.num_classes, _joined(self.retired_runs, ids))
+
+    def select(self, select: Selection, labels: Ids, step: int) -> ActiveClasses:
+        """The active classes that ``select`` chooses of the living ones, for living labels [B]."""
+        if self.are_all:
+            return select.select(labels, self.num_classes, step)
+        chosen = select.select(self.numbers(labels), self.num_living, step)
+        return ActiveClasses(chosen.num, self.all_ids if chosen.sorted_ids is None else self.ids(chosen.sorted_ids))
+
+
+def _joined(runs: Ids, ids: Ids) -> Ids:
+    """Runs [R, 2] and single ids outside them, as runs."""
+    starts, stops = np.concatenate([runs[:, 0], ids]), np.concatenate([runs[:, 1], ids + 1])
+    order = np.argsort(starts)
+    starts, stops = starts[order], stops[order]
+    apart = starts[1:] != stops[:-1]
+    return np.stack([starts[np.append(True, apart)[: len(starts)]], stops[np.append(apart, True)[: len(stops)]]], 1)
+
+
+def _complement(runs: Ids, num_classes: int) -> Ids:
+    bounds = np.concatenate([[0], runs.ravel(), [num_classes]]).reshape(-1, 2)
+    return bounds[bounds[:, 0] < bounds[:, 1]]

@@ -1,0 +1,171 @@
+"""Which classes take part in a step: all of them, or the positives and a random part (PLSC, section 2.2; partial FC).
+
+A selection is a function of (labels, num_classes, step) alone, so every rank and every place that knows the labels of
+the whole batch finds the same active classes, and a resumed run goes on with the same ones.
+
+Legend: A active classes, B labels. Class ids are int64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels.sampling import sample_ids
+from geartrain.ams.values.arguments import boolean, integer, real_number
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import Ids
+
+_HASH_BITS = 16
+
+
+@dataclass(frozen=True)
+class ActiveClasses:
+    """The classes of one step, in rising order of their ids; position p of A is the p-th of them."""
+
+    num: int
+    """A."""
+    sorted_ids: Ids | None = None
+    """[A] rising; None: the classes 0 … A − 1, for which no array is held."""
+
+    @property
+    def ids(self) -> Ids:
+        """Class ids [A], rising."""
+        return self.range(0, self.num)
+
+    def range(self, start: int, stop: int) -> Ids:
+        """Class ids at positions ``start`` … ``stop`` − 1, rising."""
+        if self.sorted_ids is None:
+            return np.arange(start, stop, dtype=np.int64)
+        return self.sorted_ids[start:stop]
+
+    def positions(self, labels_B: Ids) -> Ids:
+        """Position of each label [B]; every label must be active."""
+        if self.sorted_ids is None:
+            return labels_B
+        return np.searchsorted(self.sorted_ids, labels_B).astype(np.int64, copy=False)
+
+
+class Selection(Protocol):
+    """Chooses the active classes of a step; pure."""
+
+    def budget(self, num_classes: int) -> int:
+        """How many classes are active unless the positives alone are more."""
+        ...
+
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
+        """Active classes for the labels [B] (of all ranks) at ``step``; every label is among them."""
+        ...
+
+
+@dataclass(frozen=True)
+class FullSoftmax:
+    """Every class is active."""
+
+    def budget(self, num_classes: int) -> int:
+        """All of ``num_classes``."""
+        return num_classes
+
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:  # noqa: ARG002
+        """All of ``num_classes``; O(1)."""
+        return ActiveClasses(num_classes)
+
+
+@dataclass(frozen=True)
+class PartialFC:
+    """The distinct labels, filled up with random other classes to round(sample_rate · num_classes).
+
+    Positives are always kept: if they alone are more than the budget they enlarge it. The others are the first of the
+    keyed permutation of (seed, step), hence O(active) work; nothing is drawn per class.
+    """
+
+    sample_rate: float = 0.1
+    """Part of the classes that is active, in (0, 1]."""
+    seed: int = 0
+    """Key of the sampling, with the step; an unsigned 64-bit integer."""
+    corrected: bool | None = None
+    """Whether the sampled negatives count as often as they stand for others (:class:`SamplingCorrection`). None: where
+    the head has no margin, for then its loss is meant to be that over all classes."""
+
+    def __post_init__(self) -> None:
+        if self.corrected is not None:
+            boolean("corrected", self.corrected)
+        if not 0.0 < real_number("sample_rate", self.sample_rate) <= 1.0:
+            raise InvalidArgument(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
+        integer("seed", self.seed, 0, 2**64 - 1)
+
+    def budget(self, num_classes: int) -> int:
+        """round(sample_rate · num_classes), at least 1."""
+        return max(1, round(self.sample_rate * num_classes))
+
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
+        """Positives and fill-up for the labels [B]; O(active log active)."""
+        return positives_and_sample(labels, num_classes, self.budget(num_classes), self.seed, step)
+
+    def corrects(self, margin: object) -> bool:
+        """Whether a head with this margin (None: none) corrects its logits."""
+        return margin is None if self.corrected is None else self.corrected
+
+
+@dataclass(frozen=True)
+class SamplingCorrection:
+    """What makes a softmax over sampled classes one over all of them: −log q is added to the logit of each sampled one.
+
+    q = (A − P) / (L − P) is the probability with which one of the L living classes that is none of the P distinct
+    labels is among the A active ones. Labels always are, and stay as they are. (Sampled softmax: Jean et al. 2015,
+    section 3; Bengio and Senécal 2008.) The sums of exponentials are then right on average; their logarithm is so but
+    for a bias that shrinks with 1 / A.
+    """
+
+    log2_weight: float
+    """−log2 q."""
+    positives: Ids
+    """Ids [P] of the distinct labels, rising."""
+
+    @staticmethod
+    def of(labels: Ids, num_active: int, num_living: int) -> SamplingCorrection | None:
+        """For the labels [B] of the whole batch; None where nothing was sampled."""
+        positives = np.unique(labels)
+        num_positive = len(positives)
+        if not num_positive < num_active < num_living:
+            return None
+        return SamplingCorrection(math.log2((num_living - num_positive) / (num_active - num_positive)), positives)
+
+    def offsets(self, active: ActiveClasses) -> npt.NDArray[np.float32]:
+        """What is added to the logits, to base 2, of the active classes [A], among which are the positives."""
+        return self.offsets_at(active.positions(self.positives), active.num)
+
+    def offsets_at(self, positions: Ids, num: int) -> npt.NDArray[np.float32]:
+        """The same [``num``] where the positives are at ``positions``."""
+        offsets = np.full(num, self.log2_weight, np.float32)
+        offsets[positions] = 0.0
+        return offsets
+
+
+def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, step: int) -> ActiveClasses:
+    """The distinct labels, filled up to ``budget`` with the first others of the keyed permutation of (seed, step)."""
+    positives = np.unique(labels)
+    budget = max(budget, len(positives))
+    if budget >= num_classes:
+        return ActiveClasses(num_classes)
+    sampled = sample_ids(num_classes, budget, seed, step)
+    # At most len(positives) of the sampled ids are positives, so enough others remain to fill the budget.
+    negatives = sampled[~_is_member(sampled, positives)][: budget - len(positives)]
+    ids = np.concatenate([positives, negatives])
+    ids.sort()
+    return ActiveClasses(len(ids), ids)
+
+
+def _is_member(ids: Ids, few: Ids) -> npt.NDArray[np.bool_]:
+    """Which of ``ids`` are in the short sorted array ``few``: a small hash set rules out nearly all of them first."""
+    mask = (1 << _HASH_BITS) - 1
+    table = np.zeros(mask + 1, dtype=np.bool_)
+    table[few & mask] = True
+    member: npt.NDArray[np.bool_] = table[ids & mask]
+    candidates = np.flatnonzero(member)
+    member[candidates] = np.isin(ids[candidates], few)
+    return member

@@ -1,0 +1,73 @@
+"""The best classes of some features among the rows of a shard: how a head predicts beside its rows.
+
+Cost on a shard that owns C' classes, for B samples of width D: 2·B·C'·D operations; memory PARTS·B·(k + a chunk's rows)
+numbers. Legend: B samples, D width, N rows of a chunk, k answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.hosted import Float32, HostedRows
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.messages import Arrays
+from geartrain.ams.values.specs import Ids
+
+_LEAST_LENGTH = np.float32(1e-12)
+"""Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
+MOST_ANSWERS = 1 << 22
+"""B·k of one call."""
+
+Best = tuple[Float32, Ids]
+"""Scores and class ids [B, k'], best first."""
+
+
+def top_classes(
+    rows: HostedRows,
+    features_BD: Float32,
+    k: int,
+    *,
+    living: LivingClasses,
+    normalised: bool,
+    chunks: Sequence[tuple[int, int]],
+    parts: int,
+) -> Arrays:
+    """``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first, k' = min(k, those here).
+
+    ``chunks`` of the owned rows are worked on in ``parts``, side by side. Raises InvalidArgument for an impossible k.
+    """
+    size = len(features_BD)
+    if k < 1 or k * size > MOST_ANSWERS:
+        raise InvalidArgument(f"k is {k} for {size} samples; it must be >= 1, and k · samples at most {MOST_ANSWERS}")
+    nothing: Best = (np.empty((size, 0), np.float32), np.empty((size, 0), np.int64))
+
+    def best_of_part(part: int) -> Best:
+        best = nothing
+        for start, stop in chunks[part::parts]:
+            ids = rows.owned_ids(start, stop)
+            ids = ids if living.are_all else ids[living.holds(ids)]
+            rows_ND = rows.read(ids)
+            if normalised:
+                rows_ND /= np.maximum(np.linalg.norm(rows_ND, axis=1, keepdims=True), _LEAST_LENGTH)
+            best = _best_of([best, (features_BD @ rows_ND.T, np.broadcast_to(ids, (size, len(ids))))], k)
+        return best
+
+    scores, ids = _best_of(rows.side_by_side(best_of_part, range(parts)), k)
+    found: dict[str, npt.NDArray[Any]] = {"scores": scores, "ids": ids}
+    return found
+
+
+def _best_of(several: Sequence[Best], k: int) -> Best:
+    """The ``k`` best of each sample among several, best first; of equals the first one."""
+    scores_BN = np.concatenate([scores for scores, _ in several], axis=1)
+    ids_BN = np.concatenate([ids for _, ids in several], axis=1)
+    if scores_BN.shape[1] > k:
+        kept = np.argpartition(scores_BN, scores_BN.shape[1] - k, axis=1)[:, -k:]
+        scores_BN, ids_BN = np.take_along_axis(scores_BN, kept, 1), np.take_along_axis(ids_BN, kept, 1)
+    order = np.argsort(-scores_BN, axis=1, kind="stable")
+    return np.take_along_axis(scores_BN, order, 1), np.take_along_axis(ids_BN, order, 1)

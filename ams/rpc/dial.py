@@ -1,0 +1,55 @@
+"""Where a program reaches the processes of a cluster: carriers over gRPC, which is loaded only when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, ShardCarrier
+from geartrain.ams.values.config import ClientConfig, split_address
+from geartrain.ams.values.errors import ConfigError
+
+_START = "start a cluster with 'geartrain up', or correct the address"
+_LOOK = (
+    "nothing refuses the connection: its process may be stopped or overloaded (let it go on, or end it and start it "
+    "again), or a firewall may keep the two apart"
+)
+
+
+def remedy(exc: AttemptFailed) -> str:
+    """What to do about a scheduler that was asked in vain."""
+    return _START if isinstance(exc, NobodyThere) else _LOOK
+
+
+def dial(
+    address: str, config: ClientConfig, *, once: bool = False
+) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
+    """Return a carrier to the scheduler at ``address`` ("host:port"), and what opens one to a shard. Nothing is sent.
+
+    With ``once``, calls will not be repeated: they wait for a connection for ``connect_timeout_seconds``.
+
+    Raises ConfigError if the address is malformed.
+    """
+    if split_address(address)[1] == 0:
+        raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
+    # An embedded cluster never loads gRPC.
+    from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
+    from geartrain.ams.rpc.shard_client import GrpcCarrier, seconds_to_connect
+
+    attempt_seconds = config.attempt_timeout_seconds
+    connect_seconds = config.connect_timeout_seconds if once else seconds_to_connect(attempt_seconds)
+
+    def open_carrier(shard_address: str) -> ShardCarrier:
+        split_address(shard_address)  # it was told by another process
+        return GrpcCarrier(
+            shard_address,
+            part_bytes=config.part_bytes,
+            max_message_bytes=config.max_message_bytes,
+            shared_memory=config.shared_memory,
+            bulk_connections=config.bulk_connections,
+            connect_seconds=connect_seconds,
+        )
+
+    scheduler = GrpcSchedulerCarrier(
+        address, max_message_bytes=config.max_message_bytes, connect_seconds=connect_seconds
+    )
+    return scheduler, open_carrier

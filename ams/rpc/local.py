@@ -1,0 +1,39 @@
+"""The local carrier: client and shard in one process. Arrays are handed over, nothing is copied or encoded."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from geartrain.ams.values.messages import CallContext, Reply, Request
+
+
+class RequestSink(Protocol):
+    """What a local carrier delivers to: a shard."""
+
+    def submit(self, context: CallContext, request: Request) -> Future[Reply]:
+        """Queue a request."""
+
+    def run(self, context: CallContext, request: Request) -> Future[Reply]:
+        """The same, but done on this thread before it returns if the shard is idle."""
+
+
+class LocalCarrier:
+    """Hands requests to a shard of this process."""
+
+    def __init__(self, shard: RequestSink) -> None:
+        self._shard = shard
+
+    def submit(
+        self,
+        context: CallContext,
+        request: Request,
+        timeout_seconds: float | None,  # noqa: ARG002
+        *,
+        alone: bool = False,
+    ) -> Future[Reply]:
+        """See :class:`ShardCarrier`. Nothing can be lost on the way, so there is no time-out."""
+        return self._shard.run(context, request) if alone else self._shard.submit(context, request)
+
+    def close(self) -> None:
+        """The shard belongs to the cluster, which closes it."""

@@ -1,0 +1,189 @@
+"""What every gRPC service of Geartrain shares: the server itself, health, reflection, and how calls are answered."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from geartrain.ams.rpc.shard_client import WAITS_KEY, channel_options
+from geartrain.ams.rpc.status import abort
+from geartrain.ams.rpc.waiting import BeginMethod, WaitingCalls
+from geartrain.ams.values.config import split_address
+from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError
+
+MAX_CONCURRENT_CALLS = 128
+"""Threads. Calls that wait for other callers hold none (see geartrain.ams.rpc.waiting)."""
+
+_HEALTH_THREADS = 2
+
+BytesMethod = Callable[[bytes, grpc.ServicerContext], bytes]
+BytesStream = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
+
+
+class GrpcServer:
+    """A bound port that serves one service, with health and reflection."""
+
+    def __init__(self, listen: str, max_message_bytes: int) -> None:
+        self.calls = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="grpc")
+        """Runs the methods that have no lane of their own."""
+        self._server = grpc.server(self.calls, options=channel_options(max_message_bytes))
+        self._waiting = WaitingCalls(self.calls)
+        host, port = split_address(listen)
+        try:
+            bound = self._server.add_insecure_port(listen)
+        except RuntimeError as exc:
+            raise ConfigError(_refusal(listen, host, port)) from exc
+        if bound == 0:
+            raise ConfigError(_refusal(listen, host, port))
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self._health = health.HealthServicer()
+        self._health_lane = ThreadPoolExecutor(_HEALTH_THREADS, thread_name_prefix="grpc-health")
+        # A server whose threads all wait is busy, not dead.
+        self._health.Check = _on_lane(self._health.Check, self._health_lane)  # type: ignore[method-assign]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services: list[str] = []
+
+    def add(
+        self,
+        service: str,
+        methods: Mapping[str, BytesMethod],
+        streams: Mapping[str, BytesStream] = MappingProxyType({}),
+        lanes: Mapping[str, ThreadPoolExecutor] = MappingProxyType({}),
+        waiting: Mapping[str, BeginMethod] = MappingProxyType({}),
+    ) -> None:
+        """Serve ``methods`` (encoded request → encoded reply; ``streams``: → replies) under ``service``, not yet
+        healthy. Methods named in ``lanes`` run on threads of their own, whatever the others wait for. ``waiting``
+        serves those of its names whose callers say that they may wait for others.
+        """
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(_on_lane(_typed(method), lanes.get(name)))
+            for name, method in methods.items()
+        }
+        handlers |= {
+            name: grpc.unary_stream_rpc_method_handler(_typed_stream(stream)) for name, stream in streams.items()
+        }
+        # The first one that knows a call serves it.
+        waiting_handlers = _WhereCallersWait(
+            service, {name: self._waiting.handler(begin) for name, begin in waiting.items()}
+        )
+        whole = grpc.method_handlers_generic_handler(service, handlers)
+        self._server.add_generic_rpc_handlers((waiting_handlers, whole) if waiting else (whole,))
+        self._services.append(service)
+        self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def start(self) -> None:
+        """Accept calls. Health says NOT_SERVING until :meth:`ready`."""
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server.start()
+
+    def ready(self) -> None:
+        """Let health say SERVING."""
+        for service in ("", *self._services):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_seconds).wait()
+        self._waiting.close()
+        self._health_lane.shutdown(wait=False)
+
+
+class _WhereCallersWait(grpc.GenericRpcHandler):
+    """Serves calls whose metadata say that they may wait for other callers."""
+
+    def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        self._handlers = {f"/{service}/{name}": handler for name, handler in handlers.items()}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return what serves the call; None: it is none of these."""
+        handler = self._handlers.get(handler_call_details.method)
+        if handler is None or WAITS_KEY not in dict(handler_call_details.invocation_metadata or ()):
+            return None
+        return handler
+
+
+def _refusal(listen: str, host: str, port: int) -> str:
+    """Why nothing can listen there, and what to do. gRPC does not tell; a socket does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            probe.listen()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            return (
+                f"cannot listen on {listen!r}: another process uses port {port}; end that process, or choose another "
+                "port (0 picks a free one)"
+            )
+        reason = (exc.strerror or str(exc)).lower()
+        return f"cannot listen on {listen!r}: {reason}; choose an address of this machine and a port you may use"
+    return f"cannot listen on {listen!r}: the port was in use a moment ago; try again"
+
+
+def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> Any:
+    """Wait for ``future``, but no longer than the caller does: what has not begun then never does."""
+    if future.done():
+        return future.result()
+    settled = threading.Event()
+    future.add_done_callback(lambda _: settled.set())
+    if not servicer_context.add_callback(settled.set):
+        settled.set()
+    settled.wait()
+    if not future.done():
+        future.cancel()
+        servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
+    return future.result()
+
+
+def require_waiting(servicer_context: grpc.ServicerContext) -> None:
+    """End a call whose caller waits no longer: what it asks for now would come as a surprise."""
+    if not servicer_context.is_active():
+        servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
+
+
+def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Callable[..., Any]:
+    """Return ``method``, which gRPC then runs on the threads of ``lane``; None: on those of its server."""
+
+    @functools.wraps(method)
+    def answer(request: Any, servicer_context: grpc.ServicerContext) -> Any:
+        return method(request, servicer_context)
+
+    answer.experimental_thread_pool = lane  # type: ignore[attr-defined]
+    return answer
+
+
+def _typed(method: BytesMethod) -> BytesMethod:
+    def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        try:
+            return method(data, servicer_context)
+        except GeartrainError as error:
+            abort(servicer_context, error)
+        except MemoryError as error:
+            abort(servicer_context, InternalError(f"out of memory: {error}"))
+
+    return answer
+
+
+def _typed_stream(stream: BytesStream) -> BytesStream:
+    def answer(data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            yield from stream(data, servicer_context)
+        except GeartrainError as error:
+            abort(servicer_context, error)
+        except MemoryError as error:
+            abort(servicer_context, InternalError(f"out of memory: {error}"))
+
+    return answer

@@ -1,0 +1,634 @@
+"""The gRPC carrier: from a client to a shard, on this machine or another."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+
+from geartrain.ams.pb.v1 import shard_pb2
+from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.carrier import (
+    AttemptFailed,
+    gather,
+)
+from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
+from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, bytes_needed
+from geartrain.ams.rpc.payload.transfer import Beside, BulkUse, Room, Unpack
+from geartrain.ams.rpc.status import error_from
+from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB, split_address
+from geartrain.ams.values.errors import (
+    BulkConnectionLost,
+    Busy,
+    GeartrainError,
+    InternalError,
+    InvalidArgument,
+    MemoryNotShared,
+    ProtocolError,
+)
+from geartrain.ams.values.interrupts import held
+from geartrain.ams.values.messages import (
+    Assign,
+    CallContext,
+    ComputeHosted,
+    CreateTable,
+    Describe,
+    Done,
+    DropTable,
+    Fence,
+    Freeze,
+    PublishTable,
+    Pull,
+    Push,
+    Reply,
+    Request,
+    Restore,
+    Thaw,
+    UpdateHosted,
+    WriteFrozen,
+    Written,
+)
+
+logger = logging.getLogger(__name__)
+
+SHARD_SERVICE = "geartrain.ams.v1.Shard"
+SHARD_METHODS = (
+    "CreateTable",
+    "DropTable",
+    "PublishTable",
+    "Pull",
+    "Push",
+    "Assign",
+    "ComputeHosted",
+    "UpdateHosted",
+    "Describe",
+    "Freeze",
+    "WriteFrozen",
+    "Thaw",
+    "Restore",
+    "Fence",
+    "ShareMemory",
+    "OpenBulk",
+)
+
+WAITS_KEY = "geartrain-waits"
+"""Metadata of a call that may wait for other callers: the shard then holds no thread for it meanwhile."""
+_WAITS = ((WAITS_KEY, "1"),)
+_OFFER_SECONDS = 5.0
+_MOVERS = 8
+"""Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
+
+
+CONNECT_SECONDS = 1.0
+"""How long a call waits for a connection if its caller repeats it.
+
+That one is refused is known at once; one to a loaded machine, or a distant one, takes several tenths of a second.
+"""
+
+
+def seconds_to_connect(attempt_seconds: float) -> float:
+    """How long an attempt that may take so long waits for a connection.
+
+    It must not end before that does, or nobody could tell that nothing was sent.
+    """
+    return min(CONNECT_SECONDS, attempt_seconds / 2)
+
+
+PING_SECONDS = 30.0
+"""How often a connection without traffic is asked whether it lives, while a call waits for its reply."""
+
+
+def channel_options(
+    max_message_bytes: int, connect_seconds: float = CONNECT_SECONDS, ping_seconds: float = PING_SECONDS
+) -> list[tuple[str, Any]]:
+    """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects.
+
+    A connection that does not come about in ``connect_seconds`` is tried anew.
+    """
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # which is also what bounds an attempt
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.keepalive_time_ms", round(ping_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A server would close the connection of a client that pings it more often than every 5 minutes without
+        # traffic: so every call that works that long before it answers.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+        # A new channel is a new connection, rather than another user of one that may be dead.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+class _Connection:
+    """A channel and its calls under way; closed once it is retired and the last of them has ended."""
+
+    def __init__(self, address: str, options: list[tuple[str, Any]]) -> None:
+        self.channel = grpc.insecure_channel(address, options=options)
+        self.methods: dict[str, Any] = {
+            name: self.channel.unary_unary(f"/{SHARD_SERVICE}/{name}") for name in SHARD_METHODS
+        }
+        self.calls = 0
+        self.is_retired = False
+
+
+class GrpcCarrier:
+    """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
+
+    With ``shared_memory``, rows do not travel to and from a shard on this machine; messages say where they lie. With
+    ``bulk_connections``, those of other shards travel beside gRPC. A call waits ``connect_seconds`` for a connection:
+    few, for who repeats calls, more for who does not.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        part_bytes: int = 16 * MIB,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        shared_memory: bool = False,
+        bulk_connections: bool = False,
+        connect_seconds: float = CONNECT_SECONDS,
+        ping_seconds: float = PING_SECONDS,
+    ) -> None:
+        self._address = address
+        self._part_bytes = part_bytes
+        self._options = channel_options(max_message_bytes, connect_seconds, ping_seconds)
+        self._lock = threading.Lock()
+        self._connection = _Connection(address, self._options)
+        self._is_closed = False
+        self._segments = SegmentPool(self._offer) if shared_memory else None
+        self._bulk = BulkPool(self._open_bulk) if bulk_connections else None
+        self._movers: ThreadPoolExecutor | None = None
+        self._told: str | None = None
+        """What was last logged."""
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of shared memory in use, free, or on offer."""
+        return 0 if self._segments is None else self._segments.num_segments
+
+    def submit(
+        self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
+    ) -> Future[Reply]:
+        """See :class:`ShardCarrier`."""
+        match request:
+            case Pull():
+                return self._pull(context, request, timeout_seconds, alone=alone)
+            case Push() | Assign():
+                return self._write(context, request, timeout_seconds, alone=alone)
+            case ComputeHosted():
+                messages = hosted.compute_parts(context, request, self._part_bytes)
+                return self._in_parts("ComputeHosted", messages, timeout_seconds, hosted.computed_from, alone=alone)
+            case UpdateHosted():
+                messages = hosted.update_parts(context, request, self._part_bytes)
+                waits = request.group is not None
+                return self._in_parts("UpdateHosted", messages, timeout_seconds, _done, alone=alone, waits=waits)
+            case CreateTable():
+                create = shard_pb2.CreateTableRequest(
+                    context=codec.context_to_pb(context),
+                    spec=codec.spec_to_pb(request.spec),
+                    for_restore=request.for_restore,
+                )
+                return self._call("CreateTable", create.SerializeToString(), timeout_seconds, _done)
+            case DropTable():
+                drop = shard_pb2.DropTableRequest(
+                    context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
+                )
+                return self._call("DropTable", drop.SerializeToString(), timeout_seconds, _done)
+            case PublishTable():
+                publish = shard_pb2.PublishTableRequest(
+                    context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
+                )
+                return self._call("PublishTable", publish.SerializeToString(), timeout_seconds, _done)
+            case Describe():
+                ask = shard_pb2.DescribeRequest(context=codec.context_to_pb(context))
+                return self._call(
+                    "Describe",
+                    ask.SerializeToString(),
+                    timeout_seconds,
+                    lambda data: codec.state_from_pb(framing.parse(data, shard_pb2.DescribeReply)),
+                )
+            case Freeze(snapshot_id=snapshot_id, tables=tables, parent_id=parent_id):
+                freeze = shard_pb2.FreezeRequest(
+                    context=codec.context_to_pb(context), snapshot_id=snapshot_id, tables=tables, parent_id=parent_id
+                )
+                return self._call("Freeze", freeze.SerializeToString(), timeout_seconds, _done)
+            case WriteFrozen(snapshot_id=snapshot_id, folder=folder):
+                write = shard_pb2.WriteFrozenRequest(
+                    context=codec.context_to_pb(context), snapshot_id=snapshot_id, folder=folder
+                )
+                return self._call("WriteFrozen", write.SerializeToString(), timeout_seconds, _written)
+            case Thaw(snapshot_id=snapshot_id, kept=kept):
+                thaw = shard_pb2.ThawRequest(context=codec.context_to_pb(context), snapshot_id=snapshot_id, kept=kept)
+                return self._call("Thaw", thaw.SerializeToString(), timeout_seconds, _done)
+            case Restore():
+                restore = shard_pb2.RestoreRequest(
+                    context=codec.context_to_pb(context),
+                    folder=request.folder,
+                    tables=request.tables,
+                    incarnations=request.incarnations,
+                )
+                return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
+            case Fence(job=job, incarnation=incarnation, forget=forget):
+                fence = shard_pb2.FenceRequest(
+                    context=codec.context_to_pb(context), job=job, incarnation=incarnation, forget=forget
+                )
+                return self._call("Fence", fence.SerializeToString(), timeout_seconds, _done)
+
+    def close(self) -> None:
+        """Close the connection; calls under way fail with AttemptFailed."""
+        with self._lock:
+            self._is_closed = True
+            movers = self._movers
+        if self._segments is not None:
+            self._segments.close()
+        if self._bulk is not None:
+            self._bulk.close()
+        self._connection.channel.close()
+        if movers is not None:
+            movers.shutdown(wait=False)
+
+    def _begin(self) -> _Connection:
+        with self._lock:
+            self._connection.calls += 1
+            return self._connection
+
+    def _end(self, connection: _Connection, *, timed_out: bool) -> None:
+        """Leave a connection. One without an answer in time may be dead without a sign: the next call has another."""
+        with self._lock:
+            connection.calls -= 1
+            if timed_out and connection is self._connection and not self._is_closed:
+                connection.is_retired = True
+                self._connection = _Connection(self._address, self._options)
+            is_unused = connection.is_retired and connection.calls == 0
+        if is_unused:
+            connection.channel.close()
+
+    def _call(
+        self,
+        method: str,
+        data: bytes,
+        timeout_seconds: float | None,
+        decode: Callable[[bytes], Reply],
+        *,
+        alone: bool = False,
+        beside: Beside | None = None,
+        may_retire: bool = True,
+        waits: bool = False,
+    ) -> Future[Reply]:
+        """Begin a call.
+
+        ``beside`` carries its rows up to its end. Without ``may_retire`` the connection is kept, though no answer comes
+        in time. One that ``waits`` for other callers is answered late.
+        """
+        future: Future[Reply] = Future()
+        connection = self._begin()
+        send = connection.methods[method]
+        if waits:
+            send = _Waiting(send)
+
+        def settle(reply: Callable[[], bytes]) -> None:
+            timed_out = is_over = False
+            outcome: Reply | Exception
+            try:
+                outcome = decode(reply())
+                is_over = True
+            except grpc.RpcError as exc:
+                timed_out = isinstance(exc, grpc.Call) and exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                outcome = error_from(exc, f"shard at {self._address}")
+                is_over = isinstance(outcome, InvalidArgument | Busy)
+            except (grpc.FutureCancelledError, _ChannelClosed):
+                outcome = AttemptFailed(f"shard at {self._address}: the connection is closed")
+            except GeartrainError as exc:
+                outcome = exc
+            except Exception as exc:  # a defect here must not leave the caller waiting for ever
+                outcome = InternalError(f"reply of the shard at {self._address}: {exc!r}")
+            except BaseException:  # Ctrl-C
+                self._end(connection, timed_out=False)
+                raise
+            finally:
+                if beside is not None:
+                    beside.end(is_over=is_over)
+            self._end(
+                connection, timed_out=timed_out and may_retire
+            )  # first, so that a retry finds the next connection
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        if alone and not isinstance(beside, BulkUse):
+            settle(lambda: _unless_closed(send, data, timeout_seconds))
+            return future
+        try:
+            call = _unless_closed(send.future, data, timeout_seconds)
+        except BaseException as exc:
+            if beside is not None:
+                beside.end(is_over=False)
+            self._end(connection, timed_out=False)
+            if not isinstance(exc, _ChannelClosed):
+                raise
+            future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
+            return future
+        if not isinstance(beside, BulkUse):
+            # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+            call.add_done_callback(lambda call: settle(call.result))
+        elif alone:
+            settle(partial(beside.moved, call, timeout_seconds))
+        else:
+            self._aside(partial(settle, partial(beside.moved, call, timeout_seconds)))
+        return future
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        """Let a thread do ``work``, or do it now where none can be had."""
+        first = threading.Lock()
+
+        def once() -> None:  # an executor that could not start a thread has queued the work all the same
+            if first.acquire(blocking=False):
+                work()
+
+        with self._lock:
+            if self._movers is None:
+                self._movers = ThreadPoolExecutor(_MOVERS, thread_name_prefix="geartrain-rows")
+            movers = self._movers
+        try:
+            movers.submit(once)
+        except RuntimeError:
+            once()
+
+    def _in_parts(
+        self,
+        method: str,
+        messages: list[bytes],
+        timeout_seconds: float | None,
+        decode: Callable[[bytes], Reply],
+        *,
+        alone: bool,
+        waits: bool = False,
+    ) -> Future[Reply]:
+        whole = alone and len(messages) == 1
+        parts = [self._call(method, one, timeout_seconds, decode, alone=whole, waits=waits) for one in messages]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
+        dim, dtype = pull.out.shape[1], pull.out.dtype
+
+        def send(start: int, end: int, beside: Beside | None) -> Future[Reply]:
+            header = shard_pb2.PullRequest(
+                context=codec.context_to_pb(context),
+                table=pull.table,
+                required_sync=codec.group_to_pb(pull.required_sync),
+                with_present=pull.present is not None,
+            )
+            if isinstance(beside, Room):
+                beside.arrays.ids[:] = pull.ids[start:end]
+                header.shared.CopyFrom(beside.named)
+                data = header.SerializeToString()
+            else:
+                if beside is not None:
+                    header.bulk.CopyFrom(beside.named)
+                data = framing.encode_framed(header, [(14, pull.ids[start:end])])
+            unpack = Unpack(pull, start, end, beside)
+            if isinstance(beside, BulkUse):
+                beside.move, beside.leave = unpack.receive, pull.leave
+            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, beside=beside)
+
+        spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
+        parts = [self._beside(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _write(
+        self, context: CallContext, write: Push | Assign, timeout_seconds: float | None, *, alone: bool
+    ) -> Future[Reply]:
+        rows = write.gradients if isinstance(write, Push) else write.rows
+        method = "Push" if isinstance(write, Push) else "Assign"
+        waits = isinstance(write, Push) and write.group is not None
+
+        def send(index: int, start: int, end: int, beside: Beside | None) -> Future[Reply]:
+            header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
+            if len(spans) > 1:
+                header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
+            if isinstance(beside, Room):
+                with held(write.leave):
+                    beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
+                header.shared.CopyFrom(beside.named)
+                data = header.SerializeToString()
+            elif isinstance(beside, BulkUse):
+                header.bulk.CopyFrom(beside.named)
+                data = framing.encode_framed(header, [(14, write.ids[start:end])])
+                beside.move = lambda connection, use, _: connection.send(use, rows[start:end])
+                beside.leave = write.leave
+            else:
+                with held(write.leave):
+                    data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
+            whole = alone and len(spans) == 1
+            return self._call(method, data, timeout_seconds, _done, alone=whole, beside=beside, waits=waits)
+
+        spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
+        parts = [
+            self._beside(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
+            for index, (start, end) in enumerate(spans)
+        ]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _beside(
+        self, send: Callable[[Beside | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
+    ) -> Future[Reply]:
+        """Send with the rows beside the message if that can be, and in it if not, or if the shard lost the other way.
+
+        The second time is no second write: the shard has not begun the first.
+        """
+        beside = self._room(num_ids, dim, dtype) or self._bulk_use(num_ids * dim * dtype.itemsize)
+        if beside is None:
+            return send(None)
+        future: Future[Reply] = Future()
+
+        def settled(attempt: Future[Reply]) -> None:
+            error = attempt.exception()
+            if isinstance(error, MemoryNotShared) and self._segments is not None:
+                self._segments.forget()
+            if isinstance(error, MemoryNotShared | BulkConnectionLost):
+                try:
+                    again = send(None)
+                except BaseException as exc:  # a defect, or the caller has gone
+                    future.set_exception(exc)
+                else:
+                    again.add_done_callback(partial(_hand_on, future))
+            else:
+                _hand_on(future, attempt)
+
+        try:
+            attempt = send(beside)
+        except BaseException:
+            beside.end(is_over=False)
+            raise
+        attempt.add_done_callback(settled)
+        return future
+
+    def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> Room | None:
+        """Shared memory for a call; None: its bytes travel in the messages."""
+        if self._segments is None:
+            return None
+        segment = self._segments.take(bytes_needed(num_ids, dim, dtype))
+        return None if segment is None else Room(self._segments, segment, num_ids, dim, dtype)
+
+    def _bulk_use(self, num_bytes: int) -> BulkUse | None:
+        """A bulk connection for a call's rows; None: they travel in the message."""
+        if self._bulk is None or (self._segments is not None and not self._segments.is_off):
+            return None
+        connection = self._bulk.take(num_bytes)
+        return None if connection is None else BulkUse(self._bulk, connection)
+
+    def _open_bulk(self) -> BulkConnection:
+        """Make a bulk connection. Raises NotOffered or whatever else prevents it."""
+        reply = shard_pb2.OpenBulkReply()
+
+        def answered(data: bytes) -> Reply:
+            reply.CopyFrom(framing.parse(data, shard_pb2.OpenBulkReply))
+            return Done()
+
+        try:
+            ask = shard_pb2.OpenBulkRequest().SerializeToString()
+            self._call("OpenBulk", ask, _OFFER_SECONDS, answered, may_retire=False).result()
+            if reply.reason:
+                raise NotOffered(reply.reason)
+            host, _ = split_address(self._address)
+            connection = connect((host, reply.port), reply.connection, reply.secret)
+        except Exception as exc:
+            self._tell(f"in messages, not over bulk connections: {exc}")
+            raise
+        self._tell("over bulk connections")
+        return connection
+
+    def _offer(self, segment: Segment) -> None:
+        """Tell the shard of a new segment."""
+        segments = self._segments
+        assert segments is not None
+
+        def answered(data: bytes) -> Reply:
+            reply = framing.parse(data, shard_pb2.ShareMemoryReply)
+            if reply.shared:
+                segments.accept(segment)
+            else:
+                segments.refuse(reply.reason)
+            self._tell("through shared memory" if reply.shared else _not_shared(reply.reason))
+            return Done()
+
+        def ended(offer: Future[Reply]) -> None:
+            error = offer.exception()
+            if error is not None:
+                segment.close()
+            if isinstance(error, ProtocolError):  # a shard of an earlier version
+                segments.refuse(str(error))
+                self._tell(_not_shared(str(error)))
+            segments.end_offer()
+
+        ask = shard_pb2.ShareMemoryRequest(name=segment.name, process=os.getpid(), descriptor=segment.descriptor)
+        offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered, may_retire=False)
+        offer.add_done_callback(ended)
+
+    def _tell(self, way: str) -> None:
+        """Log which way rows go, once and when it changes."""
+        if way != self._told:
+            self._told = way
+            logger.info("rows of the shard at %s go %s", self._address, way)
+
+    def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
+        """Cut 0 … num_ids into the fewest runs of at most part_bytes."""
+        per_part = max(1, self._part_bytes // bytes_per_id)
+        count = max(1, math.ceil(num_ids / per_part))
+        return [(num_ids * part // count, num_ids * (part + 1) // count) for part in range(count)]
+
+
+def _not_shared(reason: str) -> str:
+    return f"in messages, not through shared memory: {reason}"
+
+
+class _Waiting:
+    """A method of a connection for calls that wait for other callers."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, data: bytes, *, timeout: float | None) -> Any:
+        return self._method(data, timeout=timeout, metadata=_WAITS)
+
+    def future(self, data: bytes, *, timeout: float | None) -> Any:
+        return self._method.future(data, timeout=timeout, metadata=_WAITS)
+
+
+class _ChannelClosed(Exception):
+    """The channel was closed before the call."""
+
+
+def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float | None) -> Any:
+    try:
+        return send(data, timeout=timeout_seconds)
+    except ValueError as exc:  # how gRPC says it
+        raise _ChannelClosed from exc
+
+
+def _push_header(context: CallContext, push: Push) -> shard_pb2.PushRequest:
+    return shard_pb2.PushRequest(
+        context=codec.context_to_pb(context),
+        table=push.table,
+        lr=push.lr,
+        scale=push.scale,
+        group=codec.group_to_pb(push.group),
+        gradient_dtype=codec.dtype_to_pb(push.gradients.dtype),
+        step_goes_on=push.step_goes_on,
+    )
+
+
+def _assign_header(context: CallContext, assign: Assign) -> shard_pb2.AssignRequest:
+    return shard_pb2.AssignRequest(context=codec.context_to_pb(context), table=assign.table)
+
+
+def _done(data: bytes) -> Reply:
+    reply = framing.parse(data, shard_pb2.WriteReply)
+    # A part that waits for its siblings answers "incomplete"; what counts is the reply of the one that completed it.
+    return Done(created=reply.created, duplicate=reply.duplicate, incomplete=reply.incomplete)
+
+
+def _written(data: bytes) -> Reply:
+    reply = framing.parse(data, shard_pb2.WriteFrozenReply)
+    return Written(files=tuple(reply.files), deltas=tuple(reply.deltas))
+
+
+def _hand_on(future: Future[Reply], done: Future[Reply]) -> None:
+    error = done.exception()
+    if error is None:
+        future.set_result(done.result())
+    else:
+        future.set_exception(error)
+
+
+def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
+    joint: Future[Reply] = Future()
+
+    def finished(gathered: Future[list[Any]]) -> None:
+        error = gathered.exception()
+        if error is not None:
+            joint.set_exception(error)
+            return
+        complete = [one for one in gathered.result() if not (isinstance(one, Done) and one.incomplete)]
+        if complete:
+            joint.set_result(complete[-1])
+        else:
+            joint.set_exception(AttemptFailed("the shard kept all parts of a request and waits for more"))
+
+    gather(parts).add_done_callback(finished)
+    return joint

@@ -1,0 +1,206 @@
+"""Tells people whom a call waits for: a role that leaves one without a reply is asked for its health beside it.
+
+A call that takes long and a process that is stopped look alike from here: both are silent. The health check is answered
+by threads that do no other work, so that one which is busy answers it and one that is stopped or cut off does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+logger = logging.getLogger(__name__)
+
+ASK_AFTER_SECONDS = 1.5
+"""A call without a reply for so long has its peer asked for its health."""
+ANSWER_SECONDS = 1.5
+"""How long that may take. Whoever does not answer is thus named 3 s after it was called."""
+LONGEST_PAUSE_SECONDS = 30.0
+"""Between two questions to one that is well and still gives no reply: the pause doubles up to here."""
+_AT_ONCE = 16
+_LOOKS = 6
+"""In ASK_AFTER_SECONDS, at the calls under way."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A role that a call waits for."""
+
+    name: str
+    """As in a sentence: "shard 1"."""
+    address: str
+
+
+class SilenceLog:
+    """Logs which peers do not answer, each once until it was heard again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._named: set[Peer] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def has_named(self) -> bool:
+        """Whether there is one that was named and not heard since: only then :meth:`heard` does anything."""
+        return bool(self._named)
+
+    def heard(self, peer: Peer) -> None:
+        """It has replied."""
+        with self._lock:
+            was_named = peer in self._named
+            self._named.discard(peer)
+        if was_named:
+            logger.warning("%s at %s answers again", peer.name, peer.address)
+
+    def told(self, peer: Peer) -> None:
+        """Somebody was told that it does not answer, and need not be told again."""
+        with self._lock:
+            self._named.add(peer)
+
+    def ask(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
+        """Ask the peers that ``silent`` returns for their health, side by side, and log those that do not answer, were
+        not named and are silent still.
+
+        ``wait`` says how long they are waited for: "up to 90 s". Returns after ANSWER_SECONDS, or soon after.
+        """
+        unnamed = [peer for peer in dict.fromkeys(silent()) if peer not in self._named]
+        if not unnamed:
+            return
+        try:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(unnamed)), thread_name_prefix="geartrain-health") as pool:
+                answers = list(pool.map(lambda peer: _answers(peer.address), unnamed))
+        except RuntimeError as exc:  # no thread is to be had, or this process ends
+            logger.debug("silent roles are not asked for their health: %s", exc)
+            return
+        waiting = silent()
+        for peer, has_answered in zip(unnamed, answers, strict=True):
+            if not has_answered and peer in waiting:
+                self._name(peer, wait)
+
+    def _name(self, peer: Peer, wait: str) -> None:
+        with self._lock:
+            if peer in self._named:
+                return
+            self._named.add(peer)
+        logger.warning(
+            "%s at %s does not answer; waiting for it %s. Its process may be stopped or its machine out of reach "
+            "('geartrain status')",
+            peer.name,
+            peer.address,
+            wait,
+        )
+
+
+class _Wait:
+    """A call under way."""
+
+    def __init__(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
+        self.silent, self.wait = silent, wait
+        self._pause = ASK_AFTER_SECONDS
+        self._next = time.monotonic() + self._pause
+
+    def is_due(self) -> bool:
+        """Whether it lasts so long that its peers are to be asked, again or for the first time."""
+        if time.monotonic() < self._next:
+            return False
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._next = time.monotonic() + self._pause
+        return True
+
+
+class SilenceWatch(SilenceLog):
+    """Names the silent peers of calls that any threads wait in, from a thread that all watches of a process share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waits: dict[int, _Wait] = {}
+        self._is_asking = False
+
+    @contextmanager
+    def over(self, silent: Callable[[], Sequence[Peer]], wait: str) -> Iterator[None]:
+        """While the block lasts, :meth:`ask` those that ``silent`` returns, once it lasts long."""
+        one = _Wait(silent, wait)
+        self._waits[id(one)] = one
+        _lookout.add(one, self)
+        try:
+            yield
+        finally:
+            _lookout.remove(one)
+            del self._waits[id(one)]
+
+    def look(self, waits: Sequence[_Wait]) -> None:
+        """Ask for those that are due, on a thread of its own, unless it is at that still."""
+        if self._is_asking or not (due := [one for one in waits if one.is_due()]):
+            return
+        self._is_asking = True
+        try:
+            threading.Thread(target=self._ask, args=(due,), name="geartrain-silence", daemon=True).start()
+        except RuntimeError as exc:  # as in ask
+            logger.debug("silent roles are not asked for their health: %s", exc)
+            self._is_asking = False
+
+    def _ask(self, due: Sequence[_Wait]) -> None:
+        try:
+            for one in due:
+                self.ask(partial(self._silent, one), one.wait)
+        finally:
+            self._is_asking = False
+
+    def _silent(self, one: _Wait) -> Sequence[Peer]:
+        return one.silent() if id(one) in self._waits else ()
+
+
+class _Lookout:
+    """The calls under way in this process, and the thread that looks at them: there is one while there are calls."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, tuple[_Wait, SilenceWatch]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, one: _Wait, watch: SilenceWatch) -> None:
+        self._waits[id(one)] = one, watch
+        thread = self._thread
+        if thread is None or not thread.is_alive():  # in a forked child it is not
+            self._begin()
+
+    def remove(self, one: _Wait) -> None:
+        self._waits.pop(id(one), None)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = threading.Thread(target=self._look, name="geartrain-lookout", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as exc:  # as in ask
+                logger.debug("nobody looks after silent roles: %s", exc)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(ASK_AFTER_SECONDS / _LOOKS)
+            of_watch: dict[SilenceWatch, list[_Wait]] = {}
+            for one, watch in list(self._waits.values()):
+                of_watch.setdefault(watch, []).append(one)
+            for watch, waits in of_watch.items():
+                watch.look(waits)
+            if not self._waits:
+                self._thread = None  # the next call begins another
+                if self._waits:  # one that came in between took this thread for alive
+                    self._begin()
+                return
+
+
+_lookout = _Lookout()
+
+
+def _answers(address: str) -> bool:
+    from geartrain.ams.rpc.health import answers  # an embedded cluster never loads gRPC
+
+    return answers(address, ANSWER_SECONDS)

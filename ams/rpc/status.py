@@ -1,0 +1,150 @@
+"""Our errors ⇄ gRPC status: a code any gRPC client understands, and the error's own name in the trailing metadata."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotSent
+from geartrain.ams.values import errors
+
+logger = logging.getLogger(__name__)
+
+ERROR_KEY = "geartrain-error"
+RETRY_AFTER_KEY = "geartrain-retry-after-seconds"
+"""Of a Busy: a decimal number."""
+_LONGEST_RETRY_AFTER_SECONDS = 60.0
+_MAX_DETAILS = 4000
+
+_NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "dns resolution failed")
+"""How what gRPC says of a call begins that never left this process."""
+
+# A part of what gRPC says of an unavailable peer -> in our words.
+_REASONS = {
+    "connection refused": "connection refused",
+    "domain name not found": "the name of the host is not known",
+    "name or service not known": "the name of the host is not known",
+    "dns resolution failed": "the name of the host cannot be resolved",
+    "errors resolving": "the name of the host cannot be resolved",
+    "no route to host": "there is no route to the host",
+    "network is unreachable": "its network cannot be reached",
+    "timed out": "no connection in time",
+    "timeout": "no connection in time",
+    "connection reset": "the connection was lost",
+    "socket closed": "the connection was lost",
+    "http1.x server": "what listens there is a web server",
+    "http2 settings": "what listens there does not speak gRPC",
+}
+
+_NOBODY = (
+    "connection refused",
+    "the name of the host is not known",
+    "the name of the host cannot be resolved",
+    "there is no route to the host",
+    "its network cannot be reached",
+)
+"""The reasons for which no process can be listening there."""
+
+# The most specific class first.
+_CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
+    (errors.SpecMismatch, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.TableNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.GraphNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.TableExists, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.SyncError, grpc.StatusCode.ABORTED),
+    (errors.SnapshotNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.SnapshotDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.SnapshotRefused, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.SnapshotFailed, grpc.StatusCode.ABORTED),
+    (errors.StateDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.StateError, grpc.StatusCode.ABORTED),
+    (errors.Cancelled, grpc.StatusCode.CANCELLED),
+    (errors.OutOfMemory, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+class Status(NamedTuple):
+    """How a call ends that did not succeed."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str], ...]
+
+
+def status_of(error: errors.GeartrainError) -> Status:
+    """Return how a call ends with ``error``."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    metadata: tuple[tuple[str, str], ...] = ((ERROR_KEY, type(error).__name__),)
+    if isinstance(error, errors.Busy):
+        metadata += ((RETRY_AFTER_KEY, f"{error.retry_after_seconds:.3f}"),)
+    details = str(error)
+    return Status(code, details if len(details) <= _MAX_DETAILS else details[:_MAX_DETAILS] + " …", metadata)
+
+
+def abort(servicer_context: grpc.ServicerContext, error: errors.GeartrainError) -> NoReturn:
+    """End a call with ``error``."""
+    status = status_of(error)
+    servicer_context.set_trailing_metadata(status.trailing_metadata)
+    servicer_context.abort(status.code, status.details)
+    raise AssertionError("abort returns by raising")
+
+
+def is_answer(call: grpc.RpcError) -> bool:
+    """Whether a failed call was answered by the peer on purpose, with one of our errors."""
+    return isinstance(call, grpc.Call) and ERROR_KEY in dict(call.trailing_metadata() or ())
+
+
+def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainError | AttemptFailed:
+    """Return what a failed call to ``peer`` means: an error the peer raised on purpose, or an attempt that got lost."""
+    assert isinstance(call, grpc.Call)
+    code, details = call.code(), call.details() or ""
+    metadata = dict(call.trailing_metadata() or ())
+    if ERROR_KEY in metadata:
+        named = errors.error_named(str(metadata[ERROR_KEY]))
+        if issubclass(named, errors.Busy):
+            return named(details, _retry_after_seconds(metadata))
+        return named(details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.MessageTooLarge(
+            f"{peer} or this client refused a message: {details}. Lower part_bytes, or raise max_message_bytes on "
+            "both ends"
+        )
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        logger.debug("%s: %s: %s", peer, code.name, details)
+        kind = NotSent if details.lower().startswith(_NO_CONNECTION) else AttemptFailed
+        reason = _reason(code, details)
+        if kind is NotSent and reason in _NOBODY:
+            kind = NobodyThere
+        return kind(f"{peer} does not answer: {reason}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
+    return errors.InternalError(f"{peer}: {code.name}: {details}")
+
+
+def _retry_after_seconds(metadata: Mapping[str, Any]) -> float:
+    """When to ask again; a peer that says nothing sensible is asked after a second."""
+    try:
+        seconds = float(metadata.get(RETRY_AFTER_KEY, 1.0))
+    except ValueError:
+        return 1.0
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS) if math.isfinite(seconds) else 1.0
+
+
+def _reason(code: grpc.StatusCode, details: str) -> str:
+    """Why a call got lost, in words; what gRPC says of it is for its own developers."""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no reply in time"
+    if code is grpc.StatusCode.CANCELLED:
+        return "the call was cancelled"
+    lower = details.lower()
+    return next((words for sign, words in _REASONS.items() if sign in lower), "the connection failed")

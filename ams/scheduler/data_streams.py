@@ -1,0 +1,392 @@
+"""Data streams: which worker reads which part of a job's data, and how far.
+
+A job's data are a fixed number of logical streams, however many workers read them. A worker leases streams, reads on
+from their cursors and commits how far it has come; what it leaves, or loses with its lease, another reads on from the
+last committed cursor. So each position is with at most one worker at a time, and is committed once.
+
+A cursor is (epoch, position). A stream that has ended epoch e is at (e + 1, 0) and is not read before all streams
+have ended e: every epoch is exact, and the job's epoch is the lowest of its streams. Its holder keeps it meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from geartrain.ams.rpc.carrier import Cursor, StreamHolders, StreamLease, StreamRenewal
+from geartrain.ams.scheduler.incarnations import Incarnations
+from geartrain.ams.scheduler.pauses import OwnStops
+from geartrain.ams.scheduler.state import key_of
+from geartrain.ams.storage.kv.store import KeyValueStore
+from geartrain.ams.values.arguments import checked_name
+from geartrain.ams.values.errors import InvalidArgument, StaleClient
+from geartrain.ams.values.messages import CallContext, jobs_of
+
+MAX_STREAMS = 4096
+MOST_READ = 2**62
+"""Largest epoch or position of a cursor."""
+_KIND, _FENCE = "streams", "fence"
+
+
+@dataclass(frozen=True)
+class _Worker:
+    incarnation: int
+    deadline: float
+    """When its lease runs out."""
+
+
+@dataclass
+class _Job:
+    cursors: list[Cursor]
+    holders: list[str | None]
+    workers: dict[str, _Worker] = field(default_factory=dict)
+    """Those with a lease."""
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """The highest of each worker that ever had one."""
+    expected_workers: int = 1
+    expected_until: float = float("-inf")
+    """So long streams are kept for ``expected_workers``, though fewer have come."""
+
+    def copy(self) -> _Job:
+        return _Job(
+            list(self.cursors),
+            list(self.holders),
+            dict(self.workers),
+            dict(self.incarnations),
+            self.expected_workers,
+            self.expected_until,
+        )
+
+    @property
+    def epoch(self) -> int:
+        return min(cursor.epoch for cursor in self.cursors)
+
+    def held_by(self, worker: str) -> list[int]:
+        return [stream for stream, holder in enumerate(self.holders) if holder == worker]
+
+    @property
+    def free(self) -> list[int]:
+        """Streams that nobody holds, those to be read now first."""
+        nobody = [stream for stream, holder in enumerate(self.holders) if holder is None]
+        return sorted(nobody, key=lambda stream: self.cursors[stream].epoch)
+
+    def drop(self, worker: str) -> None:
+        self.workers.pop(worker, None)
+        self.holders = [None if holder == worker else holder for holder in self.holders]
+
+    def share(self, worker: str, now: float) -> int:
+        """How many streams a worker should hold: as many as each other, or one more."""
+        count = max(len(self.workers), self.expected_workers if now < self.expected_until else 0)
+        least, more = divmod(len(self.cursors), count)
+        # Those who hold most keep the odd ones, so that the fewest move.
+        order = sorted(self.workers, key=lambda name: (-len(self.held_by(name)), name))
+        return least + (order.index(worker) < more)
+
+
+class DataStreams:
+    """The data streams of all jobs. Thread-safe. What a method returns or acknowledges was written to the store."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        incarnations: Incarnations | None = None,
+    ) -> None:
+        """Go on from what ``store`` holds; every worker has a whole lease from now.
+
+        ``incarnations`` learns of those that callers chose; None: that of the store.
+        """
+        self.lease_seconds = lease_seconds
+        self._incarnations = Incarnations(store) if incarnations is None else incarnations
+        self._store = store
+        self._clock = clock
+        self._stops = OwnStops(lease_seconds / 4, clock)
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Job] = {}
+        self._fences: dict[str, int] = {}
+        """Lowest incarnation that may take part, by job."""
+        for key, value in store.read_all().items():
+            if key.startswith(f"{_FENCE}/"):
+                fence = json.loads(value)
+                self._fences[fence["job"]] = fence["incarnation"]
+                self._incarnations.hear(fence["incarnation"])
+            if key.startswith(f"{_KIND}/"):
+                name, job = _from_json(value, clock() + lease_seconds)
+                self._jobs[name] = job
+                self._incarnations.hear(max(job.incarnations.values(), default=0))
+
+    def pulse(self) -> None:
+        """Note that the scheduler runs. To be called several times a lease, or never."""
+        with self._lock:
+            if self._stops.pulse():
+                self._extend_all()
+
+    def lease(
+        self, job: str, worker: str, incarnation: int, *, num_streams: int = 64, num_workers: int = 1
+    ) -> StreamLease:
+        """Give a worker its share of the free streams; return all that it holds, at their committed cursors.
+
+        For one lease after the first worker's, streams are kept for ``num_workers``. A higher incarnation takes the
+        place of a lower one of the same name. Raises StaleClient, InvalidArgument.
+        """
+        checked_name("job", job)
+        checked_name("worker", worker)
+        with self._lock:
+            self._incarnations.check(f"incarnation of worker {worker!r}", incarnation)
+            changed = self._look_at(job, num_streams)
+            if len(changed.cursors) != num_streams:
+                raise InvalidArgument(
+                    f"num_streams is {num_streams}, job {job!r} has {len(changed.cursors)}; keep that number for the "
+                    "life of a job, or choose another job name"
+                )
+            if num_workers < 1:
+                raise InvalidArgument(f"num_workers is {num_workers} for worker {worker!r}; it must be >= 1")
+            self._require_current(job, changed, worker, incarnation)
+            self._incarnations.note("incarnation", incarnation)
+            known = changed.workers.get(worker)
+            if known is not None and known.incarnation < incarnation:
+                changed.drop(worker)
+            now = self._clock()
+            if not changed.workers:
+                changed.expected_until = now + self.lease_seconds
+            changed.expected_workers = num_workers
+            changed.workers[worker] = _Worker(incarnation, now + self.lease_seconds)
+            changed.incarnations[worker] = incarnation
+            if len(changed.workers) >= num_workers:
+                changed.expected_until = float("-inf")  # all have come
+            missing = changed.share(worker, now) - len(changed.held_by(worker))
+            for stream in changed.free[: max(0, missing)]:
+                changed.holders[stream] = worker
+            self._keep(job, changed)
+            cursors = {stream: changed.cursors[stream] for stream in changed.held_by(worker)}
+            return StreamLease(epoch=changed.epoch, lease_seconds=self.lease_seconds, cursors=cursors)
+
+    def renew(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> StreamRenewal:
+        """Commit how far a worker has come, all or nothing, and prolong its lease.
+
+        Raises StaleClient (the worker has lost its lease, or was superseded; nothing is committed), InvalidArgument.
+        """
+        with self._lock:
+            changed = self._committed(job, worker, incarnation, cursors)
+            self._keep(job, changed)
+            held, share = changed.held_by(worker), changed.share(worker, self._clock())
+            surplus = max(0, len(held) - share)
+            # Ended ones first: nothing of them is being read.
+            by_use = sorted(held, key=lambda stream: (-changed.cursors[stream].epoch, -stream))
+            return StreamRenewal(
+                epoch=changed.epoch,
+                held=tuple(held),
+                release=tuple(sorted(by_use[:surplus])),
+                can_lease=len(held) < share and bool(changed.free),
+            )
+
+    def release(
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        cursors: Mapping[int, Cursor],
+        streams: Sequence[int] | None = None,
+    ) -> None:
+        """Commit ``cursors``, then give ``streams`` back; None: all, and the worker leaves. Raises as :meth:`renew`."""
+        with self._lock:
+            changed = self._committed(job, worker, incarnation, cursors)
+            if streams is None:
+                changed.drop(worker)
+            for stream in streams or ():
+                self._require_held(job, changed, worker, stream)
+                changed.holders[stream] = None
+            self._keep(job, changed)
+
+    def cursors(self, job: str) -> dict[int, Cursor]:
+        """Return the committed cursor of every stream; nothing if the job has none."""
+        with self._lock:
+            known = self._jobs.get(job)
+            return {} if known is None else dict(enumerate(known.cursors))
+
+    def holders(self, job: str) -> StreamHolders:
+        """Return who holds each stream now: workers whose lease has run out hold none."""
+        with self._lock:
+            if job not in self._jobs:
+                return StreamHolders(lease_seconds=self.lease_seconds, holders=(), incarnations={})
+            now = self._look_at(job)
+            return StreamHolders(
+                lease_seconds=self.lease_seconds, holders=tuple(now.holders), incarnations=dict(now.incarnations)
+            )
+
+    def restore(self, job: str, incarnation: int, cursors: Mapping[int, Cursor]) -> None:
+        """Put a job back to ``cursors``, one for each stream from 0 on, and end every lease.
+
+        Lower incarnations are shut out. Raises StaleClient, InvalidArgument.
+        """
+        if not 1 <= len(cursors) <= MAX_STREAMS or set(cursors) != set(range(len(cursors))):
+            raise InvalidArgument(
+                f"cursors are of streams {sorted(cursors)}; there must be one for each stream 0 … n − 1, n in "
+                f"[1, {MAX_STREAMS}]"
+            )
+        checked_name("job", job)
+        ordered = [cursors[stream] for stream in range(len(cursors))]
+        epoch = min(cursor.epoch for cursor in ordered)
+        for stream, cursor in enumerate(ordered):
+            _check_cursor(stream, cursor)
+            if cursor.position < 0 or cursor.epoch < 0 or (cursor.epoch != epoch and cursor != (epoch + 1, 0)):
+                raise InvalidArgument(
+                    f"cursor {tuple(cursor)} of stream {stream} fits no epoch: others are in epoch {epoch}, and a "
+                    f"stream that ended it is at ({epoch + 1}, 0)"
+                )
+        with self._lock:
+            self._require_fence(job, incarnation)
+            self._incarnations.note("incarnation", incarnation)
+            known = self._jobs.get(job)
+            restored = _Job(ordered, [None] * len(ordered))
+            if known is not None:
+                restored.incarnations = known.incarnations
+            self._keep(job, restored, fence=incarnation)
+
+    def fence(self, job: str, incarnation: int) -> None:
+        """Shut workers of a lower incarnation out of ``job`` and ``job/…``, and end their leases.
+
+        Raises StaleClient if a higher incarnation did so before.
+        """
+        checked_name("job", job)
+        with self._lock:
+            self._require_fence(job, incarnation)
+            self._incarnations.note("incarnation", incarnation)
+            self._keep(job, None, fence=incarnation)
+            for name in [name for name in self._jobs if job in jobs_of(name)]:
+                changed = self._jobs[name].copy()
+                for worker in [one for one, held in changed.workers.items() if held.incarnation < incarnation]:
+                    changed.drop(worker)
+                self._keep(name, changed)
+
+    def require_current(self, caller: CallContext | None) -> None:
+        """Raise StaleClient if the caller has a name and its job was taken over."""
+        if caller is not None and caller.stream:
+            with self._lock:
+                self._require_fence(caller.stream, caller.incarnation)
+
+    def _look_at(self, job: str, num_streams: int = 0) -> _Job:
+        """Return a copy of the job as it is now, without workers whose time is up; a new one if it is not known."""
+        if self._stops.was_stopped():
+            self._extend_all()
+        known = self._jobs.get(job)
+        if known is None:
+            if not job or not 1 <= num_streams <= MAX_STREAMS:
+                raise InvalidArgument(f"job {job!r} needs a name and 1 … {MAX_STREAMS} streams, not {num_streams}")
+            return _Job([Cursor(0, 0)] * num_streams, [None] * num_streams)
+        changed, now = known.copy(), self._clock()
+        late = [name for name, worker in changed.workers.items() if worker.deadline < now]
+        for name in late:
+            changed.drop(name)
+        if late:  # before anyone is told so: a restart must not give it back to them
+            self._keep(job, changed.copy())
+        return changed
+
+    def _extend_all(self) -> None:
+        deadline = self._clock() + self.lease_seconds
+        for job in self._jobs.values():
+            job.workers = {name: _Worker(worker.incarnation, deadline) for name, worker in job.workers.items()}
+
+    def _committed(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> _Job:
+        if job not in self._jobs:
+            raise StaleClient(f"job {job!r} has no streams (its scheduler may have lost them); lease streams again")
+        changed = self._look_at(job)
+        self._require_current(job, changed, worker, incarnation)
+        held = changed.workers.get(worker)
+        if held is None or held.incarnation != incarnation:
+            raise StaleClient(
+                f"worker {worker!r} of job {job!r} holds no lease any more: it was silent for "
+                f"{self.lease_seconds:g} s, or the job was put back. Its streams go on from their last committed "
+                "cursors; lease streams again"
+            )
+        epoch = changed.epoch
+        for stream, cursor in cursors.items():
+            self._require_held(job, changed, worker, stream)
+            _check_cursor(stream, cursor)
+            before = changed.cursors[stream]
+            is_next = cursor.epoch == epoch or cursor == (epoch + 1, 0)
+            if cursor < before or not is_next:
+                raise InvalidArgument(
+                    f"cursor {tuple(cursor)} of stream {stream} does not follow {tuple(before)}: positions go up, the "
+                    f"job is in epoch {epoch}, and a stream that has ended it is at ({epoch + 1}, 0)"
+                )
+            changed.cursors[stream] = cursor
+        changed.workers[worker] = _Worker(incarnation, self._clock() + self.lease_seconds)
+        return changed
+
+    @staticmethod
+    def _require_held(job: str, changed: _Job, worker: str, stream: int) -> None:
+        if not 0 <= stream < len(changed.holders):
+            raise InvalidArgument(f"stream {stream} of job {job!r} is not in [0, {len(changed.holders)})")
+        holder = changed.holders[stream]
+        if holder != worker:
+            by = "nobody" if holder is None else f"worker {holder!r}"
+            raise StaleClient(f"stream {stream} of job {job!r} is held by {by}, not by {worker!r}; lease streams again")
+
+    def _require_current(self, job: str, changed: _Job, worker: str, incarnation: int) -> None:
+        self._require_fence(job, incarnation)
+        latest = changed.incarnations.get(worker, 0)
+        if incarnation < latest:
+            raise StaleClient(
+                f"incarnation {incarnation} of worker {worker!r} of job {job!r} was superseded by {latest}: another "
+                "process reads in its place; stop this one"
+            )
+
+    def _require_fence(self, job: str, incarnation: int) -> None:
+        fenced = max(jobs_of(job), key=lambda name: self._fences.get(name, 0))
+        fence = self._fences.get(fenced, 0)
+        if incarnation < max(fence, 1):
+            raise StaleClient(
+                f"incarnation {incarnation} of job {job!r} was superseded by {fence} of {fenced!r}: the job was taken "
+                "over; stop this process"
+            )
+
+    def _keep(self, name: str, job: _Job | None, *, fence: int | None = None) -> None:
+        """Write these changes, then show them."""
+        changes: dict[str, bytes | None] = {}
+        if job is not None:
+            changes[key_of(_KIND, name)] = _to_json(name, job)
+        shadowed: list[str] = []
+        if fence is not None:
+            changes[key_of(_FENCE, name)] = json.dumps({"job": name, "incarnation": fence}).encode()
+            # A job's fence shuts out whatever a lower one of its parts would.
+            shadowed = [part for part, low in self._fences.items() if part.startswith(f"{name}/") and low <= fence]
+            changes.update(dict.fromkeys((key_of(_FENCE, part) for part in shadowed), None))
+        self._store.write(changes)
+        if job is not None:
+            self._jobs[name] = job
+        if fence is not None:
+            self._fences[name] = fence
+        for part in shadowed:
+            del self._fences[part]
+
+
+def _check_cursor(stream: int, cursor: Cursor) -> None:
+    if max(cursor) > MOST_READ:
+        raise InvalidArgument(f"cursor {tuple(cursor)} of stream {stream} is beyond 2^62 ({MOST_READ})")
+
+
+def _to_json(name: str, job: _Job) -> bytes:
+    fields = {
+        "job": name,
+        "cursors": job.cursors,
+        "holders": job.holders,
+        "workers": {worker: held.incarnation for worker, held in job.workers.items()},
+        "incarnations": job.incarnations,
+    }
+    return json.dumps(fields).encode()
+
+
+def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
+    fields = json.loads(value)
+    job = _Job(
+        [Cursor(*cursor) for cursor in fields["cursors"]],
+        fields["holders"],
+        {worker: _Worker(incarnation, deadline) for worker, incarnation in fields["workers"].items()},
+        fields["incarnations"],
+    )
+    return fields["job"], job

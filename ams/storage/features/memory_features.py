@@ -1,0 +1,68 @@
+"""Records in this process's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from geartrain.ams.storage.features.byte_lru import ByteLru
+from geartrain.ams.storage.features.store import (
+    Counters,
+    StoreCounts,
+    checked_namespace,
+    checked_read,
+    checked_records,
+)
+from geartrain.ams.values.specs import Ids
+
+
+class MemoryFeatures:
+    """A :class:`FeatureStore` that ends with its process; exactly the least recently used records are evicted."""
+
+    def __init__(self, namespace: str, *, max_bytes: int | None = None) -> None:
+        self.namespace = checked_namespace(namespace)
+        self._lru = ByteLru(max_bytes)
+        self._values: list[bytes | None] = [None] * self._lru.capacity
+        """By slot."""
+        self._lock = threading.Lock()
+        self._counters = Counters()
+
+    def read(self, ids: Ids) -> list[bytes | None]:
+        """See :class:`FeatureStore`."""
+        ids = checked_read(ids)
+        with self._lock:
+            slots = self._lru.use(ids).tolist()
+            values = [self._values[slot] if slot >= 0 else None for slot in slots]
+        self._counters.read(values)
+        return values
+
+    def write(self, ids: Ids, values: Sequence[bytes]) -> None:
+        """See :class:`FeatureStore`."""
+        ids, kept = checked_records(checked_read(ids), values, self._lru.max_bytes)
+        sizes = np.fromiter(map(len, kept), np.int64, len(kept))
+        with self._lock:
+            self._lru.make_room(len(ids))
+            self._values += [None] * (self._lru.capacity - len(self._values))
+            slots, _, freed = self._lru.hold(ids, sizes)
+            for slot, value in zip(slots.tolist(), kept, strict=True):
+                self._values[slot] = value
+            for slot in freed.tolist():
+                self._values[slot] = None
+        self._counters.wrote(len(kept), len(freed))
+
+    def remove(self, ids: Ids) -> None:
+        """See :class:`FeatureStore`."""
+        ids = checked_read(ids)
+        with self._lock:
+            for slot in self._lru.drop(ids)[1].tolist():
+                self._values[slot] = None
+
+    def counts(self) -> StoreCounts:
+        """See :class:`FeatureStore`."""
+        with self._lock:
+            return self._counters.counts(len(self._lru), self._lru.total_bytes)
+
+    def close(self) -> None:
+        """See :class:`FeatureStore`."""

@@ -1,0 +1,188 @@
+"""Records in a Redis server, shared by all who name it.
+
+One MGET a read. Commands are laid out as bytes by numpy, because redis-py spends more time on packing a thousand keys
+than Redis on finding them; replies are parsed by redis-py (by hiredis where that is installed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from geartrain.ams.storage.features.store import (
+    DEFAULT_RECORD_SECONDS,
+    Counters,
+    Seals,
+    StoreCounts,
+    checked_read,
+    checked_records,
+)
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, StateFailed, StoreUnavailable
+from geartrain.ams.values.specs import Ids
+
+_WRITTEN_AT_ONCE = 1000
+_READ_BYTES = 1 << 20
+Reply = object
+
+
+class RedisFeatures:
+    """A :class:`FeatureStore` in a Redis server, under the keys ``geartrain:NAMESPACE:`` + id (8 bytes).
+
+    Two bounds keep it small: a record goes ``record_seconds`` after it was written, and the server's own ``maxmemory``.
+    ``maxmemory-policy volatile-lru`` evicts records, and spares what must stay (whatever has no expiry); under
+    ``noeviction`` a full server refuses writes, which raises StateFailed. Connections are made when needed: a server
+    that came back is found again by the next call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        *,
+        record_seconds: float | None = DEFAULT_RECORD_SECONDS,
+        timeout_seconds: float = 5.0,
+    ) -> None:
+        """Connect once, to see that it answers. Arguments and errors as in ``open_store``."""
+        if record_seconds is not None and not (math.isfinite(record_seconds) and record_seconds >= 0.001):
+            raise InvalidArgument(f"record_seconds is {record_seconds!r}; it must be at least 0.001, or None for ever")
+        if not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
+            raise InvalidArgument(f"timeout_seconds is {timeout_seconds!r}; it must be above 0")
+        self.namespace = namespace
+        self._seals = Seals(namespace)
+        self._prefix = f"geartrain:{namespace}:".encode()
+        self._expiry = b"" if record_seconds is None else _argument(b"PX") + _argument(b"%d" % (record_seconds * 1000))
+        self._counters = Counters()
+        self._shown_url = without_password(url)
+        try:
+            self._pool = redis.ConnectionPool.from_url(
+                url,
+                socket_timeout=timeout_seconds,
+                socket_connect_timeout=timeout_seconds,
+                socket_read_size=_READ_BYTES,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as exc:
+            raise ConfigError(f"{self._shown_url!r} is no Redis URL: {exc}; give redis://HOST:PORT/DB") from exc
+        self._call(b"*1\r\n" + _argument(b"PING"))
+
+    def read(self, ids: Ids) -> list[bytes | None]:
+        """See :class:`FeatureStore`. One round trip."""
+        ids = checked_read(ids)
+        if not len(ids):
+            return []
+        [sealed] = self._call(self._command(b"MGET", ids))
+        values, damaged = self._seals.unseal(ids, sealed)  # type: ignore[arg-type]
+        self._counters.read(values, damaged)
+        return values
+
+    def write(self, ids: Ids, values: Sequence[bytes]) -> None:
+        """See :class:`FeatureStore`. One round trip a thousand records."""
+        ids, kept = checked_records(checked_read(ids), values)
+        count = 5 if self._expiry else 3
+        set_key = b"*%d\r\n" % count + _argument(b"SET")
+        for start in range(0, len(ids), _WRITTEN_AT_ONCE):
+            part = ids[start : start + _WRITTEN_AT_ONCE]
+            sealed = self._seals.seal(part, kept[start : start + _WRITTEN_AT_ONCE])
+            keys = self._key_arguments(part).view(f"V{len(self._key_head) + 10}").reshape(-1).tolist()
+            pieces = [set_key + key + _argument(value) + self._expiry for key, value in zip(keys, sealed, strict=True)]
+            self._call(b"".join(pieces), len(part))
+        self._counters.wrote(len(kept))
+
+    def remove(self, ids: Ids) -> None:
+        """See :class:`FeatureStore`. One round trip."""
+        ids = checked_read(ids)
+        if len(ids):
+            self._call(self._command(b"DEL", ids))
+
+    def counts(self) -> StoreCounts:
+        """See :class:`FeatureStore`: of this process's calls; what others wrote and the server evicted is not known."""
+        return self._counters.counts()
+
+    def close(self) -> None:
+        """See :class:`FeatureStore`."""
+        self._pool.disconnect()
+
+    @property
+    def _key_head(self) -> bytes:
+        return b"$%d\r\n" % (len(self._prefix) + 8) + self._prefix
+
+    def _key_arguments(self, ids: Ids) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """The keys [N, K] as arguments of a command."""
+        head = np.frombuffer(self._key_head, np.uint8)
+        arguments = np.empty((len(ids), len(head) + 10), np.uint8)
+        arguments[:, : len(head)] = head
+        arguments[:, len(head) : -2] = ids.astype("<i8").view(np.uint8).reshape(-1, 8)
+        arguments[:, -2:] = (13, 10)
+        return arguments
+
+    def _command(self, name: bytes, ids: Ids) -> bytes:
+        return b"*%d\r\n" % (1 + len(ids)) + _argument(name) + self._key_arguments(ids).tobytes()
+
+    def _call(self, command: bytes, num_replies: int = 1) -> list[Reply]:
+        """Send and await the replies. A connection that breaks meanwhile is made anew once: all commands may repeat."""
+        with self._translated():
+            connection = self._pool.get_connection()
+            try:
+                try:
+                    return _exchange(connection, command, num_replies)
+                except redis.ConnectionError:  # not a time-out: nobody is made to wait twice
+                    return _exchange(connection, command, num_replies)
+            finally:
+                self._pool.release(connection)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (redis.ConnectionError, redis.TimeoutError) as exc:
+            raise StoreUnavailable(
+                f"the Redis server {self._shown_url} does not answer: {exc}; see that it runs and can be reached from "
+                "here (redis-cli -u URL ping), then try again"
+            ) from exc
+        except redis.RedisError as exc:
+            raise StateFailed(f"the Redis server {self._shown_url} refused: {refusal(exc)}") from exc
+
+
+def refusal(error: redis.RedisError) -> str:
+    """Why a server refused, and what to do."""
+    said = str(error)
+    if said.startswith("DENIED"):  # of which it says a whole page
+        return (
+            "it is in protected mode, in which it takes nobody from another machine; on a private network start it "
+            "with --protected-mode no, or give it a password and say that in the URL, redis://:PASSWORD@HOST:PORT/0"
+        )
+    if "maxmemory" in said:
+        return f"{said}; raise its maxmemory, or start it with --maxmemory-policy volatile-lru"
+    return said
+
+
+def _exchange(connection: Any, command: bytes, num_replies: int) -> list[Reply]:
+    connection.send_packed_command([command])
+    replies: list[Reply] = []
+    refusal: redis.ResponseError | None = None
+    for _ in range(num_replies):  # all of them, or the next caller would get the rest
+        try:
+            replies.append(connection.read_response(disconnect_on_error=True))
+        except redis.ResponseError as exc:
+            refusal = exc
+    if refusal is not None:
+        raise refusal
+    return replies
+
+
+def _argument(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def without_password(url: str) -> str:
+    """The URL as messages may show it."""
+    credentials, _, _ = urlsplit(url).netloc.rpartition("@")
+    return url.replace(f"{credentials}@", "", 1) if credentials else url

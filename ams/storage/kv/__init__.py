@@ -1,0 +1,1 @@
+"""Small state under string keys, in memory, LMDB or Redis."""

@@ -1,0 +1,96 @@
+"""An LMDB file in a folder of one process: what all stores in LMDB share.
+
+LMDB checks nothing that it reads, and a damaged page may end the process that follows it: so before a file that was
+there is opened, a process of its own walks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+
+from geartrain.ams.values.errors import ConfigError, StateDamaged
+
+_WALKED_BYTES_PER_SECOND = 20 << 20
+_SHORTEST_WALK_SECONDS = 60.0
+
+
+def lock_folder(folder: Path, remedy: str) -> int:
+    """Make the folder and hold it alone; return the descriptor to close.
+
+    Raises ConfigError, with the ``remedy``, if another process holds it, or the folder cannot be used.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        raise ConfigError(f"the folder {str(folder)!r} cannot be used: {exc.strerror}") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(lock)
+        raise ConfigError(f"the folder {str(folder)!r} is in use by another living process; {remedy}") from exc
+    return lock
+
+
+def open_environment(
+    path: Path, *, first_map_bytes: int, readonly: bool = False, metasync: bool = True
+) -> lmdb.Environment:
+    """Open or make the file. Raises lmdb.Error."""
+    size = path.stat().st_size if path.exists() else 0
+    return lmdb.open(
+        str(path),
+        subdir=False,
+        map_size=max(first_map_bytes, size),
+        lock=False,
+        readonly=readonly,
+        metasync=metasync,
+    )
+
+
+def commit(environment: lmdb.Environment, change: Callable[[lmdb.Transaction], None]) -> None:
+    """Make a ``change`` in one transaction, in a map twice as large as often as it needs one. Raises lmdb.Error."""
+    while True:
+        try:
+            with environment.begin(write=True) as transaction:
+                change(transaction)
+            return
+        except lmdb.MapFullError:
+            environment.set_mapsize(2 * int(environment.info()["map_size"]))
+
+
+def check_structure(path: Path, remedy: str, *, first_map_bytes: int) -> None:
+    """Walk the whole file, if it is there, in another process. Raises StateDamaged with the ``remedy``.
+
+    In a map as large as that of who opens it next: LMDB follows sizes that are beyond the file as far as the map goes.
+    """
+    if not path.exists():
+        return
+    seconds = _SHORTEST_WALK_SECONDS + path.stat().st_size / _WALKED_BYTES_PER_SECOND
+    command = [sys.executable, "-m", __name__, str(path), str(first_map_bytes)]
+    try:
+        walked = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        why = walked.stderr.strip().splitlines()[-1:] or [f"reading it ends with {walked.returncode}"]
+        is_whole = walked.returncode == 0
+    except subprocess.TimeoutExpired:
+        why, is_whole = [f"reading it takes more than {seconds:.0f} s"], False
+    if not is_whole:
+        raise StateDamaged(f"{path}: its structure is damaged ({why[0]}); {remedy}")
+
+
+def _walk(path: Path, first_map_bytes: int) -> None:
+    environment = open_environment(path, first_map_bytes=first_map_bytes, readonly=True)
+    with contextlib.closing(environment), environment.begin() as transaction:
+        for key, value in transaction.cursor():
+            hash((bytes(key), bytes(value)))  # every byte is read
+
+
+if __name__ == "__main__":
+    _walk(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,124 @@
+"""Small state under string keys: what a store does, and the one that forgets.
+
+Every value is sealed: it begins with the XXH3 of its key and bytes, so that one that was changed, cut or moved to
+another key is found when it is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote, urlsplit
+
+import xxhash
+
+from geartrain.ams.values.errors import ConfigError, StateDamaged
+
+_SEAL_BYTES = 8
+
+
+class KeyValueStore(Protocol):
+    """Small state that outlives its process, or does not. Not thread-safe."""
+
+    def read_all(self) -> dict[str, bytes]:
+        """Return every value by its key. Raises StateDamaged, naming the key or the file."""
+
+    def write(self, changes: Mapping[str, bytes | None]) -> None:
+        """Set these values (None: remove) all at once; return when that survives a loss of power.
+
+        Raises StateFailed: whether it was written is unknown, and no further change is taken.
+        """
+
+    def close(self) -> None:
+        """Let go of what it holds. Idempotent."""
+
+
+class MemoryStore:
+    """A store that ends with its process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def read_all(self) -> dict[str, bytes]:
+        """See :class:`KeyValueStore`."""
+        return dict(self._values)
+
+    def write(self, changes: Mapping[str, bytes | None]) -> None:
+        """See :class:`KeyValueStore`."""
+        for key, value in changes.items():
+            if value is None:
+                self._values.pop(key, None)
+            else:
+                self._values[key] = value
+
+    def close(self) -> None:
+        """See :class:`KeyValueStore`."""
+
+
+class LockedStore:
+    """A store that several threads may use."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+
+    def read_all(self) -> dict[str, bytes]:
+        """See :class:`KeyValueStore`."""
+        with self._lock:
+            return self._store.read_all()
+
+    def write(self, changes: Mapping[str, bytes | None]) -> None:
+        """See :class:`KeyValueStore`."""
+        with self._lock:
+            self._store.write(changes)
+
+    def close(self) -> None:
+        """See :class:`KeyValueStore`."""
+        with self._lock:
+            self._store.close()
+
+
+def open_state(url: str, name: str) -> KeyValueStore:
+    """Open the state ``name`` in ``"memory"``, in ``"lmdb:FOLDER"`` (a folder of its own there) or ``"redis://…"``.
+
+    Memory forgets. A folder is held by one process of one host; who opens a name in a Redis server takes it over from
+    whoever held it.
+
+    Raises ConfigError, InvalidArgument, StateDamaged, StoreUnavailable.
+    """
+    if url == "memory":
+        return MemoryStore()
+    if url.startswith("lmdb:") and len(url) > len("lmdb:"):
+        from geartrain.ams.storage.kv.lmdb_store import LmdbStore
+
+        return LmdbStore(Path(url.removeprefix("lmdb:")) / "state" / quote(name, safe=""))
+    if urlsplit(url).scheme in ("redis", "rediss", "unix"):
+        try:
+            from geartrain.ams.storage.kv.redis_store import RedisStore
+        except ImportError as exc:
+            raise ConfigError(NO_REDIS) from exc
+        return RedisStore(url, name)
+    raise ConfigError(f"{url!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
+
+
+def seal(key: str, value: bytes) -> bytes:
+    """Return ``value`` behind its checksum."""
+    return _checksum(key, value) + value
+
+
+def unseal(key: str, sealed: bytes, place: str) -> bytes:
+    """Return the value that was sealed under ``key``. Raises StateDamaged, naming the key and the ``place``."""
+    value = bytes(sealed[_SEAL_BYTES:])
+    if len(sealed) < _SEAL_BYTES or sealed[:_SEAL_BYTES] != _checksum(key, value):
+        raise StateDamaged(f"{place}: the value of key {key!r} is damaged (its checksum is another); {REMEDY}")
+    return value
+
+
+NO_REDIS = "a redis:// store needs the package redis: pip install 'geartrain[redis]'; or give memory or lmdb:FOLDER"
+REMEDY = "give a copy of the folder, or an empty folder and start the cluster anew from a snapshot"
+
+
+def _checksum(key: str, value: bytes) -> bytes:
+    return xxhash.xxh3_64(key.encode() + b"\0" + value).digest()

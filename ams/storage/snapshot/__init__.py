@@ -1,0 +1,1 @@
+"""Snapshots on a disk or in an object store: blocks, manifests, chains."""

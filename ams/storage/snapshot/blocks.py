@@ -1,0 +1,244 @@
+"""The files of a snapshot: blocks of rows (safetensors), marks (JSON) and opaque files of the job. Written by any
+process that knows the staging folder's path and the snapshot's id; read back once hash and labels were checked.
+
+Legend: N rows of a block, D width of a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import xxhash
+from pydantic import ValidationError
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.durable import failed
+from geartrain.ams.storage.snapshot.manifest import JOB, MARKS, FileEntry, block_path, in_words, job_path, marks_path
+from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
+from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
+from geartrain.ams.values.text import counted
+
+BLOCK_BYTES = 8 << 20
+"""Target size of a block, by which a caller cuts its rows. Buffers of this size are recycled by malloc; from 16 MiB on,
+fresh pages for the copies took longer than the disk."""
+
+_DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+
+
+def write_block(
+    staging_path: str,
+    *,
+    snapshot_id: str,
+    kind: str,
+    table: str,
+    shard: int,
+    index: int,
+    arrays: Mapping[str, np.ndarray],
+) -> FileEntry:
+    """Write one block into a staging folder and sync it; a second call for the same block replaces the first.
+
+    ``arrays`` are named arrays of bool, integers or floats (float16 to float64, bfloat16). If one is named ``ids``, it
+    is int64 [N], and ``rows`` and ``slots``, where given, have N rows. Holds about twice the block in memory. Raises
+    InvalidArgument, and SnapshotFailed if the disk fails or the snapshot was abandoned; then no block is left.
+    """
+    num_rows = _require_block(arrays)
+    path = block_path(kind, table, shard, index)
+    labels = _labels(snapshot_id, kind, table, shard, index)
+    # safetensors takes the memory as it lies, whatever the strides.
+    data = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, labels)
+    return _write(
+        staging_path, snapshot_id, data, path=path, kind=kind, table=table, shard=shard, index=index, num_rows=num_rows
+    )
+
+
+def write_job_file(staging_path: str, *, snapshot_id: str, name: str, data: bytes) -> FileEntry:
+    """Write opaque bytes (a backbone, a rank's random state) into a staging folder and sync them.
+
+    ``name`` is 1 to 100 of A-Z, a-z, 0-9 and ``._-``; a second call for the same name replaces the first. Raises as
+    :func:`write_block`.
+    """
+    return _write(
+        staging_path, snapshot_id, data, path=job_path(name), kind=JOB, table=None, shard=None, index=0, num_rows=0
+    )
+
+
+def write_marks(staging_path: str, *, snapshot_id: str, shard: int, values: Mapping[str, Any]) -> FileEntry:
+    """Write a shard's marks, JSON values, into a staging folder and sync them. Raises as :func:`write_block`."""
+    labelled = {"snapshot": snapshot_id, "shard": shard, "marks": values}
+    data = json.dumps(labelled, sort_keys=True, allow_nan=False).encode()
+    path = marks_path(shard)
+    return _write(staging_path, snapshot_id, data, path=path, kind=MARKS, table=None, shard=shard, index=0, num_rows=0)
+
+
+def read_marks(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
+    """Return the checked bytes of a shard's marks, and their values. Raises SnapshotDamaged."""
+    data = read_file(folder, entry)
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise damaged(folder, entry, f"it is not JSON ({exc})") from exc
+    is_whole = isinstance(values, dict) and set(values) == {"snapshot", "shard", "marks"}
+    if not is_whole or (values["snapshot"], values["shard"]) != (snapshot_id, entry.shard):
+        raise damaged(folder, entry, f"it does not say that it is of shard {entry.shard} of snapshot {snapshot_id}")
+    if not isinstance(values["marks"], dict):
+        raise damaged(folder, entry, "it holds no marks")
+    return data, values["marks"]
+
+
+def read_file(folder: Place, entry: FileEntry) -> bytes:
+    """Return the bytes of a file whose length and hash are right. Raises SnapshotDamaged."""
+    store = store_of(folder)
+    try:
+        size = store.size(folder, entry.path)
+        if size is None:
+            raise damaged(folder, entry, "it is not a file")
+        if size != entry.bytes:
+            raise damaged(folder, entry, f"it has {size:,} of {counted(entry.bytes, 'byte')}")
+        data = store.read(folder, entry.path)
+    except FileNotFoundError as exc:
+        raise damaged(folder, entry, "it is missing") from exc
+    except OSError as exc:
+        raise damaged(folder, entry, f"it cannot be read ({exc})") from exc
+    if xxhash.xxh3_128_hexdigest(data) != entry.xxh3_128:
+        raise damaged(folder, entry, f"its content does not match its checksum{_whose(data, entry)}")
+    return data
+
+
+def read_block(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, np.ndarray]]:
+    """Return the checked bytes of a block and its arrays, writable and apart from the bytes. Raises SnapshotDamaged."""
+    data = read_file(folder, entry)
+    assert entry.table is not None and entry.shard is not None
+    labels = _labels(snapshot_id, entry.kind, entry.table, entry.shard, entry.index)
+    found = _labels_in(data)
+    if found != labels:
+        raise damaged(folder, entry, f"it says of itself {found}, not {labels}")
+    try:
+        arrays = {
+            name: np.frombuffer(view["data"], _DTYPES[view["dtype"]]).reshape(view["shape"])
+            for name, view in deserialize(data)  # type: ignore[no-untyped-call]
+        }
+        num_rows = _require_block(arrays)
+    except (SafetensorError, KeyError, ValueError) as exc:
+        raise damaged(folder, entry, f"it is not a block of this version ({exc})") from exc
+    if num_rows != entry.num_rows:
+        raise damaged(folder, entry, f"it has {counted(num_rows, 'row')}")
+    return data, arrays
+
+
+def damaged(folder: Place, entry: FileEntry, why: str) -> SnapshotDamaged:
+    """Return the error that names the file and what it holds."""
+    if entry.kind == JOB:
+        holds = "state of the job"
+    elif entry.kind == MARKS:
+        holds = f"what shard {entry.shard} knew of the writes applied"
+    else:
+        rows = counted(entry.num_rows, "row")
+        holds = f"{rows} ({entry.kind}, block {entry.index}) of table {entry.table!r} on shard {entry.shard}"
+    return SnapshotDamaged(
+        f"{within(folder, entry.path)} is damaged: {why}. It holds {holds}. Bring the file back from a copy, or use "
+        "another snapshot"
+    )
+
+
+def _write(
+    staging_path: str,
+    snapshot_id: str,
+    data: bytes,
+    *,
+    path: str,
+    kind: str,
+    table: str | None,
+    shard: int | None,
+    index: int,
+    num_rows: int,
+) -> FileEntry:
+    staging = place(staging_path)
+    store = store_of(staging)
+    if not store.is_staging(staging, snapshot_id):
+        raise InvalidArgument(f"{staging_path!r} is not the staging folder of snapshot {snapshot_id!r}")
+    try:
+        entry = FileEntry(
+            path=path,
+            kind=kind,
+            table=table,
+            shard=shard,
+            index=index,
+            num_rows=num_rows,
+            bytes=len(data),
+            xxh3_128=xxhash.xxh3_128_hexdigest(data),
+        )
+    except ValidationError as exc:
+        raise InvalidArgument(in_words(exc)) from exc
+    try:
+        failpoints.reach("block.write.before")
+        store.write(staging, path, data)
+        failpoints.reach("block.write.after")
+    except OSError as exc:
+        raise failed(f"{within(staging, path)} ({counted(len(data), 'byte')}) was not written", exc) from exc
+    return entry
+
+
+def _require_block(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return the length of ``ids``, or else of ``rows``, or else 0. Raises InvalidArgument."""
+    for name, array in arrays.items():
+        if array.dtype.newbyteorder("=") not in _DTYPES.values():
+            legal = ", ".join(str(dtype) for dtype in _DTYPES.values())
+            raise InvalidArgument(f"array {name!r} has dtype {array.dtype}; it must be one of {legal}")
+    counting = [(name, arrays[name]) for name in ("ids", "rows", "slots", "steps") if name in arrays]
+    for name, array in counting:
+        if array.ndim < 1 or len(array) != len(counting[0][1]):
+            raise InvalidArgument(f"array {name!r} has shape {array.shape}; {counting[0][0]} {counting[0][1].shape}")
+    if "ids" in arrays and (arrays["ids"].dtype != np.int64 or arrays["ids"].ndim != 1):
+        raise InvalidArgument(f"ids are {arrays['ids'].dtype} {arrays['ids'].shape}; they must be int64 [N]")
+    if "__metadata__" in arrays:
+        raise InvalidArgument("no array can be named '__metadata__'")
+    return len(arrays["ids"] if "ids" in arrays else arrays.get("rows", ()))
+
+
+def _labels(snapshot_id: str, kind: str, table: str, shard: int, index: int) -> dict[str, str]:
+    return {"snapshot": snapshot_id, "kind": kind, "table": table, "shard": str(shard), "index": str(index)}
+
+
+def _labels_in(data: bytes) -> dict[str, str] | None:
+    """What a block says of itself, by the safetensors format: 8 bytes of length, then a JSON header."""
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= len(data) - 8:
+        return None
+    try:
+        labels = json.loads(data[8 : 8 + length])["__metadata__"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return labels if isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values()) else None
+
+
+def _whose(data: bytes, entry: FileEntry) -> str:
+    """Words for a file that was put in the place of another, or none."""
+    labels = _labels_in(data) or {}
+    try:
+        says = (labels["kind"], labels["table"], int(labels["shard"]), int(labels["index"]))
+    except (KeyError, ValueError):
+        return ""
+    kind, table, shard, index = says
+    if says == (entry.kind, entry.table, entry.shard, entry.index):
+        return ""  # changed, or the same block of another snapshot: the label itself may be what changed
+    return f" (it says that it is {kind}, block {index} of table {table!r} on shard {shard})"

@@ -1,0 +1,163 @@
+"""A chain of snapshots merged into one that is whole, so that what it rested on can go.
+
+Cost: the chain is read once where all of it was written by the same number of shards (else what another number wrote is
+read up to once per shard), the new snapshot is written and read once. Memory: two blocks, and 8 bytes (16 for a moment)
+per row of one table on one shard; the files of the job one at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
+from geartrain.ams.storage.snapshot.chain import Layer, layers_of
+from geartrain.ams.storage.snapshot.folder import (
+    Snapshot,
+    Staging,
+    list_snapshots,
+    new_staging,
+    open_snapshot,
+    prune,
+)
+from geartrain.ams.storage.snapshot.manifest import JOB, MARKS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.placement import bucket_of, even_placement
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Place:
+    """Write what the chain that ends at snapshot ``name`` holds as one whole snapshot, and return its folder.
+
+    It is called ``new_name`` (None: ``name``-whole), lists as newer than ``name``, and the next incremental one may
+    have either as its parent. Returns once it is read back and found sound; the chain stays until it is pruned.
+    Raises InvalidArgument if ``name`` is whole already, SnapshotNotFound, SnapshotDamaged, SnapshotFailed; then nothing
+    new is listed.
+    """
+    snapshot = open_snapshot(within(place(root), name))
+    if snapshot.manifest.parent is None:
+        raise InvalidArgument(f"snapshot {name!r} in {root} is whole already: it adds to no other")
+    chain = snapshot.chain()
+    staging = new_staging(root, f"{name}-whole" if new_name is None else new_name)
+    try:
+        files = [entry for spec in snapshot.manifest.tables for entry in _merged(staging, chain, spec)]
+        files += [_copied(staging, snapshot, entry) for entry in snapshot.manifest.files if entry.kind != ROWS]
+    except BaseException:
+        staging.abandon()
+        raise
+    path = staging.commit(
+        step=snapshot.manifest.step,
+        created=max(time.time(), snapshot.manifest.created),
+        num_shards=snapshot.manifest.num_shards,
+        tables=snapshot.manifest.tables,
+        files=files,
+        job=snapshot.manifest.job,
+        moment=snapshot.manifest.moment_id,
+        writer=snapshot.manifest.writer,
+    )
+    damage = open_snapshot(path).verify()
+    if damage:
+        store = store_of(path)
+        with suppress(OSError):
+            store.discard(store.hide(path))
+        raise damage[0]
+    return path
+
+
+def retain(root: str | Path, *, keep_last: int, longest_chain: int | None = None) -> list[str]:
+    """Prune to the newest ``keep_last`` snapshots and what they add to; return the names of those removed.
+
+    Where the newest one and those it adds to are more than ``longest_chain``, they are compacted first: the result
+    counts as one of those to keep, and the chain goes once no kept snapshot needs it. Raises as :func:`compact` and
+    :func:`prune`.
+    """
+    newest = next((listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None), None)
+    if newest is not None and longest_chain is not None and len(newest.chain()) > longest_chain:
+        compact(root, newest.name)
+    return prune(root, keep_last)
+
+
+def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]) -> Iterator[FileEntry]:
+    """Write a table, shard by shard of the newest snapshot."""
+    table, dense, num_shards = str(spec["name"]), spec["num_rows"] is not None, chain[0].manifest.num_shards
+    layers = layers_of(chain, table)
+    for shard in range(num_shards):
+        owned = even_placement(num_shards) == shard
+        for index, arrays in enumerate(_in_blocks(_rows_of(layers, owned, dense=dense))):
+            yield write_block(
+                staging.path,
+                snapshot_id=staging.id,
+                kind=ROWS,
+                table=table,
+                shard=shard,
+                index=index,
+                arrays=arrays,
+            )
+
+
+def _rows_of(layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bool) -> Iterator[Arrays]:
+    """The rows in buckets ``owned`` [4096], each once: the newest layer that has it gives it."""
+    seen = np.empty(0, np.int64)
+    for layer in layers:
+        found = [seen]
+        for entry in layer.blocks(owned):
+            arrays = layer.snapshot.read(entry)
+            buckets = bucket_of(arrays["ids"], dense=dense)
+            mine = owned[buckets] & layer.buckets[buckets] & ~_is_among(arrays["ids"], seen)
+            found.append(arrays["ids"][mine])
+            yield {name: array[mine] for name, array in arrays.items()}
+        if layer is not layers[-1]:
+            seen = np.sort(np.concatenate(found))
+
+
+def _is_among(ids: npt.NDArray[np.int64], ascending: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    if not len(ascending):
+        return np.zeros(len(ids), np.bool_)
+    at = np.searchsorted(ascending, ids)
+    return np.equal(ascending[np.minimum(at, len(ascending) - 1)], ids)
+
+
+def _in_blocks(parts: Iterator[Arrays]) -> Iterator[Arrays]:
+    """Join small parts into blocks of about 8 MiB; large ones stay as they are."""
+    held: list[Arrays] = []
+    held_bytes = 0
+    for part in parts:
+        if not len(part["ids"]):
+            continue
+        size = sum(array.nbytes for array in part.values())
+        if held and held_bytes + size > BLOCK_BYTES:
+            yield {name: np.concatenate([one[name] for one in held]) for name in part}
+            held, held_bytes = [], 0
+        held.append(part)
+        held_bytes += size
+    if held:
+        yield {name: np.concatenate([one[name] for one in held]) for name in held[0]}
+
+
+def _copied(staging: Staging, snapshot: Snapshot, entry: FileEntry) -> FileEntry:
+    """Write what is not rows once more, as a file of the new snapshot."""
+    if entry.kind == JOB:
+        name = entry.path.removeprefix(f"{JOB}-")
+        return write_job_file(staging.path, snapshot_id=staging.id, name=name, data=snapshot.read_bytes(entry))
+    assert entry.shard is not None
+    if entry.kind == MARKS:
+        values = snapshot.read_marks(entry)
+        return write_marks(staging.path, snapshot_id=staging.id, shard=entry.shard, values=values)
+    assert entry.table is not None
+    return write_block(
+        staging.path,
+        snapshot_id=staging.id,
+        kind=entry.kind,
+        table=entry.table,
+        shard=entry.shard,
+        index=entry.index,
+        arrays=snapshot.read(entry),
+    )

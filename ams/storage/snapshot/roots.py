@@ -1,0 +1,92 @@
+"""What a role lets other processes say of snapshots: places below its roots, and ids.
+
+A role reads and writes snapshots with its own rights, wherever a peer tells it to. So a peer names a place by a path or
+URL of a known kind (``snapshot_store.place``), and a role that other machines can reach only takes those that lie below
+its setting ``snapshot_roots``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from geartrain.ams.storage.snapshot.store import Place, parse_place, place
+from geartrain.ams.values.config import is_loopback
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotRefused
+from geartrain.ams.values.text import quoted
+
+logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 300
+"""Characters of a path in a message: whoever sent it knows the rest."""
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class SnapshotRoots:
+    """The places below which a role reads and writes snapshots for its peers. Thread-safe."""
+
+    def __init__(self, role: str, listen: str, roots: Sequence[str] | None) -> None:
+        """``role`` is the section of the settings, ``listen`` its address; None as ``roots``: anywhere if nobody but
+        this machine can reach it, else nowhere, which is logged.
+
+        Raises ConfigError if a root is not an absolute path or a URL of a known kind.
+        """
+        self._setting = f"{role}.snapshot_roots"
+        self._flag = f"--snapshot-roots FOLDER of 'geartrain {role}'"
+        self._roots = None if roots is None else tuple(self._root(root) for root in roots)
+        self._is_open = roots is None and is_loopback(listen)
+        if self._roots is None and not self._is_open:
+            logger.warning(
+                "%s is not set and %s can be reached from other machines: snapshots are refused here; name the folders "
+                "or URLs that hold them (%s)",
+                self._setting,
+                listen,
+                self._flag,
+            )
+
+    def resolve(self, named: str) -> Place:
+        """Return the place that a peer names, without symbolic links and ``..``.
+
+        Raises InvalidArgument for what can be no place of a snapshot, and SnapshotRefused for one outside the roots;
+        neither depends on what is there.
+        """
+        if self._is_open:
+            return place(named)
+        shown = repr(named[:_MOST_SHOWN])
+        if self._roots is None:
+            raise SnapshotRefused(
+                f"{shown} is refused: this {self._setting.partition('.')[0]} listens beyond its own machine, "
+                f"and then reads and writes snapshots only below its setting {self._setting}, which is not set; set it "
+                f"there ({self._flag}) and start it again"
+            )
+        found = parse_place(named)
+        if isinstance(found, Path):
+            found = Path(os.path.realpath(found))
+            is_inside = any(
+                Path(os.path.realpath(root)) in found.parents for root in self._roots if isinstance(root, Path)
+            )
+        else:
+            is_inside = any(found.startswith(f"{root}/") for root in self._roots if isinstance(root, str))
+        if not is_inside:
+            roots = ", ".join(map(str, self._roots)) or "none"
+            raise SnapshotRefused(
+                f"{shown} is refused: it does not lie below {self._setting} ({roots}); take snapshots into a "
+                f"folder below those, or add its root there ({self._flag})"
+            )
+        return place(str(found))
+
+    def _root(self, text: str) -> Place:
+        try:
+            return parse_place(text)
+        except InvalidArgument as exc:
+            raise ConfigError(f"{self._setting}: {exc}") from exc
+
+
+def checked_snapshot_id(name: str, value: str, *, may_be_empty: bool = False) -> str:
+    """Return ``value``, the id of a snapshot that a peer sends as its field ``name``. Raises InvalidArgument."""
+    if _ID.fullmatch(value) or (may_be_empty and not value):
+        return value
+    raise InvalidArgument(f"{name} is {quoted(value)}; it must be 32 hexadecimal digits, 0-9 and a-f")

@@ -1,0 +1,416 @@
+"""Where snapshots lie: folders of a local disk, or prefixes of an object store that fsspec knows.
+
+A *place* names a folder: an absolute Path, or a URL without a slash at its end. ``file://`` is the local disk.
+
+| | local disk | URL |
+|---|---|---|
+| being written | ``ROOT/.staging-NAME-ID/`` | ``ROOT/NAME/ID/`` |
+| committed by | a rename to ``ROOT/NAME/``, all synced before | ``ROOT/NAME/manifest.json``, written last |
+| its files | ``ROOT/NAME/`` | ``ROOT/NAME/ID/`` |
+| removed by | a rename to ``ROOT/.trash-NAME-ID/`` first | the removal of ``manifest.json`` first |
+
+An object store has no rename and no sync: an object is whole and safe, or not there, when its write returns. Every
+attempt writes under an ID of its own, so that a late write of one that was given up spoils no other. Of two that commit
+one name at once the later holds. ``ROOT/NAME/ID/`` has a copy of the manifest: taken to a local disk, it is a snapshot.
+Nothing is tried again here; fsspec's file systems have their own settings for that.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.durable import create_folders, disk, remove_quietly, sync_folder, write_file
+from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS
+from geartrain.ams.values.arguments import path_name
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
+Place = Path | str
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hdfs")
+"""Of the URLs that snapshots may lie below: object stores, and HDFS, each with the aliases that fsspec has for it."""
+_LOCAL_SCHEMES = ("file", "local")
+_HOST = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:[0-9]{1,5})?")
+_PART = re.compile(r"[^\x00-\x1f\x7f\\?#]+")
+_STAGING, _TRASH = ".staging-", ".trash-"
+
+
+def place(path: str | Path) -> Place:
+    """Return the place that a path or URL names.
+
+    Raises InvalidArgument as :func:`parse_place`, and for a URL that fsspec cannot serve as it is installed.
+    """
+    found = parse_place(path)
+    if isinstance(found, str):
+        with _typed_argument(found):
+            fsspec.get_filesystem_class(found.partition("://")[0])
+    return found
+
+
+def parse_place(path: str | Path) -> Place:
+    """Return the place that a path or URL names, which is looked at as text alone.
+
+    Paths may come from other processes, and fsspec's URLs can name any host, hold other URLs and files that it renders
+    as templates. So a URL is one of :data:`SCHEMES` or ``file://``, a bucket or host, and a plain path: no chain
+    (``::``), no options, no password. Raises InvalidArgument.
+    """
+    path = path_name("path", path, "the name of a folder, or a URL")
+    if "\0" in str(path):
+        raise InvalidArgument(f"path is {quoted(path)}; a name has no zero bytes")
+    if isinstance(path, Path) or "://" not in path:
+        return Path(path).absolute()
+    protocol, _, rest = path.partition("://")
+    if "::" in path or protocol not in (*SCHEMES, *_LOCAL_SCHEMES):
+        legal = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, _LOCAL_SCHEMES[0]))
+        raise InvalidArgument(f"{quoted(path)} is no place for snapshots; give a folder, or one URL of {legal}")
+    if protocol in _LOCAL_SCHEMES:
+        return Path(fsspec.core.url_to_fs(path)[1])
+    host, *parts = rest.rstrip("/").split("/")
+    has_host = _HOST.fullmatch(host) or (protocol == "hdfs" and not host and parts)  # of HDFS there may be a default
+    if not has_host or any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
+        raise InvalidArgument(
+            f"{quoted(path)} is no place for snapshots; after {protocol}:// give a bucket, or a host, and a path "
+            "without empty parts, '.', '..', options (?, #), passwords, backslashes and control characters"
+        )
+    return path.rstrip("/")
+
+
+def within(folder: Place, name: str) -> Place:
+    """Return the place called ``name`` in a folder."""
+    return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
+
+
+def parent_of(folder: Place) -> Place:
+    """Return the place that a folder lies in."""
+    return folder.parent if isinstance(folder, Path) else folder.rpartition("/")[0]
+
+
+def name_of(folder: Place) -> str:
+    """Return the last part of a place."""
+    return folder.name if isinstance(folder, Path) else folder.rpartition("/")[2]
+
+
+def is_name(name: object) -> bool:
+    """Whether a snapshot may be called so."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def store_of(folder: Place) -> SnapshotStore:
+    """Return what reads and writes there."""
+    return _LocalStore() if isinstance(folder, Path) else _UrlStore(folder)
+
+
+class SnapshotStore(ABC):
+    """The folders of snapshots and their files. Every method may raise OSError."""
+
+    @abstractmethod
+    def staging(self, root: Place, name: str, snapshot_id: str) -> Place:
+        """The folder to write a snapshot in."""
+
+    @abstractmethod
+    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        """Whether it is such a folder."""
+
+    @abstractmethod
+    def create(self, staging: Place) -> None:
+        """Create the folder and those above it."""
+
+    @abstractmethod
+    def write(self, folder: Place, name: str, data: bytes) -> None:
+        """Write a file that appears whole and safe, or not at all; one of that name is replaced."""
+
+    @abstractmethod
+    def drop(self, folder: Place, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def sync(self, folder: Place) -> None:
+        """Return once the names in the folder are safe."""
+
+    @abstractmethod
+    def publish(self, staging: Place, final: Place) -> None:
+        """Make what was written the snapshot ``final``; if that fails, there is none of that name."""
+
+    @abstractmethod
+    def exists(self, folder: Place) -> bool:
+        """Whether the place is taken."""
+
+    @abstractmethod
+    def files_of(self, folder: Place, snapshot_id: str) -> Place:
+        """The folder of a snapshot's files."""
+
+    @abstractmethod
+    def names(self, folder: Place) -> list[str]:
+        """What lies in a folder. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def size(self, folder: Place, name: str) -> int | None:
+        """Bytes of a file; None if it is something else. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def read(self, folder: Place, name: str) -> bytes:
+        """The content of a file. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def first_written(self, folder: Place) -> float:
+        """When the oldest file of a snapshot was written, Unix time in seconds; infinity if that is not known."""
+
+    @abstractmethod
+    def snapshots(self, root: Place) -> list[str]:
+        """Names of the snapshots, or what remains of them. Raises FileNotFoundError if there is no such root."""
+
+    @abstractmethod
+    def discard(self, staging: Place) -> None:
+        """Remove what can be removed of a snapshot that was given up. Raises nothing."""
+
+    @abstractmethod
+    def hide(self, folder: Place) -> Place:
+        """Make a snapshot no snapshot, in one step; return where its files are to be removed."""
+
+    @abstractmethod
+    def remove(self, hidden: Place) -> None:
+        """Remove what :meth:`hide` returned."""
+
+    @abstractmethod
+    def sweep(self, root: Place, stale_before: float) -> None:
+        """Remove what is no snapshot and was last written before ``stale_before`` (Unix time in seconds)."""
+
+
+class _LocalStore(SnapshotStore):
+    def staging(self, root: Place, name: str, snapshot_id: str) -> Path:
+        return Path(root) / f"{_STAGING}{name}-{snapshot_id}"
+
+    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        name = name_of(folder)
+        return name.startswith(_STAGING) and name.endswith(f"-{snapshot_id}")
+
+    def create(self, staging: Place) -> None:
+        create_folders(Path(staging).parent)
+        disk.create_folder(Path(staging))  # not synced, which would keep a step waiting: its final name is
+
+    def write(self, folder: Place, name: str, data: bytes) -> None:
+        write_file(Path(folder) / name, data)
+
+    def drop(self, folder: Place, name: str) -> None:
+        (Path(folder) / name).unlink()
+
+    def sync(self, folder: Place) -> None:
+        sync_folder(Path(folder))
+
+    def publish(self, staging: Place, final: Place) -> None:
+        try:
+            failpoints.reach("snapshot.rename.before")
+            disk.rename(Path(staging), Path(final))
+            failpoints.reach("snapshot.rename.after")
+            sync_folder(Path(final).parent)
+        except OSError:
+            if not Path(staging).exists():
+                # Visible, but not known to be safe: whoever is told of a failure must not find it.
+                self._take_back(Path(final))
+            raise
+
+    def exists(self, folder: Place) -> bool:
+        return Path(folder).exists()
+
+    def files_of(self, folder: Place, snapshot_id: str) -> Place:  # noqa: ARG002
+        return folder
+
+    def names(self, folder: Place) -> list[str]:
+        return [child.name for child in Path(folder).iterdir()]
+
+    def size(self, folder: Place, name: str) -> int | None:
+        status = (Path(folder) / name).lstat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def read(self, folder: Place, name: str) -> bytes:
+        return (Path(folder) / name).read_bytes()
+
+    def first_written(self, folder: Place) -> float:
+        return min((child.lstat().st_mtime for child in Path(folder).iterdir()), default=float("inf"))
+
+    def snapshots(self, root: Place) -> list[str]:
+        return [name for name in self.names(root) if is_name(name) and self._is_snapshot(Path(root) / name)]
+
+    def discard(self, staging: Place) -> None:
+        remove_quietly(Path(staging))
+
+    def hide(self, folder: Place) -> Path:
+        trash = Path(folder).with_name(f"{_TRASH}{name_of(folder)}-{uuid.uuid4().hex}")
+        disk.rename(Path(folder), trash)
+        sync_folder(trash.parent)
+        return trash
+
+    def remove(self, hidden: Place) -> None:
+        disk.remove_folder(Path(hidden))
+
+    def sweep(self, root: Place, stale_before: float) -> None:
+        if not Path(root).is_dir():
+            return
+        for child in sorted(Path(root).iterdir()):
+            is_stale = child.name.startswith(_STAGING) and child.stat().st_mtime < stale_before
+            if is_stale or child.name.startswith(_TRASH):
+                disk.remove_folder(child)
+
+    def _is_snapshot(self, folder: Path) -> bool:
+        """Whether a folder is a snapshot or the remains of one; other folders may lie beside them."""
+        if not folder.is_dir():
+            return False
+        try:
+            names = self.names(folder)
+        except OSError:
+            return True  # listed as damaged, with the reason
+        return MANIFEST in names or any(
+            name.startswith((f"{JOB}-", f"{MARKS}-")) or name.endswith(".safetensors") for name in names
+        )
+
+    def _take_back(self, folder: Path) -> None:
+        """Remove a snapshot on a disk that fails: hidden if it can be, else without its manifest."""
+        trash = folder.with_name(f"{_TRASH}{folder.name}-{uuid.uuid4().hex}")
+        try:
+            disk.rename(folder, trash)
+            folder = trash
+        except OSError:
+            with suppress(OSError):
+                (folder / MANIFEST).unlink()
+        remove_quietly(folder)
+
+
+class _UrlStore(SnapshotStore):
+    def __init__(self, url: str) -> None:
+        with _typed_argument(url):
+            self._system: Any = fsspec.core.url_to_fs(url)[0]
+
+    def staging(self, root: Place, name: str, snapshot_id: str) -> str:
+        return f"{root}/{name}/{snapshot_id}"
+
+    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        return name_of(folder) == snapshot_id
+
+    def create(self, staging: Place) -> None:
+        with _as_os_error():
+            self._system.makedirs(str(staging), exist_ok=True)  # which does nothing where there are no folders
+
+    def write(self, folder: Place, name: str, data: bytes) -> None:
+        with _as_os_error():
+            self._system.pipe_file(f"{folder}/{name}", data)
+
+    def drop(self, folder: Place, name: str) -> None:
+        with _as_os_error():
+            self._system.rm_file(f"{folder}/{name}")
+
+    def sync(self, folder: Place) -> None:
+        pass  # what was written is safe already
+
+    def publish(self, staging: Place, final: Place) -> None:
+        try:
+            failpoints.reach("snapshot.rename.before")
+            self.write(final, MANIFEST, self.read(staging, MANIFEST))
+            failpoints.reach("snapshot.rename.after")
+        except OSError:
+            with suppress(OSError):  # it may have arrived all the same
+                self.hide(final)
+            raise
+
+    def exists(self, folder: Place) -> bool:
+        return MANIFEST in self._names_or_none(folder)
+
+    def files_of(self, folder: Place, snapshot_id: str) -> str:
+        return f"{folder}/{snapshot_id}"
+
+    def names(self, folder: Place) -> list[str]:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            paths = self._system.ls(str(folder), detail=False)
+        return [name for path in paths if (name := path.rstrip("/").rpartition("/")[2])]
+
+    def size(self, folder: Place, name: str) -> int | None:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            found = self._system.info(f"{folder}/{name}")
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def read(self, folder: Place, name: str) -> bytes:
+        with _as_os_error():
+            return bytes(self._system.cat_file(f"{folder}/{name}"))
+
+    def first_written(self, folder: Place) -> float:
+        return min(self._times(self._files(folder)), default=float("inf"))
+
+    def snapshots(self, root: Place) -> list[str]:
+        return [name for name in self.names(root) if is_name(name) and self.exists(f"{root}/{name}")]
+
+    def discard(self, staging: Place) -> None:
+        with suppress(OSError):
+            self.remove(staging)
+
+    def hide(self, folder: Place) -> str:
+        with _as_os_error():
+            self._system.rm_file(f"{folder}/{MANIFEST}")
+        return str(folder)
+
+    def remove(self, hidden: Place) -> None:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            self._system.rm(str(hidden), recursive=True)
+
+    def sweep(self, root: Place, stale_before: float) -> None:
+        for name in self._names_or_none(root):
+            folder = f"{root}/{name}"
+            if is_name(name) and not self.exists(folder) and self._last_written(folder) < stale_before:
+                self.remove(folder)
+
+    def _names_or_none(self, folder: Place) -> list[str]:
+        try:
+            return self.names(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _last_written(self, folder: str) -> float:
+        """Unix time in seconds; infinity if nothing of it looks like an attempt, or the file system does not tell."""
+        attempts = [path for path in self._files(folder) if re.search(r"/[0-9a-f]{32}/[^/]+$", path)]
+        return max(self._times(attempts), default=float("inf"))
+
+    def _files(self, folder: Place) -> list[str]:
+        with _as_os_error():
+            self._system.invalidate_cache()
+            return list(self._system.find(str(folder)))
+
+    def _times(self, paths: list[str]) -> list[float]:
+        """Unix times in seconds at which files were written; none if the file system does not tell."""
+        with _as_os_error():
+            try:
+                times: list[datetime] = [self._system.modified(path) for path in paths]
+            except NotImplementedError:
+                return []
+        return [time.timestamp() for time in times]
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """File systems raise what their libraries raise; here it is one kind."""
+    try:
+        yield
+    except (OSError, NotImplementedError):
+        raise
+    except Exception as exc:
+        raise OSError(f"{type(exc).__name__}: {exc}") from exc
+
+
+@contextmanager
+def _typed_argument(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, ImportError) as exc:
+        raise InvalidArgument(f"{url!r} cannot be opened: {exc}. Install what serves it, or give a folder") from exc

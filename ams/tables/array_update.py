@@ -1,0 +1,111 @@
+"""A table's rows in arrays of the caller's: read and updated where they lie, without an index or a lock.
+
+Legend: L rows of the arrays, N of a call, D width. Row numbers are places in the arrays. Threads may work side by side
+on different rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import _core, ops
+from geartrain.ams.tables.row_table import table_hash, update_rule
+from geartrain.ams.values.specs import Adam, Ids, TableSpec
+
+Rows = npt.NDArray[np.float32]
+
+
+def gather(rows: Rows, numbers: Ids, out: Rows) -> None:
+    """Copy the rows [L, D] of ``numbers`` [N] to ``out`` [N, D]. Raises ValueError for a number outside [0, L)."""
+    _core.gather_rows(rows, numbers, out)
+
+
+def update(
+    spec: TableSpec,
+    rows: npt.NDArray[Any],
+    slots: npt.NDArray[Any] | None,
+    numbers: Ids | None,
+    gradients: Rows,
+    *,
+    lr: float,
+    scale: float,
+    steps: Ids | None = None,
+    first_id: int = 0,
+    catch_up: _core.CatchUp | None = None,
+) -> int:
+    """Make one step of the table's optimizer; to the bits of a push.
+
+    Args:
+        spec: What the table is.
+        rows: [L, D] of the table's dtype.
+        slots: [L, slot_dim], or None for SGD.
+        numbers: [N], distinct, of the rows that have a gradient; None: all, in order.
+        gradients: [N, D].
+        lr: Learning rate of this step.
+        scale: Factor of the gradients.
+        steps: [L], the number of each row's updates, or its last step, for a table that counts either; else None.
+        first_id: Id of row 0; those of the others follow.
+        catch_up: Where untouched rows move, the steps that have ended: rows are caught up before their own, which the
+            caller ends once all of its rows are updated.
+
+    Returns:
+        How many rows were left as they were, with their slots, because a gradient or what it leads to is not finite.
+
+    Raises:
+        ValueError: shapes that do not fit, or a number outside [0, L).
+    """
+    rule, momentum = update_rule(spec.optimizer)
+    adam = spec.optimizer if isinstance(spec.optimizer, Adam) else None
+    row_bits, row_code = ops.as_bits(rows)
+    slot_bits, slot_code = (None, 0) if slots is None else ops.as_bits(slots, "slots")
+    return _core.update_rows(
+        rows=row_bits,
+        dtype=row_code,
+        slots=slot_bits,
+        slot_dtype=slot_code,
+        steps=steps,
+        numbers=numbers,
+        gradients=gradients,
+        first_id=first_id,
+        seed=spec.seed,
+        table_hash=table_hash(spec.name),
+        rule=rule,
+        lr=lr,
+        scale=scale,
+        momentum=momentum,
+        weight_decay=spec.optimizer.weight_decay,
+        beta1=adam.betas[0] if adam else 0.0,
+        beta2=adam.betas[1] if adam else 0.0,
+        epsilon=adam.eps if adam else 0.0,
+        catch_up=catch_up,
+    )
+
+
+def read(
+    rows: npt.NDArray[Any],
+    slots: npt.NDArray[Any],
+    steps: Ids,
+    numbers: Ids | None,
+    out: Rows,
+    *,
+    catch_up: _core.CatchUp,
+) -> None:
+    """Write what the rows [L, D] of ``numbers`` [N] (None: all) have become to ``out`` [N, D], as a pull gives them.
+
+    Args as for :func:`update`; nothing else is written. Raises ValueError as that does.
+    """
+    row_bits, row_code = ops.as_bits(rows)
+    slot_bits, slot_code = ops.as_bits(slots, "slots")
+    _core.read_rows(
+        rows=row_bits,
+        dtype=row_code,
+        slots=slot_bits,
+        slot_dtype=slot_code,
+        steps=steps,
+        numbers=numbers,
+        catch_up=catch_up,
+        out=out,
+    )

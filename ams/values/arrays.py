@@ -1,0 +1,102 @@
+"""numpy in, numpy out; torch in, torch out, without importing torch: arrays cross over by DLPack."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import GeartrainError, InvalidIds, InvalidRows
+from geartrain.ams.values.specs import DTYPES, Ids
+from geartrain.ams.values.text import counted
+
+
+def _torch_of(value: Any) -> Any:
+    """Return the torch module if ``value`` is one of its tensors, else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(value, torch.Tensor) else None
+
+
+def _as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[Any]:
+    torch = _torch_of(value)
+    if torch is None:
+        try:
+            return np.asarray(value)
+        except (TypeError, ValueError) as exc:
+            raise error(f"{what} are no array of numbers: {exc}") from exc
+    if value.layout != torch.strided or value.device.type == "meta":
+        kind = "a meta tensor" if value.device.type == "meta" else f"a tensor of layout {value.layout}"
+        raise error(f"{what} are {kind}; they must be a dense tensor with values")
+    tensor = value.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own to receive
+        bits: npt.NDArray[Any] = tensor.contiguous().view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array
+
+
+def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> None:
+    """Look at masked arrays, and lists of them: numpy would take the numbers beneath their masks."""
+    # Not np.ma, which would import it for everybody; while another thread does, the module has no class yet.
+    kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if kind is None:
+        return
+    arrays = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, kind)]
+    if number := sum(int(np.count_nonzero(np.ma.getmaskarray(one))) for one in arrays):
+        found = counted(number, "masked value")
+        raise error(f"{what} hold {found}, which stand for nothing; leave them out, or fill them (.filled(0))")
+
+
+def ids_array(value: Any, num_rows: int | None) -> Ids:
+    """Return ``value`` as int64 [N], C-contiguous, checked. Raises InvalidIds naming the offender and the range."""
+    _require_unmasked(value, InvalidIds, "ids")
+    array = _as_array(value, InvalidIds, "ids")
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidIds(f"ids have dtype {array.dtype}; they must be integers (int64)")
+    if array.ndim != 1:
+        raise InvalidIds(f"ids have shape {array.shape}; they must be one-dimensional [N]")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
+        raise InvalidIds(f"id {int(array.max())} is out of range; ids lie in [0, 2**63)")
+    ids = np.ascontiguousarray(array, dtype=np.int64)
+    if ids.size:
+        limit = 2**63 if num_rows is None else num_rows
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limit:
+            offender = low if low < 0 else high
+            index = int(np.flatnonzero(ids == offender)[0])
+            raise InvalidIds(f"id {offender} at index {index} is out of range; ids lie in [0, {limit})")
+    return ids
+
+
+def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | None = None) -> npt.NDArray[Any]:
+    """Return ``value`` as [num_ids, dim], C-contiguous. Raises InvalidRows for another shape or dtype.
+
+    ``dtype`` is the one required; None admits every storage type.
+    """
+    _require_unmasked(value, InvalidRows, "rows")
+    if isinstance(value, list | tuple):  # of Python's numbers, which have no width of their own
+        try:
+            value = np.asarray(value, np.float32 if dtype is None else dtype)
+        except (TypeError, ValueError) as exc:
+            raise InvalidRows(f"rows are no rectangle of numbers [{num_ids}, {dim}]: {exc}") from exc
+    array = _as_array(value, InvalidRows, "rows")
+    if array.shape != (num_ids, dim):
+        raise InvalidRows(f"rows have shape {array.shape}; {num_ids} ids of dim {dim} need ({num_ids}, {dim})")
+    allowed = [dtype] if dtype is not None else list(DTYPES.values())
+    if array.dtype not in allowed:
+        names = ", ".join(str(kind) for kind in allowed)
+        raise InvalidRows(f"rows have dtype {array.dtype}; allowed: {names}. Convert them first")
+    return np.ascontiguousarray(array)
+
+
+def like(array: npt.NDArray[Any], model: Any) -> Any:
+    """Return ``array`` in the kind of ``model``: a tensor on its device if it is a torch tensor, else as it is."""
+    torch = _torch_of(model)
+    if torch is None:
+        return array
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16).to(model.device)
+    return torch.from_dlpack(array).to(model.device)

@@ -1,0 +1,391 @@
+"""What each role may be told, as frozen typed models: one section a role, one field a fact, a docstring each.
+
+Models only: files, environment and flags are read in ``geartrain.cli.configuration``. A value outside its range raises
+:class:`ConfigError` on construction, so a role never starts with a setting it cannot honour. Units are in the names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from geartrain.ams.values.errors import ConfigError
+
+MIB = 1 << 20
+MAX_MESSAGE_BYTES = 64 * MIB
+MAX_SHARDS = 4096
+"""As many as there are buckets."""
+HEADER_BYTES = MIB
+"""What a message may hold beside its rows."""
+
+
+_GRPC_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds", "google-c2p")
+"""What gRPC reads before a colon as the kind of an address: ``unix:7000`` is a socket in a folder, no host."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``"host:port"`` or ``"[ipv6]:port"`` into host and port (0 … 65535).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(address, str):
+        raise ConfigError(f"address is {address!r}; it must be a text of the form 'host:port', as '127.0.0.1:7000'")
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif "//" in host:
+        raise ConfigError(f"address {address!r} is a URL; leave out {host.partition('//')[0]}//, as '127.0.0.1:7000'")
+    elif ":" in host:
+        raise ConfigError(f"address {address!r} has a bare IPv6 host; write it in brackets, as '[::1]:7000'")
+    if not colon or not host or host != host.strip() or "/" in host:
+        raise ConfigError(f"address {address!r} is not of the form 'host:port', for example '127.0.0.1:7000'")
+    if host in _GRPC_SCHEMES:
+        raise ConfigError(f"address {address!r} has host {host!r}, which gRPC takes for a kind of address; use another")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise ConfigError(f"address {address!r} has port {port!r}; a port is a number from 0 to 65535")
+    return host, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach ``"host:port"``."""
+    host, _ = split_address(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def suggestion(unknown: str, known: Iterable[str]) -> str:
+    """Say which of the ``known`` keys was probably meant, else list them all."""
+    known = list(known)
+    close = difflib.get_close_matches(unknown, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(sorted(known))}"
+
+
+def _listen_address(value: str) -> str:
+    split_address(value)
+    return value
+
+
+def _target_address(value: str) -> str:
+    _, port = split_address(value)
+    if port == 0:
+        raise ConfigError(
+            f"address {value!r} has port 0, where nobody can be reached; give the port the role listens on"
+        )
+    return value
+
+
+def _port_list(value: object) -> object:
+    """Split ``"7001,7002"``, as a flag or a variable of the environment says it; one number is a list, too."""
+    if isinstance(value, int):
+        return (value,)
+    return value.strip("[]").split(",") if isinstance(value, str) else value
+
+
+def _root_list(value: object) -> object:
+    """Split ``"/snapshots,s3://bucket/runs"``, as a flag or a variable of the environment says it, or a JSON list."""
+    if not isinstance(value, str):
+        return value
+    if not value.startswith("["):
+        return value.split(",")
+    try:
+        return json.loads(value)
+    except ValueError as exc:
+        raise ConfigError(f"{value!r} begins like a JSON list and is none: {exc}") from exc
+
+
+def _snapshot_root(value: str) -> str:
+    if not value.startswith("/") and "://" not in value:
+        raise ConfigError(f"{value!r} is no root of snapshots; give an absolute folder, as /snapshots, or a URL")
+    return value
+
+
+ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+TargetAddress = Annotated[str, AfterValidator(_target_address)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_port_list)]
+SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_root_list)]
+MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
+
+
+def error_text(error: ErrorDetails) -> str:
+    """One pydantic complaint in our words: what was given and why it cannot be."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    return f"{error['input']!r} is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, keyword-only, no unknown keys, and errors are :class:`ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as exc:
+            raise ConfigError("; ".join(map(self._complaint, exc.errors()))) from exc
+
+    @classmethod
+    def _complaint(cls, error: ErrorDetails) -> str:
+        place = ".".join(map(str, error["loc"]))
+        if error["type"] == "extra_forbidden":
+            return f"unknown key {place!r}; {suggestion(str(error['loc'][-1]), cls.model_fields)}"
+        return f"{place}: {error_text(error)}" if place else error_text(error)
+
+
+def _refuse_open_network(listen: str, insecure: bool) -> None:
+    if not insecure and not is_loopback(listen):
+        raise ConfigError(
+            f"listen {listen!r} can be reached from other machines, and traffic is neither encrypted nor "
+            "authenticated; listen on 127.0.0.1, or accept the risk on a private network with --insecure "
+            "(insecure: true)"
+        )
+
+
+class SchedulerConfig(Section):
+    """The scheduler: membership, placement, schemas."""
+
+    listen: ListenAddress = "127.0.0.1:7000"
+    """Address to serve on; port 0 picks a free one."""
+    num_shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
+    """Shards of the cluster, 1 … 4096; fixed for its life."""
+    lease_seconds: Seconds = 10.0
+    """A shard that has sent no heartbeat for this long counts as lost."""
+    stream_lease_seconds: Seconds = 60.0
+    """A worker that has committed nothing for this long loses its data streams to others."""
+    data: str | None = Field(default=None, min_length=1)
+    """Folder of its own for its state, so that a restarted scheduler goes on where it was; None: in memory."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        return self
+
+
+class ServerConfig(Section):
+    """A server: a process that holds one or more shards."""
+
+    listen: ListenAddress = "127.0.0.1:0"
+    """Address to serve on; port 0 picks a free one. Further shards of the process pick free ports on the same host."""
+    scheduler: TargetAddress = "127.0.0.1:7000"
+    """Where the scheduler listens."""
+    advertise: TargetAddress | None = None
+    """Address that clients shall use, if it is not the one bound (containers, NAT)."""
+    shard: int | None = Field(default=None, ge=0, lt=MAX_SHARDS)
+    """Shard to hold (the first of them, if several); None lets the scheduler choose."""
+    shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
+    """Shards held by this process."""
+    ports: Ports | None = None
+    """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
+    bulk_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the process for bulk connections, over which rows travel beside gRPC; 0: a free one."""
+    heartbeat_seconds: Seconds = 1.0
+    """Interval between heartbeats to the scheduler."""
+    sync_timeout_seconds: Seconds = 60.0
+    """How long a synchronous push waits for the other ranks of its group."""
+    snapshot_roots: SnapshotRootList | None = None
+    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
+    memory_bytes: int | None = Field(default=None, ge=MIB)
+    """Most bytes of rows, slots and indexes; writes beyond it are refused. None: most of its container or machine."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        if self.advertise is not None and self.shards > 1:
+            raise ConfigError(
+                f"advertise {self.advertise!r} names one address, but the process holds {self.shards} shards"
+            )
+        if self.ports is not None and len(self.ports) != self.shards:
+            raise ConfigError(f"ports names {len(self.ports)} ports, but the process holds {self.shards} shards")
+        return self
+
+
+class GraphConfig(Section):
+    """The graph service: builds and keeps the neighbours of the classes of the cluster's class tables."""
+
+    listen: ListenAddress = "127.0.0.1:7100"
+    """Address to serve on; port 0 picks a free one. Clients are told it as client.graph."""
+    scheduler: TargetAddress = "127.0.0.1:7000"
+    """Where the scheduler of the cluster listens whose rows are read."""
+    data: str | None = Field(default=None, min_length=1)
+    """Folder of its own for graphs and unfinished builds; None: in memory, and a build that is killed begins anew."""
+    memory_bytes: int = Field(default=8 << 30, ge=1 << 16)
+    """For rows and candidates while a graph is built; with less than all rows need, they are read more than once."""
+    snapshot_roots: SnapshotRootList | None = None
+    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        return self
+
+
+class SlowGearConfig(Section):
+    """A slow gear: serves the dense features of one dense part, and trains it."""
+
+    listen: ListenAddress = "127.0.0.1:0"
+    """Address to serve on; port 0 picks a free one."""
+    scheduler: TargetAddress = "127.0.0.1:7000"
+    """Where the scheduler of the cluster listens that holds the dense table."""
+    advertise: TargetAddress | None = None
+    """Address that fast gears shall use, if it is not the one bound (containers, NAT)."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name of the dense part and of its dense table."""
+    module: str | None = Field(default=None, min_length=1)
+    """What builds it: 'mypkg.image:build', a function -> nn.Module."""
+    samples: str | None = Field(default=None, min_length=1)
+    """Samples by id: 'mypkg.image:samples' (a function), 'lmdb:FOLDER', 'redis://HOST:PORT/0', 'folder:FOLDER'."""
+    decode: str | None = Field(default=None, min_length=1)
+    """What makes a tensor of a sample's bytes: 'mypkg.image:decode'; needed unless samples are a function."""
+    dim: int | None = Field(default=None, ge=1)
+    """Width of a dense feature."""
+    store: str = "memory"
+    """Where features are shared and gradients that wait survive: 'memory', 'lmdb:FOLDER', 'redis://HOST:PORT/0'."""
+    store_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    """Most bytes of features in the store; a Redis server bounds itself."""
+    device: str = "cpu"
+    """Where the module runs."""
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    """Mixed precision of the module."""
+    train_mode: Literal["backward", "always", "never"] = "backward"
+    """When the module is in train(): in backward passes, also when features are computed, or never."""
+    optimizer: str = "sgd:0.01"
+    """Of the dense table: 'sgd:RATE', 'momentum:RATE', 'adam:RATE'."""
+    expire_seconds: float = Field(default=20.0, ge=0)
+    """Older features are computed again."""
+    max_version_lag: int | None = Field(default=None, ge=0)
+    """Features more dense updates behind are computed again; None: any will do."""
+    gradients_per_id: int = Field(default=16, ge=1)
+    """Gradients of an id that make one backward pass."""
+    ids_per_update: int = Field(default=1, ge=1)
+    """Ids with so many gradients that make a dense update worth while; about a batch's."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Of those gradients; the mean divides an SGD learning rate by their number."""
+    flush_seconds: float | None = Field(default=None, ge=0)
+    """Longest wait of gradients for others of their id; None: no bound."""
+    stale: Literal["apply", "scale", "drop"] = "apply"
+    """Gradients of old features are taken as they are, times 1 / (1 + lag), or dropped beyond max_gradient_lag."""
+    max_gradient_lag: int | None = Field(default=None, ge=0)
+    """In dense updates; with stale: drop."""
+    max_batch: int = Field(default=256, ge=1)
+    """Most ids of one device batch."""
+    max_wait_millis: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """How long a batch of features waits for more."""
+    refresh_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    """How often the updates of other slow gears are looked for; with fast gears in sync mode: 0."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_open_network(self.listen, self.insecure)
+        return self
+
+
+class ClientConfig(Section):
+    """A client: any process that pulls and pushes."""
+
+    graph: TargetAddress | None = None
+    """Where the graph service of the cluster listens; None: there is none, and who needs a graph builds it."""
+
+    connect_timeout_seconds: Seconds = 10.0
+    """How long the first connection to a role may take."""
+    refused_timeout_seconds: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """How much of that a scheduler is tried that refuses connections: none runs there, or it is just being started."""
+    attempt_timeout_seconds: Seconds = 30.0
+    """Bounds one call to one shard; a call that fails is tried again."""
+    recovery_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    """How long to wait for a shard that does not answer; 0: do not wait."""
+    hosted_timeout_seconds: Seconds = 300.0
+    """Bounds one call to a hosted model of a shard, which computes over all of the shard's rows."""
+    snapshot_timeout_seconds: Seconds = 3600.0
+    """Bounds the writing, and the reading back, of one shard's part of a snapshot."""
+    part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
+    """Larger payloads travel in parts of this many bytes."""
+    shared_memory: bool = True
+    """Rows go to and come from shards on this machine through memory that both share, not over the connection."""
+    bulk_connections: bool = True
+    """Rows of other machines' shards travel over TCP connections of their own, beside gRPC."""
+    max_in_flight_writes: int = Field(default=64, ge=1, le=1024)
+    """Writes per stream that may be unacknowledged at once."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        largest = self.max_message_bytes - HEADER_BYTES
+        if self.part_bytes > largest:
+            raise ConfigError(
+                f"part_bytes is {self.part_bytes}; with max_message_bytes {self.max_message_bytes} "
+                f"it is at most {largest}"
+            )
+        return self
+
+
+class ClusterConfig(Section):
+    """A whole cluster: what one YAML file holds."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The scheduler."""
+    server: ServerConfig = ServerConfig()
+    """Every server; each is told its own shard and listen address by whoever starts it."""
+    graph: GraphConfig = GraphConfig()
+    """The graph service, if there is one."""
+    slowgear: SlowGearConfig = SlowGearConfig()
+    """The slow gears of one dense part, if there are any."""
+    client: ClientConfig = ClientConfig()
+    """Every client."""
+    mode: Literal["development", "production"] = "development"
+    """In production, failpoints (GEARTRAIN_FAILPOINTS) are refused."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scheduler.lease_seconds < 2 * self.server.heartbeat_seconds:
+            raise ConfigError(
+                f"scheduler.lease_seconds is {self.scheduler.lease_seconds}; with server.heartbeat_seconds "
+                f"{self.server.heartbeat_seconds} it is at least {2 * self.server.heartbeat_seconds}, so that one late "
+                "heartbeat loses no shard"
+            )
+        return self
+
+    @property
+    def num_servers(self) -> int:
+        """Server processes that hold all shards.
+
+        Raises:
+            ConfigError: the shards cannot be divided evenly among processes of ``server.shards`` shards.
+        """
+        servers, rest = divmod(self.scheduler.num_shards, self.server.shards)
+        if rest:
+            raise ConfigError(
+                f"scheduler.num_shards is {self.scheduler.num_shards}; it must be a multiple of server.shards "
+                f"({self.server.shards})"
+            )
+        return servers

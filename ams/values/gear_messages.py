@@ -1,0 +1,243 @@
+"""What fast and slow gears say to each other: plain values, the same in one process and over the wire.
+
+Legend: D width of a dense feature, K distinct ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import GeartrainError, SampleError, error_named
+from geartrain.ams.values.specs import Ids
+
+Features = npt.NDArray[np.float32]
+
+
+class Failure(NamedTuple):
+    """Why there is no dense feature, or no gradient, of one id."""
+
+    error: str
+    """Name of the class of :mod:`geartrain.ams.values.errors` that says it."""
+    reason: str
+
+
+Failures = Mapping[int, Failure]
+
+
+class Freshness(NamedTuple):
+    """Which features of a cache will do."""
+
+    max_age_seconds: float | None = None
+    max_version_lag: int | None = None
+    """Dense updates since it was computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureReply:
+    """Dense features of K distinct ids, in the order of the request."""
+
+    vectors_KD: Features
+    """[K, D] float32; zeros where there is a failure."""
+    versions: npt.NDArray[np.int64]
+    """[K]: dense version of the weights that computed each."""
+    times: npt.NDArray[np.float64]
+    """[K]: unix seconds at which each was computed."""
+    failures: Failures
+    dense_version: int
+    """Of the weights that the slow gear holds now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """The feature gradients of one step of one fast gear: K *gradients*, one for each distinct id."""
+
+    source: str
+    """The fast gear. Behind a tab: a series of deliveries of its own."""
+    incarnation: int
+    """Of the fast gear: a lower one than was seen of this source is refused."""
+    sequence: int
+    """From 1, rising by source: a delivery that is sent again counts once."""
+    ids: Ids
+    """[K] int64, distinct."""
+    gradients_KD: Features
+    """[K, D] float32, finite."""
+    versions: npt.NDArray[np.int64]
+    """[K]: dense versions of the features that the gradients are of."""
+    lr: float | None
+    """Learning rate of the dense update that they become part of; None: that of the dense table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GearAccount:
+    """What became of the gradients that were delivered: ``received`` is the sum of all others, always."""
+
+    received: int = 0
+    waiting: int = 0
+    """In batches that are not full."""
+    due: int = 0
+    """In full batches whose backward pass is to come."""
+    applied: int = 0
+    """Part of a dense update."""
+    dropped_stale: int = 0
+    """Of features too old, by the rule for them."""
+    dropped_failed: int = 0
+    """Their sample or their backward pass failed."""
+    non_finite: int = 0
+    lost: int = 0
+    """A slow gear died with them, or died before it told that it had taken or applied them."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every gradient received is in one of the other places."""
+        others: int = sum(getattr(self, field.name) for field in fields(self) if field.name != "received")
+        return self.received == others
+
+    def __add__(self, other: GearAccount) -> GearAccount:
+        names = [field.name for field in fields(self)]
+        return GearAccount(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a slow gear says when it has taken gradients."""
+
+    account: GearAccount
+    """Of their source."""
+    dense_version: int
+    journal: str
+    """See :class:`GearState`."""
+    is_repeat: bool = False
+    """It was counted before, and not again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GearState:
+    """One slow gear as it describes itself."""
+
+    name: str
+    dim: int
+    address: str
+    journal: str
+    """Names what the account is of: the address if what it was given survives its process, else "address#number"."""
+    partitions: tuple[int, ...]
+    """It holds now."""
+    dense_version: int
+    cache_hits: int
+    cache_misses: int
+    queued_ids: int
+    """Whose features wait to be computed."""
+    account: GearAccount
+    uptime_seconds: float
+    error: str = ""
+    """Why it does not apply what is due; empty if it does."""
+    is_durable: bool = False
+    """Another slow gear takes over what waits here if this one dies."""
+    gradients_per_id: int = 0
+    """That make one backward pass."""
+    former: tuple[str, ...] = ()
+    """Journals of slow gears that are gone; what became of their gradients is in the account."""
+
+
+class GearPort(Protocol):
+    """The slow gears of one dense part, as a fast gear reaches them: in its own process, or over the wire.
+
+    Thread-safe. Every call may raise a GeartrainError.
+    """
+
+    @property
+    def dense_version(self) -> int:
+        """The highest dense version that was heard of."""
+        ...
+
+    def features(self, ids: Ids) -> FeatureReply:
+        """Dense features of distinct ids [K] int64. Ids that have none are in ``failures``; the others live."""
+        ...
+
+    def deliver(self, delivery: Delivery) -> GearAccount:
+        """Hand gradients over; in sync mode return when every update that they made due is applied."""
+        ...
+
+    def flush(self) -> None:
+        """Apply every gradient that waits, partial batches with their true count. Returns when that is done."""
+        ...
+
+    def account(self, source: str | None = None) -> GearAccount:
+        """What became of the gradients of one fast gear; None: of all."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; what waits in slow gears of this process is applied first. Idempotent."""
+        ...
+
+
+class GearHandler(Protocol):
+    """What a slow gear's service asks: it decodes and encodes, this computes. Thread-safe; raises GeartrainErrors."""
+
+    @property
+    def name(self) -> str:
+        """The dense part."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Width of its features."""
+        ...
+
+    @property
+    def dense_version(self) -> int:
+        """Of the weights held now."""
+        ...
+
+    def features(self, ids: Ids, freshness: Freshness) -> FeatureReply:
+        """Dense features of distinct ids. Raises NotHolder."""
+        ...
+
+    def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
+        """Take gradients; with ``wait`` apply what they make due. ``former``: journal of the slow gear that was sent
+        them before and may have counted them: who has not its journal refuses.
+
+        Raises NotHolder, StaleClient (a lower incarnation of the source).
+        """
+        ...
+
+    def flush(self) -> None:
+        """See :class:`GearPort`."""
+        ...
+
+    def describe(self, sources: Sequence[str]) -> GearState:
+        """How it is; the account is that of these sources, of all if there are none."""
+        ...
+
+    def take_over(self, former: str, accounts: Mapping[str, GearAccount]) -> None:
+        """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
+        ...
+
+
+def family_of(source: str) -> str:
+    """The fast gear that a series of deliveries is of."""
+    return source.partition("\t")[0]
+
+
+def first_error(failures: Failures, what: str) -> GeartrainError:
+    """Return the error that stands for all of ``failures``, which are not empty: it names the first id."""
+    failure = failures[min(failures)]
+    kind = error_named(failure.error)
+    more = "" if len(failures) == 1 else f" (and {what} of {len(failures) - 1} more: {_some(sorted(failures)[1:])})"
+    error = kind(f"{failure.reason}{more}")
+    if isinstance(error, SampleError):
+        error.ids = tuple(sorted(failures))
+    return error
+
+
+def _some(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
+
+
+def without(ids: Ids, failures: Iterable[int]) -> npt.NDArray[np.bool_]:
+    """Say which of ``ids`` [K] are not among the failures, [K] bool."""
+    return ~np.isin(ids, np.fromiter(failures, np.int64))

@@ -1,0 +1,321 @@
+"""The one request format. Carriers move these values between a client and a shard and add nothing to them.
+
+Shapes: N ids of one request, D = ``TableSpec.dim``. ids are int64 [N]; rows and gradients are [N, D], C-contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.interrupts import Leave
+from geartrain.ams.values.specs import Ids, TableSpec
+
+FREEZE_LEASE_SECONDS = 30.0
+"""A freeze whose owner is silent for so long is ended, unless the shard is writing it."""
+WRITE_WINDOW = 1024
+"""A client may be at most this many writes ahead of its oldest unacknowledged one."""
+
+
+def jobs_of(stream: str) -> Iterator[str]:
+    """Yield the jobs that a stream belongs to: of ``"a/b/c"``, ``"a"``, ``"a/b"`` and ``"a/b/c"``."""
+    end = stream.find("/")
+    while end >= 0:
+        yield stream[:end]
+        end = stream.find("/", end + 1)
+    yield stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallContext:
+    """Who calls, and which past the caller believes in. Travels with every request."""
+
+    stream: str = ""
+    """Names the sequence of writes this call belongs to; empty for reads."""
+    incarnation: int = 0
+    """Incarnation of the client; a lower one than the shard has seen on this stream is fenced."""
+    sequence: int = 0
+    """Number of this write in its stream, from 1; 0 for reads."""
+    oldest_unacknowledged: int = 0
+    """Writes below this number are acknowledged; the shard forgets their marks."""
+    shard_incarnation: int = 0
+    """The shard the client means; 0 if it does not mind."""
+    cluster_version: int = 0
+    """The cluster the client means; 0 if it does not mind."""
+    table_incarnation: int = 0
+    """Which table of its name the client means; 0 if it does not mind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncGroup:
+    """One rank's part of a synchronous write: the shard applies all parts at once, or none."""
+
+    job: str
+    """Names the group."""
+    world_size: int
+    rank: int
+    sequence: int
+    """Number of this write within the job, equal on all ranks, from 1."""
+    sample_count: int
+    """Weight of this rank's gradient: the number of samples it is the mean over. 0 with no ids is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateTable:
+    """Make a table. Idempotent for an equal spec."""
+
+    spec: TableSpec
+    for_restore: bool = False
+    """Nobody reads or writes it before :class:`PublishTable`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropTable:
+    """Remove a table and its rows. Idempotent."""
+
+    table: str
+    incarnation: int = 0
+    """Another table of the name stays; 0: whichever there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishTable:
+    """Open a table that was made to be restored, now that every shard has its rows. Idempotent."""
+
+    table: str
+    incarnation: int
+    """No other table of the name is meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """Read rows into ``out``; creates nothing."""
+
+    table: str
+    ids: Ids
+    out: npt.NDArray[Any]
+    """[M, D] of the table's dtype, M >= N; the carrier writes the row of ``ids[i]`` to ``out[positions[i]]``."""
+    positions: Ids | None = None
+    """[N], or None for 0 … N − 1."""
+    present: npt.NDArray[np.bool_] | None = None
+    """[M]; if given, set to whether the row exists."""
+    required_sync: SyncGroup | None = None
+    """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
+    leave: Leave | None = None
+    """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Apply gradients with the table's optimizer."""
+
+    table: str
+    ids: Ids
+    """Distinct."""
+    gradients: npt.NDArray[Any]
+    """[N, D], float32, float16 or bfloat16."""
+    lr: float | None = None
+    """Learning rate of this push; None: that of the table."""
+    scale: float = 1.0
+    """Multiplies the gradients: clip factor times inverse loss scale."""
+    group: SyncGroup | None = None
+    step_goes_on: bool = False
+    """More pushes of the same step follow. It matters where a step moves untouched rows too."""
+    leave: Leave | None = None
+    """Needed to read the arrays; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assign:
+    """Overwrite rows; their slots become zero."""
+
+    table: str
+    ids: Ids
+    """Distinct."""
+    rows: npt.NDArray[Any]
+    """[N, D] of the table's dtype."""
+    leave: Leave | None = None
+    """Needed to read the arrays; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Describe:
+    """Ask for the state of the shard and of its tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables.
+
+    Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
+    """
+
+    snapshot_id: str
+    tables: tuple[str, ...] = ()
+    """Names; none: all tables."""
+    parent_id: str = ""
+    """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFrozen:
+    """Write what was frozen to the staging folder of the snapshot. The reply comes when all of it is on the disk."""
+
+    snapshot_id: str
+    folder: str
+    """A path that means the same folder to client and shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thaw:
+    """End the freeze of a snapshot, if it is that one's. Idempotent."""
+
+    snapshot_id: str
+    kept: bool
+    """Whether the snapshot was completed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """Write those rows of a snapshot that this shard owns into tables that exist. Repeated, it joins the first."""
+
+    folder: str
+    tables: tuple[str, ...]
+    """None: only see whether the snapshot's manifests and marks can be read."""
+    incarnations: tuple[int, ...] = ()
+    """Of each table: no other one of its name is written to. None: whichever there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fence:
+    """From now on refuse writes of the streams ``job`` and ``job/…`` with a lower incarnation. Idempotent."""
+
+    job: str
+    incarnation: int
+    forget: bool = True
+    """Also forget which of their writes were applied: the job goes back, and will write them anew."""
+
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""Arrays by name: vectors or matrices of float32, float64 or int64, C-contiguous."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedInputs:
+    """What a hosted model computes from, beside the rows. The model says which names it takes."""
+
+    arrays: Arrays
+    settings: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+    """Of whatever the model draws, with the step; an unsigned 64-bit integer."""
+    step: int = 0
+    """An unsigned 64-bit integer."""
+    weight: float = 1.0
+    """Multiplies the gradients of an update made of these inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeHosted:
+    """Let a hosted model compute from the rows that the shard owns; changes nothing."""
+
+    table: str
+    model: str
+    operation: str
+    """One that the model offers."""
+    inputs: tuple[HostedInputs, ...]
+    required_sync: SyncGroup | None = None
+    """As that of :class:`Pull`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateHosted:
+    """Apply the gradients that a hosted model makes from its inputs with the table's optimizer: one write."""
+
+    table: str
+    model: str
+    inputs: tuple[HostedInputs, ...]
+    """Of one or several batches, whose gradients are summed."""
+    lr: float | None = None
+    """Learning rate of this write; None: that of the table."""
+    scale: float = 1.0
+    """Multiplies the gradients: clip factor times inverse loss scale."""
+    group: SyncGroup | None = None
+
+
+Request = (
+    CreateTable
+    | DropTable
+    | PublishTable
+    | Pull
+    | Push
+    | Assign
+    | ComputeHosted
+    | UpdateHosted
+    | Describe
+    | Freeze
+    | WriteFrozen
+    | Thaw
+    | Restore
+    | Fence
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """Reply to a write."""
+
+    created: int = 0
+    """Rows that did not exist before."""
+    duplicate: bool = False
+    """The write had been applied by an earlier attempt; this reply is that attempt's."""
+    incomplete: bool = False
+    """Only a part of the write has arrived; nothing is applied yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableState:
+    """One table on one shard."""
+
+    spec: TableSpec
+    rows: int
+    """Rows present on this shard."""
+    memory_bytes: int
+    pushes: int
+    """Writes applied, those before a snapshot that it was restored from included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardState:
+    """Reply to :class:`Describe`."""
+
+    shard: int
+    incarnation: int
+    cluster_version: int
+    uptime_seconds: float
+    unix_seconds: float = 0.0
+    """The shard's clock; 0: an older shard, which does not tell."""
+    tables: tuple[TableState, ...] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Reply to :class:`WriteFrozen`."""
+
+    files: tuple[str, ...]
+    """The files written, each as JSON of ``storage.snapshot_manifest.FileEntry``."""
+    deltas: tuple[str, ...] = ()
+    """Tables of which only the rows written since the parent were held; all rows of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Reply to :class:`ComputeHosted`."""
+
+    arrays: Arrays
+
+
+Reply = Done | ShardState | Written | Computed

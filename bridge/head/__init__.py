@@ -1,0 +1,1 @@
+"""The class head: the last layer and loss of a classifier whose class centers are rows of a table."""

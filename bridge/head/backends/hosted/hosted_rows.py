@@ -1,0 +1,311 @@
+"""Active rows that stay where they are: features go to the shards, which compute beside their rows.
+
+Per training step and shard two requests, whatever the number of classes: the forward pass takes features and labels
+(4·B·D + 8·B bytes) and answers sums (4·B·D + 12·B) and the rows of the targets there (all shards together 4·B·D); the
+update takes features, labels, log-sum-exp and target weights (4·B·D + 16·B). With ranks or a batch in several calls a
+partial selection also takes the labels of all samples (8 bytes each); with retired classes every request but those of
+KNN softmax takes their runs (16 bytes each). The features travel twice, so that a shard keeps nothing between the two
+(``docs/decisions/0015-hosted-models-keep-nothing.md``). The shards compute in float32.
+Legend: B samples, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_head import FORWARD, SQUARED_NORM
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.messages import HostedInputs, SyncGroup
+from geartrain.ams.values.placement import split_by_shard
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
+from geartrain.bridge.head.loss.gradients import RowGradient, Writer
+from geartrain.bridge.head.loss.margins import CombinedMargin
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.tables import HeadCalls
+
+_BYTES_PER_NUMBER = 8
+"""Of a feature, there and back: float32 to the shard, float32 of the weighted sum."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The selection of one step, as the shards are told of it."""
+
+    select: Selection
+    living: LivingClasses
+    step: int
+    labels: Ids
+    """Of all samples of all ranks."""
+    is_corrected: bool = False
+    """Whether a partial selection corrects its logits."""
+
+    def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
+        """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
+        shards = range(calls.view.num_shards)
+        more = {} if self.living.are_all else {"retired_runs": self.living.retired_runs.ravel()}
+        if isinstance(self.select, FullSoftmax):
+            return 0, {}, [more for _ in shards]
+        if isinstance(self.select, PartialFC):
+            if len(self.labels) != len(labels_B):
+                more["batch_labels"] = self.labels
+            settings = {"sample_rate": self.select.sample_rate, "corrected": float(self.is_corrected)}
+            return self.select.seed, settings, [more for _ in shards]
+        ids = self._ids
+        routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
+        none = np.empty(0, np.int64)
+        mine = [ids if len(shards) == 1 else ids[routes.get(shard, none)] for shard in shards]
+        return 0, {}, [{"active": part} for part in mine]
+
+    @cached_property
+    def _ids(self) -> Ids:
+        """The active classes, chosen once: the graph may be exchanged before the update, which must be of the same."""
+        return self.living.select(self.select, self.labels, self.step).ids
+
+
+class HostedRows:
+    """The rows of one forward pass. Costs one request per shard (more for a batch that exceeds ``part_bytes``)."""
+
+    def __init__(
+        self,
+        calls: HeadCalls,
+        features: Tensor,
+        labels_B: Ids,
+        margin: CombinedMargin | None,
+        chosen: Chosen,
+        required_sync: SyncGroup | None,
+    ) -> None:
+        compute = Arithmetic.of(features).compute
+        arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
+        self._batch = Batch.of(
+            features, Targets(np.zeros(len(labels_B), np.int64)), margin, chosen.living.num_living, arithmetic
+        )
+        self._batch.shifted = True  # a shard that needs no shift answers with 0
+        self._calls = calls
+        self._labels_B = labels_B
+        self._chosen = chosen
+        self._required_sync = required_sync
+        self._features_BD = np.ascontiguousarray(self._batch.features_BD.float().cpu().numpy())
+        self._feature_dtype = features.dtype
+        self._gradient_BD: Tensor | None = None
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Loss (0-dim) and feature gradient [B, D]."""
+        batch = self._batch
+        softmax = OnlineSoftmax(batch, self._calls.view.num_shards, want_gradient=want_gradient)
+        for part in self._parts({"want_gradient": float(want_gradient)}):
+            inputs = [(one,) for one in part.inputs]
+            answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
+            for sums, arrays in zip(softmax.parts, answers, strict=True):
+                _fill(sums, arrays, part.start, part.stop)
+        loss, gradient_BD = softmax.finish()
+        self._gradient_BD = gradient_BD
+        return loss, gradient_BD
+
+    def gradient(self, upstream: Tensor) -> tuple[HostedGradient, Tensor]:
+        """What the shards make the row gradients of; also a sum that is finite only if all of it is."""
+        batch = self._batch
+        factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        if self._gradient_BD is not None:  # as it goes on to the network: loss scales overflow float16
+            checksum = checksum + (0 * (self._gradient_BD * upstream).to(self._feature_dtype)).sum()
+            self._gradient_BD = None
+        return HostedGradient(self._calls, [_Pending(self, factor)]), checksum
+
+    def discard(self) -> None:
+        """Nothing is held."""
+
+    def samples(self) -> Samples:
+        """What an update is made of."""
+        lse2_B, target_weight_B = (
+            values.float().cpu().numpy() for values in (self._batch.lse2_B, self._batch.target_weight_B)
+        )
+        return Samples(self._features_BD, self._labels_B, lse2_B, target_weight_B)
+
+    def update_inputs(self, weight: float, samples: Samples | None = None) -> list[tuple[HostedInputs, ...]]:
+        """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
+        samples = self.samples() if samples is None else samples
+        more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
+        parts = list(self._parts({}, more, weight, samples=samples))
+        return [tuple(part.inputs[shard] for part in parts) for shard in range(self._calls.view.num_shards)]
+
+    def _parts(
+        self,
+        settings: dict[str, float],
+        more: dict[str, npt.NDArray[Any]] | None = None,
+        weight: float = 1.0,
+        *,
+        samples: Samples | None = None,
+    ) -> Iterator[_Part]:
+        """The batch, in as few calls as its size allows; the sums over samples of different calls are apart anyway.
+
+        ``samples`` go in one call.
+        """
+        batch = self._batch
+        features_BD = self._features_BD if samples is None else samples.features_BD
+        labels_B = self._labels_B if samples is None else samples.labels_B
+        size, width = features_BD.shape
+        at_once = self._calls.part_bytes // (_BYTES_PER_NUMBER * (width + 8)) if samples is None else size
+        for start in range(0, size, max(1, at_once)):
+            stop = min(start + max(1, at_once), size)
+            labels = labels_B[start:stop]
+            seed, chosen, arrays = self._chosen.inputs(self._calls, labels)
+            common: dict[str, npt.NDArray[Any]] = {"features": features_BD[start:stop], "labels": labels}
+            common |= more or {}
+            yield _Part(
+                start,
+                stop,
+                [
+                    HostedInputs(
+                        arrays={**common, **its},
+                        settings={
+                            "logit_factor": batch.logit_factor,
+                            "normalised": float(batch.margin is not None),
+                            **chosen,
+                            **settings,
+                        },
+                        seed=seed,
+                        step=self._chosen.step,
+                        weight=weight,
+                    )
+                    for its in arrays
+                ],
+            )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B]."""
+
+    features_BD: npt.NDArray[np.float32]
+    labels_B: Ids
+    lse2_B: npt.NDArray[np.float32]
+    target_weight_B: npt.NDArray[np.float32]
+
+    def of_ranks(self, ranks: Ranks) -> list[Samples]:
+        """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 2) + 8 bytes a sample."""
+        packed = np.concatenate(
+            [self.features_BD, self.lse2_B[:, None], self.target_weight_B[:, None]], axis=1, dtype=np.float32
+        )
+        labels = ranks.gather_labels(self.labels_B)
+        gathered = []
+        for rows in ranks.gather_rows(packed):
+            its, labels = labels[: len(rows)], labels[len(rows) :]
+            gathered.append(Samples(np.ascontiguousarray(rows[:, :-2]), its, rows[:, -2].copy(), rows[:, -1].copy()))
+        return gathered
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Samples ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
+
+    start: int
+    stop: int
+    inputs: list[HostedInputs]
+
+
+def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
+    """Take over what one shard answered for samples ``start`` … ``stop`` − 1."""
+    assert sums.shift_B is not None
+    sums.shift_B[start:stop] = torch.tensor(arrays["shift"])
+    sums.sum_B[start:stop] = torch.tensor(arrays["sum"])
+    if sums.weighted_BD is not None:
+        sums.weighted_BD[start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_BD)
+    samples = torch.tensor(arrays["target_samples"]) + start
+    sums.target_rows_BD[samples.to(sums.target_rows_BD.device)] = torch.tensor(arrays["target_rows"]).to(
+        sums.target_rows_BD
+    )
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """One batch, and what its row gradients are multiplied by."""
+
+    rows: HostedRows
+    factor: Tensor
+    """upstream gradient · scale / B, 0-dim."""
+
+
+class HostedGradient:
+    """Gradients that the shards make at the step, of one or several micro-batches. Holds B·D numbers for each.
+
+    With asynchronous workers the rows may have moved since the forward pass; the gradient is then that of the new rows
+    under the old log-sum-exp.
+    """
+
+    def __init__(self, calls: HeadCalls, pending: list[_Pending]) -> None:
+        self._calls = calls
+        self._pending = pending
+        self._prepared = False
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        assert isinstance(other, HostedGradient), "the rows of a head are in one place"
+        if self._prepared:
+            raise InvalidArgument(
+                "the last step() stopped with an error; call step() again, or zero_grad() to give it up, before the "
+                "next backward()"
+            )
+        self._pending += other._pending
+
+    def push(self, writer: Writer) -> None:
+        """Send one update to each shard; nothing more once it is prepared."""
+        if self._prepared:
+            return
+        inputs = self._inputs(self._batches())
+        writer.prepare_write(
+            lambda lr, scale, group: self._calls.prepare_update(inputs.__getitem__, lr=lr, scale=scale, group=group)
+        )
+        self._prepared = True
+        writer.settle()
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64; the shards make the gradients once more."""
+        return self._squared_norm(self._batches())
+
+    def _squared_norm(self, batches: list[list[tuple[HostedInputs, ...]]]) -> float:
+        answers = self._calls.compute(SQUARED_NORM, self._inputs(batches).__getitem__)
+        return float(sum(float(arrays["squared_norm"][0]) for arrays in answers))
+
+    squares = None
+    """The shards know them."""
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
+        batches = [(one, one.rows.samples().of_ranks(ranks)) for one in self._pending]
+        mine = np.array([[weight * float(one.factor) for one in self._pending]], np.float32)
+        weights_RM = np.concatenate(ranks.gather_rows(mine))
+
+        def ask() -> float:
+            inputs = [
+                one.rows.update_inputs(float(weights_RM[rank, number]), samples)
+                for number, (one, of_ranks) in enumerate(batches)
+                for rank, samples in enumerate(of_ranks)
+            ]
+            return self._squared_norm(inputs)
+
+        return float(ranks.sum(torch.tensor(ranks.first_then_others(ask, lambda: 0.0), dtype=torch.float64)))
+
+    def discard(self) -> None:
+        """Nothing is held but the batches."""
+
+    def _batches(self) -> list[list[tuple[HostedInputs, ...]]]:
+        return [one.rows.update_inputs(float(one.factor)) for one in self._pending]
+
+    def _inputs(self, batches: list[list[tuple[HostedInputs, ...]]]) -> list[tuple[HostedInputs, ...]]:
+        """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""
+        return [
+            tuple(inputs for batch in batches for inputs in batch[shard])
+            for shard in range(self._calls.view.num_shards)
+        ]

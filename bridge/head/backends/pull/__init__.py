@@ -1,0 +1,1 @@
+"""Class rows that travel to this process, held or streamed."""

@@ -1,0 +1,106 @@
+"""Active rows that fit in memory: pulled once, and overwritten in place by their gradient.
+
+Legend: A active rows, B samples, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.head.loss.chunk_pass import CompiledPass, pass_for
+from geartrain.bridge.head.loss.chunk_pool import CHUNKS
+from geartrain.bridge.head.loss.gradients import HeldGradient
+from geartrain.bridge.head.loss.kept_logits import KeptLogits
+from geartrain.bridge.head.loss.scratch import BufferPool, Scratch, wait_for_copies
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax
+from geartrain.bridge.rows.gradient_carrier import squared_sum
+from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy, gradient_view
+
+PARTS = 8
+"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+
+
+class HeldRows:
+    """The rows of one forward pass. Costs one pull; memory A·D of the table's type plus the kept logits."""
+
+    def __init__(
+        self, table: HeadTable, active: ActiveClasses, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
+    ) -> None:
+        self._batch = batch
+        self._active = active
+        self._pool = pool
+        spec = table.spec
+        dtype, device = TORCH_DTYPES[spec.dtype], batch.arithmetic.device
+        self._buffer = pool.take(active.num * spec.row_bytes, torch.device("cpu"), pinned=device.type == "cuda")
+        self._rows_AD = self._buffer.tensor((active.num, spec.dim), dtype)
+        table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
+        self._pass = pass_for(batch)
+        self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
+        self._kept = KeptLogits(pool)
+        as_they_are = self._rows_AD.dtype == batch.arithmetic.compute
+        self._walk = self._pass if isinstance(self._pass, CompiledPass) and as_they_are else None
+        """The pass, if it can work on all rows where they are, in one call."""
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
+        """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
+        batch, device = self._batch, self._batch.arithmetic.device
+        if self._pass.keeps_logits:
+            chunk_rows = self._pass.chunk_rows if self._walk is None else 1
+            self._kept.reserve(batch, self._active.num, chunk_rows, keep_bytes)
+        if self._walk is not None:
+            softmax = OnlineSoftmax(batch, self._walk.num_parts(self._active.num), want_gradient=want_gradient)
+            self._walk.forward_all(softmax, self._rows_AD, self._kept.all_KB, threads=CHUNKS.num_threads)
+            return CHUNKS.apart(softmax.finish, device)
+        softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
+
+        def add_part(scratch: Scratch, part: int) -> None:
+            work = Workspace(batch.arithmetic, scratch)
+            for start, stop in self._chunks[part :: len(softmax.parts)]:
+                rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
+                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
+
+        CHUNKS.map(add_part, range(len(softmax.parts)), device, spreads_operations=self._pass.spreads_operations)
+        return CHUNKS.apart(softmax.finish, device)
+
+    def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
+        """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
+        batch, arithmetic = self._batch, self._batch.arithmetic
+        out_AD = gradient_view(self._rows_AD)
+        factor = (upstream * (batch.scale / batch.divisor)).to(arithmetic.compute)
+
+        if self._walk is not None:
+            checksum = self._walk.overwrite_all(self._rows_AD, factor, self._kept.all_KB, threads=CHUNKS.num_threads)
+            self._kept.give_back()
+            return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
+
+        counts_squares = arithmetic.device.type != "cpu"  # else once they are all there: no host waits for a device
+
+        def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+            work = Workspace(arithmetic, scratch)
+            start, stop = chunk
+            rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
+            checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept.chunk(start, stop))
+            squares = squared_sum(rows_ND) if counts_squares else None
+            if rows_ND.data_ptr() != out_AD[start:stop].data_ptr():
+                out_AD[start:stop].copy_(rows_ND, non_blocking=True)
+            return checksum, squares
+
+        made = CHUNKS.map(overwrite, self._chunks, arithmetic.device, spreads_operations=self._pass.spreads_operations)
+        self._kept.give_back()
+        checksum = torch.stack([checksum for checksum, _ in made]).sum()
+        squares = [squares for _, squares in made if squares is not None]
+        # Of what 16 bits, or 32 of 64, make of the values it says nothing.
+        says_all = out_AD.dtype == arithmetic.compute == torch.float32
+        own = checksum if says_all else None
+        total = torch.stack(squares).sum() if squares else None
+        return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, own, total), checksum
+
+    def discard(self) -> None:
+        """Give the memory back when no row gradient is wanted."""
+        wait_for_copies(self._batch.arithmetic.device)
+        self._kept.give_back()
+        self._pool.give_back(self._buffer)

@@ -1,0 +1,93 @@
+"""Rows of many classes, block after block, the next one under way while the last is worked on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.batch import chunk_bounds
+from geartrain.bridge.head.loss.scratch import Buffer, BufferPool
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+
+BLOCK_BYTES = 8 << 20
+"""Bytes of one pulled block."""
+
+NUM_BUFFERS = 4
+"""Blocks held at a time: one being pulled, one waiting its turn, one being worked on, one being pushed."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of the active classes at positions ``start`` … ``stop`` − 1."""
+
+    start: int
+    stop: int
+    ids: Ids
+    rows_ND: Tensor
+    """A private host copy in the table's dtype; valid until the next two blocks have been asked for."""
+
+
+def block_rows_for(row_bytes: int) -> int:
+    """Rows of one block."""
+    return max(1024, BLOCK_BYTES // row_bytes)
+
+
+class RowStream:
+    """Pulls the active classes from ``first`` on, block by block: one request per block and shard."""
+
+    def __init__(
+        self,
+        table: ReadableTable,
+        active: ActiveClasses,
+        pool: BufferPool,
+        device: torch.device,
+        required_sync: SyncGroup | None = None,
+    ) -> None:
+        self._table = table
+        self._active = active
+        self._pool = pool
+        self._pinned = device.type == "cuda"
+        self._required_sync = required_sync
+        self._buffers: list[Buffer] = []
+        self._block_rows = min(block_rows_for(table.spec.row_bytes), active.num)
+
+    def blocks(self, first: int = 0) -> Iterator[Block]:
+        """The blocks from position ``first`` on. When one is asked for, the last but two must be done with."""
+        num_bytes = self._block_rows * self._table.spec.row_bytes
+        host = torch.device("cpu")
+        self._buffers = [self._pool.take(num_bytes, host, pinned=self._pinned) for _ in range(NUM_BUFFERS)]
+        ahead = self._begin(self._buffers[0], first)
+        turn = 0
+        while ahead is not None:
+            block, pull = ahead
+            pull.result()
+            turn = (turn + 1) % NUM_BUFFERS
+            ahead = self._begin(self._buffers[turn], block.stop)
+            yield block
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Start and stop of all blocks."""
+        return chunk_bounds(self._active.num, self._block_rows)
+
+    def close(self) -> None:
+        """Give the memory back. Not after an error: a pull or a push that still uses it may have been left behind."""
+        for buffer in self._buffers:
+            self._pool.give_back(buffer)
+        self._buffers = []
+
+    def _begin(self, buffer: Buffer, start: int) -> tuple[Block, Future[None]] | None:
+        if start >= self._active.num:
+            return None
+        stop = min(start + self._block_rows, self._active.num)
+        spec = self._table.spec
+        rows_ND = buffer.tensor((stop - start, spec.dim), TORCH_DTYPES[spec.dtype])
+        ids = self._active.range(start, stop)
+        pull = self._table.pull_into_async(ids, as_numpy(rows_ND), required_sync=self._required_sync)
+        return Block(start, stop, ids, rows_ND), pull

@@ -1,0 +1,94 @@
+"""Active rows that do not fit in memory: streamed past the batch in blocks.
+
+Legend: B samples, D width, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from torch import Tensor
+
+from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.pull.stream import Block, RowStream
+from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.head.loss.chunk_pass import pass_for
+from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
+from geartrain.bridge.head.loss.gradients import FactoredGradient, Factors
+from geartrain.bridge.head.loss.scratch import BufferPool, Scratch
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax
+from geartrain.bridge.rows.tables import HeadTable
+
+PARTS = 4
+"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+
+
+class StreamedRows:
+    """The rows of one forward pass. Costs one pull per block and shard; memory of four blocks."""
+
+    def __init__(
+        self,
+        table: HeadTable,
+        active: ActiveClasses,
+        pool: BufferPool,
+        batch: Batch,
+        labels_B: Ids,
+        required_sync: SyncGroup | None,
+        correction: SamplingCorrection | None = None,
+    ) -> None:
+        self._table = table
+        self._active = active
+        self._pool = pool
+        self._batch = batch
+        self._labels_B = labels_B
+        self._required_sync = required_sync
+        self._correction = correction
+        self._pass = pass_for(batch)
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Loss (0-dim) and feature gradient [B, D]; nothing is kept."""
+        batch, device = self._batch, self._batch.arithmetic.device
+        softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
+        stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
+
+        turns = [Lock() for _ in range(PARTS)]
+
+        def add_part(scratch: Scratch, item: tuple[Block, int]) -> None:
+            block, part = item
+            work = Workspace(batch.arithmetic, scratch)
+            with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
+                for low, high in chunk_bounds(len(block.rows_ND), self._pass.chunk_rows)[part::PARTS]:
+                    rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+                    self._pass.forward(work, softmax.parts[part], rows_ND, block.start + low, None)
+
+        with CHUNKS.session(device, spreads_operations=self._pass.spreads_operations) as session:
+            before: Running[None] | None = None
+            for block in stream.blocks():
+                running = session.start(add_part, [(block, part) for part in range(PARTS)])
+                if before is not None:
+                    before.wait()
+                before = running
+            if before is not None:
+                before.wait()
+        stream.close()
+        return softmax.finish()
+
+    def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:
+        """The row gradients in factored form; also a sum that is finite only if all of it is."""
+        batch = self._batch
+        factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        factors = Factors(
+            batch=batch,
+            chunk_pass=self._pass,
+            active=self._active,
+            labels_B=self._labels_B,
+            correction=self._correction,
+            factor=factor,
+        )
+        return FactoredGradient(self._table, self._pool, factors), checksum
+
+    def discard(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,1 @@
+"""Class rows in the devices of torch.distributed ranks."""

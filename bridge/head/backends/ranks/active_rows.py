@@ -1,0 +1,166 @@
+"""Which of the rows on a rank take part in a step: known to the host, or to the device alone.
+
+On a CPU the host's arrays are searched. On a device the row numbers stay there, and what is done with them has fixed
+shapes, so that the host does not wait; it must wait for one number, how many of the active classes this rank has, where
+several ranks share them, and for another where micro-batches with different classes make one update.
+
+Legend: B samples of all ranks, L rows on this rank, A active ones of them, D width, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.rank_table import Place
+from geartrain.bridge.head.batch import DeviceTargets, Targets
+from geartrain.bridge.rows.transfers import upload
+
+
+class LocalActive(Protocol):
+    """The active classes among this rank's rows, in rising order; those of one step are all of one kind."""
+
+    @property
+    def num(self) -> int:
+        """A."""
+        ...
+
+    def targets(self, numbers_B: Ids) -> Targets | DeviceTargets:
+        """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
+        ...
+
+    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+        """[A] float32 on the device: 0 for the rows of the labels, ``log2_weight`` for the others."""
+        ...
+
+    def union(self, other: Self) -> Self:
+        """Those active in either."""
+        ...
+
+    def holds(self, union: Self, device: torch.device) -> Tensor:
+        """Which of a larger set's are in this one, bool on the device."""
+        ...
+
+    def places(self, device: torch.device) -> LocalPlaces:
+        """Where chunks of them lie."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPlaces:
+    """Row numbers of the active classes on the device."""
+
+    numbers_A: Tensor | None
+
+    def chunk(self, start: int, stop: int) -> Place:
+        """The rows at positions ``start`` … ``stop`` − 1."""
+        return slice(start, stop) if self.numbers_A is None else self.numbers_A[start:stop]
+
+
+@dataclass(frozen=True, eq=False)
+class HostActive:
+    """Implements :class:`LocalActive` with arrays of the host."""
+
+    num: int
+    numbers_A: Ids | None
+    """Row numbers, rising; None: all rows."""
+
+    @staticmethod
+    def of(active: ActiveClasses, first: int, stop: int) -> HostActive:
+        """Those of the classes ``first`` … ``stop`` − 1."""
+        if active.sorted_ids is None:
+            return HostActive(stop - first, None)
+        low, high = np.searchsorted(active.sorted_ids, (first, stop))
+        return HostActive(int(high - low), active.sorted_ids[low:high] - first)
+
+    def positions(self, numbers_B: Ids) -> Ids:
+        """Position of each row number [B] among the active; −1 for the rows of other ranks (numbers outside [0, L))."""
+        if self.numbers_A is None:
+            return np.where((numbers_B >= 0) & (numbers_B < self.num), numbers_B, -1)
+        found = np.searchsorted(self.numbers_A, numbers_B)
+        clipped = np.minimum(found, max(self.num - 1, 0))
+        here = self.numbers_A[clipped] == numbers_B if self.num else np.zeros(len(numbers_B), np.bool_)
+        return np.where(here, clipped, -1)
+
+    def targets(self, numbers_B: Ids) -> Targets:
+        """See :class:`LocalActive`."""
+        return Targets(self.positions(numbers_B))
+
+    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+        """See :class:`LocalActive`."""
+        positions = self.positions(numbers_B)
+        offsets = np.full(self.num, log2_weight, np.float32)
+        offsets[positions[positions >= 0]] = 0.0
+        return torch.from_numpy(offsets)
+
+    def union(self, other: HostActive) -> HostActive:
+        """See :class:`LocalActive`."""
+        if self.numbers_A is None or other.numbers_A is None:
+            return self if self.numbers_A is None else other
+        if np.array_equal(self.numbers_A, other.numbers_A):
+            return self
+        numbers = np.union1d(self.numbers_A, other.numbers_A)
+        return HostActive(len(numbers), numbers)
+
+    def holds(self, union: HostActive, device: torch.device) -> Tensor:
+        """See :class:`LocalActive`."""
+        assert self.numbers_A is not None, "a part of the union"
+        numbers = np.arange(union.num) if union.numbers_A is None else union.numbers_A
+        return torch.from_numpy(np.isin(numbers, self.numbers_A)).to(device)
+
+    def places(self, device: torch.device) -> LocalPlaces:
+        """See :class:`LocalActive`."""
+        return LocalPlaces(None if self.numbers_A is None else torch.from_numpy(self.numbers_A).to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceActive:
+    """Implements :class:`LocalActive` with tensors of the rows' device."""
+
+    num: int
+    numbers_A: Tensor | None
+    """Row numbers, rising; None: all rows."""
+    device: torch.device
+
+    def targets(self, numbers_B: Ids) -> DeviceTargets:
+        """See :class:`LocalActive`; copies 8·B bytes to the device."""
+        numbers = upload(numbers_B, self.device)
+        if self.numbers_A is None:
+            return DeviceTargets(torch.where((numbers >= 0) & (numbers < self.num), numbers, -1))
+        if not self.num:
+            return DeviceTargets(torch.full_like(numbers, -1))
+        found_B = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
+        return DeviceTargets(torch.where(self.numbers_A[found_B] == numbers, found_B, -1))
+
+    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+        """See :class:`LocalActive`."""
+        offsets = torch.full((self.num + 1,), log2_weight, device=self.device)
+        positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is none
+        return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]
+
+    def union(self, other: DeviceActive) -> DeviceActive:
+        """See :class:`LocalActive`; waits for the device, which alone knows how many there are."""
+        if self.numbers_A is None or other.numbers_A is None or self.numbers_A is other.numbers_A:
+            return self if self.numbers_A is None else other
+        numbers = torch.unique(torch.cat([self.numbers_A, other.numbers_A]))
+        return DeviceActive(len(numbers), numbers, self.device)
+
+    def holds(self, union: DeviceActive, device: torch.device) -> Tensor:
+        """See :class:`LocalActive`."""
+        assert self.numbers_A is not None, "a part of the union"
+        numbers = torch.arange(union.num, device=device) if union.numbers_A is None else union.numbers_A
+        if not self.num:
+            return torch.zeros_like(numbers, dtype=torch.bool)
+        found = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
+        return self.numbers_A[found] == numbers
+
+    def places(self, device: torch.device) -> LocalPlaces:
+        """See :class:`LocalActive`."""
+        del device
+        return LocalPlaces(self.numbers_A)

@@ -1,0 +1,131 @@
+"""Momentum of rows on ranks that a step does not touch (``SparseMomentum(untouched="elapsed")``).
+
+A row is kept as of its last step. What the steps since then did to it is a matrix of 2 x 2 for each age, which the core
+makes once a step (``ams/kernels/csrc/rows/step_history.hpp``); ``ams/kernels/reference/elapsed_momentum.py`` is the specification. Reading
+a row computes what it has become and writes nothing.
+
+Legend: L rows of this rank, D width, N rows of a call, K ages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels._core import CatchUp, StepHistory
+from geartrain.ams.tables.row_table import ELAPSED_WINDOW, TableSteps
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import SparseMomentum, TableSpec
+from geartrain.bridge.rows.tables import TORCH_DTYPES
+from geartrain.bridge.rows.transfers import upload
+
+RESTING = -1
+"""The last step of a row that nothing moves: its slot is zero, and there is no weight decay."""
+_OVERDUE_SHARE, _SWEEP_SHARE = 2, 4
+"""As on a shard: a row is caught up half a window after its last step, by a sweep that takes about a quarter of one."""
+
+
+class RankSteps:
+    """The steps that rows count in, the same on every rank, and what they do to rows.
+
+    Host memory: 4 bytes a step remembered, of which there are at most about 20,000; 32 more on the host and as many on
+    the device for its matrix.
+    """
+
+    def __init__(self, spec: TableSpec, share: int, device: torch.device, window: int = ELAPSED_WINDOW) -> None:
+        """``share`` is the most rows that any rank holds: all ranks sweep alike, and so remember the same steps."""
+        assert isinstance(spec.optimizer, SparseMomentum)
+        self._name = spec.name
+        self._share = share
+        self._window = window
+        self._device = device
+        self._largest = [torch.finfo(TORCH_DTYPES[dtype]).max for dtype in (spec.dtype, spec.slot_dtype)]
+        self._history = StepHistory(momentum=spec.optimizer.momentum, weight_decay=spec.optimizer.weight_decay)
+        self.moves_rows_at_rest = bool(np.float32(spec.optimizer.weight_decay))
+        """Whether a row without momentum moves."""
+        self._sweep_at = self._sweep_began = 0
+        self._refresh()
+
+    @property
+    def now(self) -> int:
+        """How many steps have ended."""
+        return self.catch_up.now
+
+    @property
+    def state(self) -> TableSteps:
+        """What snapshots hold."""
+        now, lrs, row_factor, slot_factor = self._history.state()
+        return TableSteps(now, lrs, (row_factor, slot_factor))
+
+    def adopt(self, steps: TableSteps) -> None:
+        """Count on from ``steps``. Raises InvalidArgument if no table can have made them."""
+        try:
+            self._history.adopt(steps.now, list(steps.lrs), *steps.origin)
+        except ValueError as exc:
+            raise InvalidArgument(f"these are no steps of table {self._name!r}: {exc}") from exc
+        self._sweep_at, self._sweep_began = 0, steps.now
+        self._refresh()
+
+    def reset(self) -> None:
+        """Begin anew: no step has been made."""
+        self.adopt(TableSteps(0, [], (1.0, 0.0)))
+
+    def move_to(self, device: torch.device) -> None:
+        """Rows are on another device now."""
+        self._device = device
+        self._refresh()
+
+    def end_step(self, lr: float) -> None:
+        """One more step has ended, on every rank."""
+        self._history.end_step(lr)
+        self._refresh()
+
+    def sweep(self) -> slice:
+        """The next rows to look at for old ones, before a step ends. Steps that no row needs are forgotten."""
+        if self._sweep_at >= self._share:
+            self._history.forget_before(self._sweep_began - self._window // _OVERDUE_SHARE)
+            self._sweep_at, self._sweep_began = 0, self.now
+        start = self._sweep_at
+        self._sweep_at += self._share * _SWEEP_SHARE // self._window + 1
+        return slice(start, min(self._sweep_at, self._share))
+
+    def are_overdue(self, last_N: Tensor) -> Tensor:
+        """Which rows of these last steps the sweep catches up, bool [N]."""
+        return (last_N > 0) & (last_N <= self.now - self._window // _OVERDUE_SHARE)
+
+    def are_late(self, last_N: Tensor) -> Tensor:
+        """Which rows had a gradient of the step that has not ended, bool [N]: those that were restored so."""
+        return last_N > self.now
+
+    def moved_rows(self, rows_ND: Tensor, slots_ND: Tensor, last_N: Tensor) -> Tensor:
+        """What stored rows of these last steps have become, float64 [N, D] within the range of their type."""
+        return self._combined(self._factors(last_N)[:, :2], rows_ND, slots_ND, 0)
+
+    def moved(self, rows_ND: Tensor, slots_ND: Tensor, last_N: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`moved_rows`, and the slots."""
+        factors = self._factors(last_N)
+        rows = self._combined(factors[:, :2], rows_ND, slots_ND, 0)
+        return rows, self._combined(factors[:, 2:], rows_ND, slots_ND, 1)
+
+    def _factors(self, last_N: Tensor) -> Tensor:
+        """Row by row the matrix of 2 x 2, [N, 4]."""
+        ages = len(self._factors_K4) - 1
+        of_age_N = (self.now - last_N).clamp_(0, ages - 1)  # older than all that is known: of a damaged snapshot
+        index_N = torch.where(last_N == 0, ages, of_age_N)
+        return self._factors_K4[torch.where((last_N < 0) | (last_N >= self.now), 0, index_N)]
+
+    def _combined(self, factors: Tensor, rows_ND: Tensor, slots_ND: Tensor, part: int) -> Tensor:
+        # Not one fused operation: every device gives the bits of the core.
+        sums_ND = rows_ND.double() * factors[:, :1]
+        sums_ND += slots_ND.double() * factors[:, 1:]
+        largest = self._largest[part]
+        return sums_ND.clamp_(-largest, largest)
+
+    def _refresh(self) -> None:
+        self.catch_up = CatchUp(self._history)
+        """For compiled code."""
+        factors = np.empty((self.catch_up.num_ages + 1, 4))
+        self.catch_up.copy_factors(factors)
+        with torch.inference_mode(False):
+            self._factors_K4 = upload(factors, self._device)

@@ -1,0 +1,209 @@
+"""What the ranks of a head say to each other when the rows lie on them, over torch.distributed (gloo, NCCL).
+
+Numbers that decide shapes travel between the hosts (gloo), so that nobody waits for a device; tensors travel between
+the devices. One rank, or none of torch.distributed, says nothing.
+
+Legend: R ranks, B samples of all ranks, D width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch, SyncError
+
+T = TypeVar("T")
+
+_HOST = torch.device("cpu")
+_PIECE_BYTES = 8 << 20
+
+# PyTorch 2.13 gave them these names, and warns of the older ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class RankLink:
+    """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
+
+    Attributes: ``world_size``, ``rank``.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.world_size, self.rank = 1, 0
+        self._group = process_group
+        self._host_group = process_group
+        self._is_gloo = True
+        if not dist.is_initialized():
+            if process_group is not None:
+                raise InvalidArgument("process_group was given without init_process_group(); call that first")
+            return
+        self.world_size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        if self.rank < 0:
+            raise InvalidArgument("this process is not of process_group; make the head on its ranks only")
+        backend = str(dist.get_backend(process_group))
+        self._is_gloo = backend == "gloo"
+        if self.world_size > 1 and "gloo" not in backend:
+            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            self._host_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def apart(self) -> RankLink:
+        """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it."""
+        if self.world_size == 1:
+            return self
+        members = dist.get_process_group_ranks(self._host_group or dist.group.WORLD)
+        return RankLink(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows begin: the current CUDA device if the group cannot carry the host's tensors, else the host."""
+        if self.world_size > 1 and not self._is_gloo and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.empty(0).device
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
+        if self.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._host_group)
+        return [[int(value) for value in part.tolist()] for part in parts]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The JSON value of every rank, in rank order. Two all-gathers between the hosts."""
+        if self.world_size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [size for (size,) in self.exchange([len(text)])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
+        padded[: len(text)] = text
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self._host_group)
+        return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def require_equal(self, values: Mapping[str, Any], what: str) -> None:
+        """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
+        said = self.gather_json(dict(values))
+        for rank, theirs in enumerate(said):
+            keys = [key for key in sorted({*said[0], *theirs}) if said[0].get(key) != theirs.get(key)]
+            if keys:
+                differences = "; ".join(
+                    f"{key} is {said[0].get(key)!r} on rank 0, {theirs.get(key)!r} on rank {rank}" for key in keys
+                )
+                raise SpecMismatch(f"the ranks disagree on {what}: {differences}. Give the same on every rank")
+
+    def fail_together(
+        self, failure: Exception | None, what: str, error: Callable[[str], GeartrainError] = SyncError
+    ) -> None:
+        """Raise on every rank if any gives a ``failure``: its own there, elsewhere ``error``, which names the rank.
+
+        One exchange. ``what`` did not happen, as the start of a sentence.
+        """
+        sound = [good for (good,) in self.exchange([failure is None])]
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
+
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run on every rank an ``action`` without collectives; raise as :meth:`fail_together` if it fails on any."""
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(action())
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        self.fail_together(failure, what)
+        return results[0]
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
+        if self.world_size == 1:
+            return tensor
+        most = max(sizes)
+        width = math.prod(tensor.shape[1:])
+        wire = torch.zeros(most, width, dtype=tensor.dtype, device=self._wire(tensor.device))
+        wire[: len(tensor)] = tensor.detach().reshape(len(tensor), width)
+        parts = wire.new_empty(self.world_size * most, width)
+        if most:
+            _all_gather(parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire))
+        if min(sizes) < most:
+            parts = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
+        return parts.to(tensor.device).reshape(len(parts), *tensor.shape[1:])
+
+    def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int) -> None:
+        """Send ``block_LD`` to the next rank; write the ``num_expected`` rows of the previous one's to ``room_LD``.
+
+        Host tensors of one dtype; both may lie in the same memory: they travel in pieces of 8 MiB, with one of room.
+        """
+        after, before = (self._global_rank(self.rank + step) for step in (1, -1))
+        rows = max(1, _PIECE_BYTES // max(1, block_LD.element_size() * block_LD.shape[1]))
+        arriving_ND = room_LD.new_empty(min(rows, num_expected), room_LD.shape[1])
+        for start in range(0, max(len(block_LD), num_expected), rows):
+            leaving, arriving = block_LD[start : start + rows], arriving_ND[: max(0, num_expected - start)]
+            sent = dist.isend(leaving, after, group=self._host_group) if len(leaving) else None
+            if len(arriving):
+                dist.recv(arriving, before, group=self._host_group)
+            if sent is not None:
+                sent.wait()
+            room_LD[start : start + len(arriving)] = arriving
+
+    def agree(self, value: bool) -> bool:
+        """Whether every rank says so."""
+        return all(said for (said,) in self.exchange([value]))
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over the ranks: one all-reduce."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks: one all-reduce."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum over the ranks of [B, D], of which each rank gets its own samples [n_r, D]: one reduce-scatter."""
+        if self.world_size == 1:
+            return tensor_BD
+        most, own = max(sizes), sizes[self.rank]
+        wire = tensor_BD.to(self._wire(tensor_BD.device))
+        if min(sizes) < most:
+            padded = wire.new_zeros(self.world_size, most, wire.shape[1])
+            for part, own_part in zip(padded, torch.split(wire, list(sizes)), strict=True):
+                part[: len(own_part)] = own_part
+            wire = padded.view(-1, wire.shape[1])
+        out = wire.new_empty(most, wire.shape[1])
+        if most:
+            _reduce_scatter(out, wire, group=self._carrier(wire))
+        return out[:own].to(tensor_BD.device)
+
+    def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
+        """Run ``action``: every rank writes the rows that it holds."""
+        del others
+        return action()
+
+    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        shared = tensor.detach().to(self._wire(tensor.device), copy=True).contiguous()
+        dist.all_reduce(shared, op=operation, group=self._carrier(shared))
+        return shared.to(tensor.device)
+
+    def _global_rank(self, rank: int) -> int:
+        group = self._host_group or dist.group.WORLD
+        assert group is not None
+        return dist.get_global_rank(group, rank % self.world_size)
+
+    def _carrier(self, wire: Tensor) -> dist.ProcessGroup | None:
+        """NCCL carries no tensors of the host, such as labels."""
+        return self._host_group if wire.device.type == "cpu" else self._group
+
+    def _wire(self, device: torch.device) -> torch.device:
+        """Where a tensor of ``device`` is sent from: gloo carries the host's only."""
+        return _HOST if self._is_gloo else device

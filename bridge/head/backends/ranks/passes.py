@@ -1,0 +1,257 @@
+"""The passes of a class head over rows that lie on the ranks' devices. Rows stay where they are: features come to them.
+
+Per training step and rank, with B samples of R ranks, D width, A active classes (all of them together):
+one exchange of nine integers between the hosts, an all-gather of the labels (8·B bytes) and of the features (their
+type · B·D), the all-reduces of ``rank_softmax.py`` (24·B bytes), a reduce-scatter of 4·B·D, and an all-gather of R
+numbers in the backward. Time O(B·D·A / R). Memory beside the rows: O(B·D) and some chunks; a row's gradient is made,
+used and forgotten chunk by chunk at the optimizer's step.
+
+Legend: B samples of all ranks, S of this one, L rows on this rank, A active ones of them, D width, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.active_rows import LocalActive
+from geartrain.bridge.head.backends.ranks.rank_table import Place, RankTable
+from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
+from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass, TensorPass, pass_for
+from geartrain.bridge.head.loss.chunk_pool import CHUNKS
+from geartrain.bridge.head.loss.kept_logits import KeptLogits
+from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.rows.gradient_carrier import squared_sum
+from geartrain.bridge.rows.transfers import upload
+
+T = TypeVar("T")
+
+PARTS = 8
+"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+
+
+def take_offsets(batch: Batch, active: LocalActive, numbers_B: Ids, log2_weight: float) -> None:
+    """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
+    if log2_weight:
+        batch.offsets_A = active.offsets(numbers_B, log2_weight).to(batch.arithmetic.device, batch.arithmetic.compute)
+
+
+class RankRows:
+    """The rows of one forward pass."""
+
+    def __init__(
+        self,
+        table: RankTable,
+        active: LocalActive,
+        batch: Batch,
+        numbers_B: Ids,
+        sizes: Sequence[int],
+        wants_gradient: bool,
+        log2_weight: float = 0.0,
+    ) -> None:
+        """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks.
+
+        ``log2_weight`` is added to the logits, to base 2, of active classes that are none of the labels.
+        """
+        self._table = table
+        self._wants_gradient = wants_gradient
+        self._batch = batch
+        self._sizes = sizes
+        self._active = active
+        self._numbers_B = numbers_B
+        self._log2_weight = log2_weight
+        take_offsets(batch, active, numbers_B, log2_weight)
+        self._pass = pass_for(batch)
+        self._kept = KeptLogits(table.pool)
+
+    def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
+        """Mean loss of the own samples (0-dim) and feature gradient [S, D]; keeps logits of up to ``keep_bytes``.
+
+        Collective: see :class:`RankSoftmax`.
+        """
+        table, batch, arithmetic = self._table, self._batch, self._batch.arithmetic
+        chunks = chunk_bounds(self._active.num, self._pass.chunk_rows)
+        num_parts = max(1, min(PARTS, len(chunks)))
+        joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
+        softmax = RankSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
+        if self._pass.keeps_logits:
+            self._kept.reserve(batch, self._active.num, self._pass.chunk_rows, keep_bytes)
+        places = self._active.places(table.device)
+        reads_in_place = places.numbers_A is None and table.reads_in_place(arithmetic.compute)
+
+        def add_part(scratch: Scratch, part: int) -> None:
+            work = Workspace(arithmetic, scratch)
+            for start, stop in chunks[part::num_parts]:
+                rows_ND = (
+                    table.rows_LD[start:stop]
+                    if reads_in_place
+                    else table.load(work, places.chunk(start, stop), name="rows")
+                )
+                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
+
+        if chunks:
+            spreads = self._pass.spreads_operations
+            CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
+        # Alone, nobody else is waited for in there, and what follows wants every core.
+        loss, gradient_SD = (
+            CHUNKS.apart(softmax.finish, arithmetic.device) if table.link.world_size == 1 else softmax.finish()
+        )
+        return loss, gradient_SD if want_gradient else None
+
+    def gradient(self, upstream: Tensor) -> tuple[RankGradient, Tensor]:
+        """The row gradients, to be made at the step; also a number that is finite only if they are, on every rank.
+
+        Collective: one all-gather of R numbers.
+        """
+        table, batch = self._table, self._batch
+        upstream_R = table.link.gather(upstream.detach().reshape(1), [1] * table.link.world_size)
+        factor = (upstream_R[0] * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        chunk_pass: ChunkPass = self._pass
+        if table.link.world_size > 1 and not (
+            upstream_R.device.type == "cpu" and bool((upstream_R == upstream_R[0]).all())
+        ):
+            counts_R = upload(np.array(self._sizes), upstream_R.device)
+            weights_B = upstream_R.repeat_interleave(counts_R, output_size=batch.size)
+            chunk_pass = TensorPass(batch, weights_B.to(batch.arithmetic.compute))
+            factor = torch.ones_like(factor) * (batch.scale / batch.divisor)
+            self._kept.give_back()  # in chunks of the other pass
+        checksum = upstream_R.sum() + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        factors = RankFactors(
+            batch=batch,
+            chunk_pass=chunk_pass,
+            active=self._active,
+            numbers_B=self._numbers_B,
+            log2_weight=self._log2_weight,
+            factor=factor,
+            kept=self._kept,
+        )
+        return RankGradient(table, [factors]), checksum
+
+    def discard(self) -> None:
+        """Let go of what is kept."""
+        self._kept.give_back()
+
+
+@dataclass(kw_only=True, eq=False)
+class RankFactors:
+    """One batch and what its row gradients are multiplied by."""
+
+    batch: Batch
+    chunk_pass: ChunkPass
+    active: LocalActive
+    numbers_B: Ids
+    log2_weight: float
+    """Added to the logits, to base 2, of sampled classes."""
+    factor: Tensor
+    """upstream gradient · scale / B, 0-dim."""
+    kept: KeptLogits
+    """Used up by the step."""
+
+
+class RankGradient:
+    """Row gradients as the factors they are made of; memory O(B·D) a micro-batch and the kept logits."""
+
+    def __init__(self, table: RankTable, factors: list[RankFactors]) -> None:
+        self._table = table
+        self._factors = factors
+
+    def merge(self, other: RankGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        mine, its = (one._factors[0].batch.arithmetic for one in (self, other))
+        if mine != its:
+            raise InvalidArgument(
+                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
+                "use the same autocast, dtype and device until step()"
+            )
+        self._factors += other._factors
+        for factors in self._factors:
+            factors.kept.give_back()
+
+    def apply(self, lr: float, scale: Tensor) -> None:
+        """Update the rows and slots with ``scale`` (0-dim) times the gradient; that ends the step.
+
+        Nothing travels, nobody waits.
+        """
+        table = self._table
+
+        def update(work: Workspace, place: Place, gradient_ND: Tensor) -> None:
+            table.update(work, place, gradient_ND, lr, scale)
+
+        self._over_chunks(update, use_kept=True)
+        table.end_step(lr)
+
+    squares = None
+    """They never lie in memory together."""
+
+    def squared_norm(self) -> float:
+        """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
+
+        def squares(work: Workspace, place: Place, gradient_ND: Tensor) -> Tensor:
+            del work, place
+            return squared_sum(gradient_ND)
+
+        parts = self._over_chunks(squares, use_kept=False)
+        local = torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64)
+        return float(self._table.link.sum(local.to(self._table.device)))
+
+    def discard(self) -> None:
+        """Let go of the factors."""
+        for factors in self._factors:
+            factors.kept.give_back()
+        self._factors = []
+
+    def _over_chunks(self, action: Callable[[Workspace, Place, Tensor], T], *, use_kept: bool) -> list[T]:
+        """Results of ``action(work, place, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
+        table, factors = self._table, self._factors
+        arithmetic = factors[0].batch.arithmetic
+        active = factors[0].active
+        for other in factors[1:]:
+            active = active.union(other.active)
+        parts = [_Part(one, active) for one in factors]
+        chunk_pass = min((one.chunk_pass for one in factors), key=lambda one: one.chunk_rows)
+        places = active.places(table.device)
+
+        def run(scratch: Scratch, chunk: tuple[int, int]) -> T:
+            work = Workspace(arithmetic, scratch)
+            start, stop = chunk
+            place = places.chunk(start, stop)
+            gradient_ND = table.load(work, place, name="gradient")
+            kept = factors[0].kept.chunk(start, stop) if use_kept else None
+            parts[0].overwrite(work, gradient_ND, start, stop, kept)
+            for part in parts[1:]:
+                more_ND = table.load(work, place, name="further gradient")
+                part.overwrite(work, more_ND, start, stop, None)
+                gradient_ND += more_ND
+            return action(work, place, gradient_ND)
+
+        chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
+        if not chunks:
+            return []
+        return CHUNKS.map(run, chunks, arithmetic.device)
+
+
+class _Part:
+    """The row gradients of one batch within the union of the active classes of several."""
+
+    def __init__(self, factors: RankFactors, union: LocalActive) -> None:
+        self._factors = factors
+        self._absent_U: Tensor | None = None
+        if union is factors.active or union.num == factors.active.num:
+            return
+        factors.batch.targets = union.targets(factors.numbers_B)
+        take_offsets(factors.batch, union, factors.numbers_B, factors.log2_weight)
+        self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
+
+    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, stop: int, kept_NB: Tensor | None) -> None:
+        self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
+        if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
+            rows_ND.masked_fill_(self._absent_U[start:stop].unsqueeze(1), 0.0)

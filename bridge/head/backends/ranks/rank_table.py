@@ -1,0 +1,371 @@
+"""Class rows and their slots in the memory of the ranks' devices: consecutive classes on each.
+
+Legend: C classes, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first class.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.tables import array_update as given_rows
+from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.messages import Done, SyncGroup
+from geartrain.ams.values.specs import SGD, Adam, Ids, Momentum, SparseMomentum, TableSpec
+from geartrain.bridge.head.backends.ranks.elapsed_momentum import RESTING, RankSteps
+from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.backends.ranks.optimizers import elapsed_step, plain_step
+from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key
+from geartrain.bridge.head.batch import Workspace
+from geartrain.bridge.head.loss.scratch import BufferPool
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+
+BLOCK_BYTES = 8 << 20
+_HUGE_PAGE = 2 << 20
+
+Place = slice | Tensor
+"""Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct."""
+
+
+def class_range(num_classes: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First class of a rank and of the next: the first ``num_classes`` mod ``world_size`` ranks hold one more."""
+    share, rest = divmod(num_classes, world_size)
+    first = rank * share + min(rank, rest)
+    return first, first + share + (rank < rest)
+
+
+class RankTable:
+    """The rows of classes ``first`` … ``stop`` − 1, with their slots, on ``device``.
+
+    Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where rows
+    move that a step does not touch: those are kept as of their last step. The first values are those of an AMS table of
+    the same specification, whatever the number of ranks.
+    """
+
+    def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
+        require_supported(spec)
+        self.spec = spec
+        self.link = link
+        self.first, self.stop = class_range(spec.num_rows or 0, link.world_size, link.rank)
+        with torch.inference_mode(False):
+            self.rows_LD = _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.dtype], device)
+            self.slots_LD = (
+                _empty(self.num_local, spec.slot_dim, TORCH_DTYPES[spec.slot_dtype], device) if spec.has_slots else None
+            )
+            self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
+            """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
+            untouched rows move, the last step of each."""
+        share = class_range(spec.num_rows or 0, link.world_size, 0)[1]
+        self.steps = RankSteps(spec, share, device) if spec.counts_steps else None
+        """Those that untouched rows move in; None where they are frozen."""
+        self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
+        self.pool = BufferPool()
+        """Of memory beside the rows, on their device."""
+        self._key = rounding_key(spec.seed, table_hash(spec.name))
+        self._counting = threading.Lock()
+        self.write_initial_values()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.rows_LD.device
+
+    @property
+    def num_local(self) -> int:
+        """L."""
+        return self.stop - self.first
+
+    def move_to(self, device: torch.device) -> None:
+        """Take the rows to another device."""
+        self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
+        self.pool = BufferPool()
+        self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
+        self.steps_L = None if self.steps_L is None else self.steps_L.to(device)
+        if self.steps is not None:
+            self.steps.move_to(device)
+
+    def write_initial_values(self) -> None:
+        """Overwrite every row by its initial value, the slots and the steps by zero."""
+        if self.slots_LD is not None:
+            self.slots_LD.zero_()
+        if self.steps_L is not None:
+            self.steps_L.zero_()
+        if self.steps is not None:
+            self.steps.reset()
+        initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
+        block = max(1, BLOCK_BYTES // self.spec.row_bytes)
+        for start in range(0, self.num_local, block):
+            stop = min(start + block, self.num_local)
+            out = np.empty((stop - start, self.spec.dim), self.spec.numpy_dtype)
+            initial.pull(np.arange(self.first + start, self.first + stop, dtype=np.int64), out)
+            self.rows_LD[start:stop].copy_(as_tensor(out, self.rows_LD.dtype))
+
+    def local(self, ids: Ids) -> tuple[Ids, Tensor]:
+        """Which of the class ids [N] are here (places among them), and their row numbers on the device."""
+        places = np.flatnonzero((ids >= self.first) & (ids < self.stop)).astype(np.int64)
+        return places, torch.from_numpy(ids[places] - self.first).to(self.device)
+
+    def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
+        """Write the rows of class ids [N], the same on every rank, to ``out`` [N, D]: one all-reduce of N · D values.
+
+        Every rank calls it; with one rank nothing travels.
+        """
+        del required_sync
+        places, numbers = self.local(ids)
+        found = torch.zeros(len(ids), self.spec.dim, dtype=self.rows_LD.dtype, device=self.device)
+        found[torch.from_numpy(places).to(self.device)] = self.current_rows(numbers)
+        # As bytes: each row is on one rank and zero on the others, and gloo cannot add every 16-bit type.
+        rows = self.link.sum(found.view(torch.uint8)).view(found.dtype).cpu()
+        out[:] = as_numpy(rows)
+
+    def pull_into_async(
+        self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
+    ) -> Future[None]:
+        """:meth:`pull_into`, done at once: collectives have one order."""
+        done: Future[None] = Future()
+        self.pull_into(ids, out, required_sync=required_sync)
+        done.set_result(None)
+        return done
+
+    def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
+        """Overwrite those of the rows [N, D] that are here; their slots become zero."""
+        values = as_tensor(np.ascontiguousarray(rows), self.rows_LD.dtype)
+        if not bool(torch.isfinite(values).all()):
+            raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
+        places, numbers = self.local(ids)
+        self.rows_LD[numbers] = values[torch.from_numpy(places)].to(self.device)
+        if self.slots_LD is not None:
+            self.slots_LD[numbers] = 0
+        if self.steps_L is not None and self.steps is not None:
+            self.steps_L[numbers] = self.steps.now if self.steps.moves_rows_at_rest else RESTING
+        elif self.steps_L is not None and isinstance(self.spec.optimizer, Adam):
+            self.steps_L[numbers] = 0  # others only round by it, and not twice alike
+        return Done()
+
+    def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None) -> None:
+        """Overwrite rows, their slots and their steps (None: 0 updates, as older snapshots of 16 bits mean)."""
+        self.rows_LD[numbers] = rows_ND.to(self.device)
+        if self.slots_LD is not None and slots_ND is not None:
+            self.slots_LD[numbers] = slots_ND.to(self.device)
+        if self.steps_L is not None:
+            self.steps_L[numbers] = 0 if steps_N is None else steps_N.to(self.device)
+
+    def reads_in_place(self, dtype: torch.dtype) -> bool:
+        """Whether ``rows_LD`` are the rows as they are now, in ``dtype``."""
+        return self.steps is None and self.rows_LD.dtype == dtype
+
+    def current_rows(self, place: Place) -> Tensor:
+        """A copy of rows [N, D] as they are now, in their storage type: what a shard's pull gives."""
+        if self.steps is None or self.slots_LD is None or self.steps_L is None:
+            return self.rows_LD[place].clone() if isinstance(place, slice) else self.rows_LD[place]
+        numbers_N = self._numbers(place)
+        out_ND = self.rows_LD.new_empty(len(numbers_N), self.spec.dim)
+        block = max(1, BLOCK_BYTES // (8 * self.spec.dim))
+        for start in range(0, len(numbers_N), block):
+            numbers_B = numbers_N[start : start + block]
+            moved_BD = self.steps.moved_rows(self.rows_LD[numbers_B], self.slots_LD[numbers_B], self.steps_L[numbers_B])
+            out_ND[start : start + block] = moved_BD.float()
+        return out_ND
+
+    def _numbers(self, place: Place) -> Tensor:
+        return torch.arange(*place.indices(self.num_local), device=self.device) if isinstance(place, slice) else place
+
+    def load(self, work: Workspace, place: Place, *, name: str) -> Tensor:
+        """A copy of rows [N, D] as they are now, in the compute dtype, as scratch called ``name``."""
+        if self.steps is None:
+            return self._loaded(work, self.rows_LD, place, name)
+        if self.device.type != "cpu" or work.arithmetic.compute != torch.float32:
+            rows_ND = self.current_rows(place)
+            return work.empty(name, *rows_ND.shape).copy_(rows_ND)
+        rows_LD, slots_LD, steps_L, numbers, _ = self._arrays_of(place)
+        assert slots_LD is not None and steps_L is not None
+        num = len(rows_LD) if numbers is None else len(numbers)
+        out_ND = work.empty(name, num, self.spec.dim)
+        given_rows.read(rows_LD, slots_LD, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
+        return out_ND
+
+    def _loaded(self, work: Workspace, stored_LD: Tensor, place: Place, name: str) -> Tensor:
+        if isinstance(place, slice):
+            stored_ND = stored_LD[place]
+            return work.empty(name, *stored_ND.shape).copy_(stored_ND)
+        shape = (len(place), stored_LD.shape[1])
+        if stored_LD.dtype == work.arithmetic.compute:
+            out_ND = work.empty(name, *shape)
+            if not _is_compiled(stored_LD):
+                return torch.index_select(stored_LD, 0, place, out=out_ND)
+            given_rows.gather(stored_LD.numpy(), place.numpy(), out_ND.numpy())
+            return out_ND
+        narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
+        return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, place, out=narrow_ND))
+
+    def update(self, work: Workspace, place: Place, gradient_ND: Tensor, lr: float, scale: Tensor) -> None:
+        """One step of the optimizer with ``scale`` (0-dim) times the gradient, which is overwritten.
+
+        The formulas of ``ams/kernels/reference/ops.py``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
+        row that would leave the range of its storage type stays as it is, with its slot, and is counted in ``refused``.
+        """
+        if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
+            self._update_compiled(place, gradient_ND, lr, float(scale))
+            return
+        gradient_ND.mul_(scale)
+        rows_ND = self._loaded(work, self.rows_LD, place, "updated rows")
+        steps_N = None if self.steps_L is None else self.steps_L[place] + 1
+        optimizer = self.spec.optimizer
+        slots_ND = None
+        if self.slots_LD is not None:
+            slots_ND = self._loaded(work, self.slots_LD, place, "slots")
+        if self.steps is not None:
+            assert isinstance(optimizer, SparseMomentum) and slots_ND is not None and steps_N is not None
+            last_N, steps_N = steps_N - 1, torch.full_like(steps_N, self.steps.now + 1)
+            elapsed_step(optimizer, self.steps, rows_ND, slots_ND, last_N, gradient_ND, lr)
+        else:
+            plain_step(optimizer, rows_ND, slots_ND, gradient_ND, lr, steps_N)
+        rows_ND = self._as_stored(work, place, steps_N, rows_ND, self.rows_LD, ROW)
+        if slots_ND is not None and self.slots_LD is not None:
+            slots_ND = self._as_stored(work, place, steps_N, slots_ND, self.slots_LD, SLOT)
+        self._store(work, place, rows_ND, slots_ND, steps_N)
+
+    def end_step(self, lr: float) -> None:
+        """One step is over, that of all updates since the last one: where untouched rows move, by ``lr``, they do.
+
+        Every rank calls it, with the same ``lr``. Looks at a few rows for those that nobody has touched for long.
+        """
+        if self.steps is None:
+            return
+        place = self.steps.sweep()
+        self._bring_up(self.steps, slice(place.start, min(place.stop, self.num_local)))
+        self.steps.end_step(lr)
+
+    def _bring_up(self, steps: RankSteps, place: slice) -> None:
+        """Write what those of the rows have become whose last step is long ago."""
+        assert self.slots_LD is not None and self.steps_L is not None
+        last_N = self.steps_L[place]
+        overdue_N = steps.are_overdue(last_N)
+        if self.device.type == "cpu" and not bool(overdue_N.any()):  # to look would make the host wait for a device
+            return
+        old_ND, old_slots_ND = self.rows_LD[place], self.slots_LD[place]
+        rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)
+        ids_N, now_N = self._numbers(place) + self.first, torch.full_like(last_N, steps.now)
+        rows_ND = round_rows(rows_ND, old_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=ROW)
+        slots_ND = round_rows(slots_ND, old_slots_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=SLOT)
+        if not steps.moves_rows_at_rest:
+            now_N = torch.where((slots_ND != 0).any(1), now_N, RESTING)
+        self.rows_LD[place] = torch.where(overdue_N.unsqueeze(1), rows_ND, old_ND)
+        self.slots_LD[place] = torch.where(overdue_N.unsqueeze(1), slots_ND, old_slots_ND)
+        self.steps_L[place] = torch.where(overdue_N, now_N, last_N)
+
+    def _arrays_of(self, place: Place) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, Ids | None, Ids | None, int]:
+        """Rows, slots and steps for compiled code, which rows of them (None: all), and the id of the first."""
+        rows_LD, slots_LD, steps_L, numbers, first = self.rows_LD, self.slots_LD, self.steps_L, None, self.first
+        if isinstance(place, slice):
+            first += place.indices(self.num_local)[0]
+            rows_LD = rows_LD[place]
+            slots_LD = None if slots_LD is None else slots_LD[place]
+            steps_L = None if steps_L is None else steps_L[place]
+        else:
+            numbers = place.numpy()
+        slots = None if slots_LD is None else as_numpy(slots_LD)
+        return as_numpy(rows_LD), slots, None if steps_L is None else steps_L.numpy(), numbers, first
+
+    def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
+        rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(place)
+        refused = given_rows.update(
+            self.spec,
+            rows_LD,
+            slots_LD,
+            numbers,
+            gradient_ND.numpy(),
+            lr=lr,
+            scale=scale,
+            steps=steps_L,
+            first_id=first,
+            catch_up=None if self.steps is None else self.steps.catch_up,
+        )
+        if refused:
+            with self._counting:
+                self.refused += refused
+
+    def _as_stored(
+        self, work: Workspace, place: Place, steps_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
+    ) -> Tensor:
+        """The values in the storage type of ``stored_LD``."""
+        if values_ND.dtype == stored_LD.dtype:
+            return values_ND
+        if stored_LD.dtype == torch.float32 or steps_N is None:
+            name = f"part {part} to store"
+            return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
+        ids_N = self._numbers(place) + self.first
+        return round_rows(values_ND, stored_LD.dtype, key=self._key, ids_N=ids_N, numbers_N=steps_N, part=part)
+
+    def _store(
+        self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None
+    ) -> None:
+        total_N = _sums(work, rows_ND)
+        if slots_ND is not None:
+            total_N += _sums(work, slots_ND)
+        bad_N = ~torch.isfinite(total_N)
+        # To look would make the host wait for a device.
+        if self.device.type != "cpu" or bool(bad_N.any()):
+            self.refused += bad_N.sum()
+            rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[place], rows_ND)
+            if slots_ND is not None and self.slots_LD is not None:
+                slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[place], slots_ND)
+            if steps_N is not None and self.steps_L is not None:
+                steps_N = torch.where(bad_N, self.steps_L[place], steps_N)
+        _put(self.rows_LD, place, rows_ND)
+        if slots_ND is not None and self.slots_LD is not None:
+            _put(self.slots_LD, place, slots_ND)
+        if steps_N is not None and self.steps_L is not None:
+            _put(self.steps_L, place, steps_N)
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    """Whether compiled code reads it; PyTorch does what is on a device, or in 16 bits."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _sums(work: Workspace, values_ND: Tensor) -> Tensor:
+    """[N] float32. A CPU sums 16 bits in a copy, which is made in scratch here."""
+    if values_ND.device.type == "cpu":
+        values_ND = work.load_rows(values_ND, blocking=True)
+    return values_ND.sum(1, dtype=torch.float32)
+
+
+def _put(stored_LD: Tensor, place: Place, values_ND: Tensor) -> None:
+    if isinstance(place, slice):
+        stored_LD[place] = values_ND
+    else:
+        stored_LD.index_copy_(0, place, values_ND)
+
+
+def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[num_rows, dim]; on a host in whole huge pages of numpy's, which asks for them: random rows cost half."""
+    if device.type != "cpu":
+        return torch.empty(num_rows, dim, dtype=dtype, device=device)
+    num_bytes = num_rows * dim * dtype.itemsize
+    memory = np.empty(num_bytes + _HUGE_PAGE, np.uint8)
+    start = -memory.ctypes.data % _HUGE_PAGE  # numpy's own are 16 bytes past a cache line, and so would every row be
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(num_rows, dim)
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """The same memory as a tensor of ``dtype``, which is that of the array."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def require_supported(spec: TableSpec) -> None:
+    optimizer = spec.optimizer
+    if not isinstance(optimizer, SGD | Momentum | SparseMomentum | Adam):
+        raise InvalidArgument(
+            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, SparseMomentum or Adam"
+        )

@@ -1,0 +1,79 @@
+"""Stochastic rounding to 16 bits in tensor operations: the bits of ``ams/kernels/reference/rounding.py`` on any device.
+
+Legend: N rows of a call, D width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels.ops import splitmix64
+
+ROW, SLOT = 0, 1
+"""What of a row is rounded."""
+_WORD = 2**32 - 1
+_COLUMNS = 8
+_ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_ADDED = (0x9E3779B9, 0xBB67AE85)
+
+
+def rounding_key(seed: int, table_hash: int) -> int:
+    """The key of a table's draws."""
+    return int(splitmix64(splitmix64(np.array([seed], np.uint64)) ^ np.uint64(table_hash))[0])
+
+
+def round_rows(
+    values_ND: Tensor, dtype: torch.dtype, *, key: int, ids_N: Tensor, numbers_N: Tensor, part: int
+) -> Tensor:
+    """Return ``values_ND`` as ``dtype``: 16 bits by chance, float32 as they are.
+
+    Args:
+        values_ND: float32 or float64, which becomes float32 first.
+        dtype: The storage type.
+        key: ``rounding_key`` of the table.
+        ids_N: int64, of the rows.
+        numbers_N: int64, of each row's update, from 1.
+        part: What of a row it is, ROW or SLOT.
+
+    About 90 operations on 64-bit integers, of which there are N · D / 8, and 20 on N · D numbers.
+    """
+    values_ND = values_ND.to(torch.float32)
+    if dtype == torch.float32:
+        return values_ND
+    nearest_ND = values_ND.to(dtype)
+    bits = values_ND.contiguous().view(torch.int32)
+    drawn = _draws(key, ids_N, numbers_N, part, values_ND.shape[1])
+    magnitude = bits & 0x7FFFFFFF
+    if dtype == torch.bfloat16:
+        away, largest = (magnitude + drawn) >> 16, 0x7F7F
+    else:
+        is_subnormal = magnitude < 0x38800000
+        small = torch.where(is_subnormal, values_ND.abs(), 0.0)
+        subnormal = ((small * 2.0**40).to(torch.int32) + drawn) >> 16
+        normal = (magnitude - 0x38000000 + (drawn >> 3)) >> 13
+        away, largest = torch.where(is_subnormal, subnormal, normal), 0x7BFF
+    # The sign as that of an int16.
+    stored = away.clamp_(max=largest) - ((bits < 0).to(torch.int32) << 15)
+    return torch.where(torch.isfinite(nearest_ND), stored.to(torch.int16).view(dtype), nearest_ND)
+
+
+def _draws(key: int, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
+    """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``.
+
+    Words are int64 in [0, 2^32); the low 64 bits of a product are the same whatever its sign.
+    """
+    blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
+    x0, x1 = (ids_N & _WORD).unsqueeze(1), (ids_N >> 32 & _WORD).unsqueeze(1)
+    x2, x3 = (numbers_N & _WORD).unsqueeze(1), blocks.unsqueeze(0)
+    keys = [key & _WORD, key >> 32]
+    for _ in range(_ROUNDS):
+        product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        x0, x1 = (product1 >> 32 & _WORD) ^ x1 ^ keys[0], product1 & _WORD
+        x2, x3 = (product0 >> 32 & _WORD) ^ x3 ^ keys[1], product0 & _WORD
+        keys = [(word + added) & _WORD for word, added in zip(keys, _ADDED, strict=True)]
+    words = torch.stack([x0, x1, x2, x3], 2)
+    halves = torch.stack([words & 0xFFFF, words >> 16], 3)
+    return halves.reshape(len(ids_N), -1)[:, :dim].to(torch.int32)

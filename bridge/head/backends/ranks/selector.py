@@ -1,0 +1,127 @@
+"""How rows on ranks choose the active classes of a step: on the host in C++, or on their device in tensor operations.
+
+Both choose the same. The host is faster where the rows are its own; on a device the choice needs nothing of what is
+computed there, so it runs beside it on a stream of its own, and nobody waits for the host to choose.
+
+Legend: B labels of all ranks, C classes, L living ones, A active ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.rows.transfers import upload
+
+
+class RankSelector:
+    """Chooses the classes of one head, step after step. Not thread-safe."""
+
+    def __init__(self, table: RankTable, select: FullSoftmax | PartialFC | KNNSelection) -> None:
+        self.on_device: bool | None = None
+        """Where to choose; None: on the device if the rows are on one that is no CPU."""
+        self._table = table
+        self._select = select
+        self._stream: torch.cuda.Stream | None = None
+        self._graph: tuple[Graph, TorchGraph] | None = None
+        """The one in use, and its copy on the device."""
+        self._living: LivingIds | None = None
+
+    def choose(self, labels_B: Ids, living: LivingClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
+        """How many classes are active on all ranks together, and which of them are this rank's.
+
+        ``labels_B`` live. On a device with several ranks the host waits for two numbers, and for nothing else there.
+        """
+        table = self._table
+        if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
+            active = living.select(self._select, labels_B, step)
+            return active.num, HostActive.of(active, table.first, table.stop)
+        labels_P = np.unique(living.numbers(labels_B))
+        budget = max(self._select.budget(living.num_living), len(labels_P))
+        if isinstance(self._select, KNNSelection):
+            self._select.enlarged += budget > self._select.budget(living.num_living)
+        if budget >= living.num_living and living.are_all:
+            return living.num_classes, DeviceActive(table.num_local, None, table.device)
+        takes_all = budget >= living.num_living
+        graph = self._select.graph_in_use() if isinstance(self._select, KNNSelection) and not takes_all else None
+        with self._apart():
+            ids = self._living_ids(living)
+            active_A = ids.all_L() if takes_all else ids.of(self._chosen(labels_P, graph, budget, living, step))
+            here = self._here(active_A)
+        if self._stream is not None and here.numbers_A is not None:
+            here.numbers_A.record_stream(torch.cuda.current_stream(table.device))
+        return len(active_A), here
+
+    def _chosen(self, labels_P: Ids, graph: Graph | None, budget: int, living: LivingClasses, step: int) -> Tensor:
+        """Numbers of living classes [A], rising."""
+        select = self._select
+        assert not isinstance(select, FullSoftmax), "its budget is all of them"
+        labels, lists = upload(labels_P, self._table.device), None if graph is None else self._on_device(graph)
+        return select_on(labels, lists, living.num_living, budget, seed=select.seed, step=step)
+
+    def _here(self, active_A: Tensor) -> DeviceActive:
+        """Those of them that this rank has. The one wait: for how many they are, unless they must be all."""
+        table = self._table
+        if table.link.world_size == 1:
+            return DeviceActive(len(active_A), active_A, table.device)
+        bounds = upload(np.array([table.first, table.stop]), table.device)
+        low, high = torch.searchsorted(active_A, bounds).tolist()
+        return DeviceActive(high - low, active_A[low:high] - table.first, table.device)
+
+    def _on_device(self, graph: Graph) -> TorchGraph:
+        kept = self._graph
+        if kept is None or kept[0] is not graph or kept[1].offsets.device != self._table.device:
+            self._graph = None  # two at a time would be twice its memory
+            self._graph = kept = (graph, TorchGraph.of(graph.table, self._table.device))
+        return kept[1]
+
+    def _living_ids(self, living: LivingClasses) -> LivingIds:
+        kept = self._living
+        if kept is None or kept.living is not living or kept.device != self._table.device:
+            self._living = kept = LivingIds(living, self._table.device)
+        return kept
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Work on a stream beside what the device computes; what is computed after it waits for it there."""
+        device = self._table.device
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+
+
+class LivingIds:
+    """The ids of living classes, on a device."""
+
+    def __init__(self, living: LivingClasses, device: torch.device) -> None:
+        self.living, self.device = living, device
+        self._jumps, self._before = upload(living.jumps, device), upload(living.retired_before, device)
+        self._all_L: Tensor | None = None
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """See :meth:`LivingClasses.ids`."""
+        if self.living.are_all:
+            return numbers
+        return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]
+
+    def all_L(self) -> Tensor:
+        """Of all of them; kept, 8·L bytes."""
+        if self._all_L is None:
+            self._all_L = upload(self.living.all_ids, self.device)
+        return self._all_L

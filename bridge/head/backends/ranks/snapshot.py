@@ -1,0 +1,198 @@
+"""Snapshots of class rows that lie on ranks, in the one format of all snapshots.
+
+R ranks write what R shards would: a class belongs to the shard that a cluster of R shards would give it. So any number
+of ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must mean the same folder on
+every rank.
+
+Legend: L rows on this rank, N rows of a block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geartrain.ams.server.frozen_marks import ShardMarks
+from geartrain.ams.server.frozen_steps import restore_table_steps
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
+from geartrain.ams.storage.snapshot.chain import layers_of
+from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
+from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.store import Place, place, within
+from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
+from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement, split_by_shard
+from geartrain.ams.values.specs import Adam, Ids, TableSpec
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable, as_tensor
+from geartrain.bridge.rows.tables import as_numpy
+
+
+def snapshot_rows(
+    table: RankTable,
+    root: str | Path,
+    name: str,
+    *,
+    step: int,
+    values: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> Place:
+    """Write the rows and slots of all ranks as the snapshot ``root``/``name``; return its folder, on every rank.
+
+    Every rank names the same folder and writes its rows there, synced; rank 0 adds ``values`` (JSON) and ``files`` and
+    commits. If any rank fails, no snapshot appears and every rank raises: its own error, or SnapshotFailed. Memory: two
+    blocks of 8 MiB.
+    """
+    link = table.link
+    what = f"snapshot {name!r} was not written"
+    staging: Staging | None = None
+    entries: list[FileEntry] = []
+    failure: Exception | None = None  # of any kind: the others wait for this rank
+    try:
+        if link.rank == 0:
+            staging = new_staging(root, name)
+    except Exception as exc:
+        failure = exc
+    final = None if staging is None else str(within(staging.root, name))
+    told = link.gather_json(None if staging is None else [staging.path, staging.id, final])[0]
+    try:
+        if told is not None:
+            if (here := str(within(place(root), name))) != told[2]:
+                raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
+            entries = list(_write(table, told[0], told[1]))
+            if table.steps is not None:
+                entries.append(_marks(table, told[0], told[1]))
+            if link.rank == 0:
+                entries += [
+                    write_job_file(told[0], snapshot_id=told[1], name=k, data=data) for k, data in files.items()
+                ]
+    except Exception as exc:
+        failure = exc
+    written = link.gather_json(None if failure is not None else [entry.model_dump_json() for entry in entries])
+    try:
+        if staging is not None and None in written:
+            staging.abandon()
+        elif staging is not None:
+            _commit(table, staging, written, step, values)
+    except Exception as exc:
+        failure = exc
+    if None in written and failure is None:
+        failure = SnapshotFailed(f"{what}: rank {written.index(None)} failed; its error tells why")
+    link.fail_together(failure, what, SnapshotFailed)
+    return within(place(root), name)
+
+
+def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, values: Mapping[str, Any]) -> None:
+    entries = [FileEntry.model_validate_json(text) for part in written for text in part]
+    staging.commit(
+        step=step,
+        created=time.time(),
+        num_shards=table.link.world_size,
+        tables=[table.spec.to_dict()],
+        files=sorted(entries, key=lambda entry: entry.path),
+        job=values,
+    )
+
+
+def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
+    """Write this rank's rows, by the shard that would own them."""
+    spec, link = table.spec, table.link
+    most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes))
+    ids = np.arange(table.first, table.stop, dtype=np.int64)
+    share = -(-(spec.num_rows or 0) // link.world_size)
+    first_block = link.rank * -(-share // most)  # blocks of a shard come from every rank
+    for shard, places in split_by_shard(ids, even_placement(link.world_size), link.world_size, dense=True):
+        owned = ids if places is None else ids[places]
+        for block, start in enumerate(range(0, len(owned), most)):
+            yield write_block(
+                folder,
+                snapshot_id=snapshot_id,
+                kind=ROWS,
+                table=spec.name,
+                shard=shard,
+                index=first_block + block,
+                arrays=_arrays(table, owned[start : start + most]),
+            )
+
+
+def _marks(table: RankTable, folder: str, snapshot_id: str) -> FileEntry:
+    """Write what a shard's marks would say: no writes of anybody's, and the steps, which are the same on every rank."""
+    steps = {} if table.steps is None else {table.spec.name: table.steps.state}
+    values = ShardMarks(streams={}, groups=[], steps=steps).model_dump(mode="json")
+    return write_marks(folder, snapshot_id=snapshot_id, shard=table.link.rank, values=values)
+
+
+def _arrays(table: RankTable, ids: Ids) -> dict[str, np.ndarray]:
+    numbers = torch.from_numpy(ids - table.first).to(table.device)
+    arrays = {"ids": ids, "rows": as_numpy(table.rows_LD[numbers].cpu())}
+    if table.slots_LD is not None:
+        arrays["slots"] = as_numpy(table.slots_LD[numbers].cpu())
+    if table.steps_L is not None:
+        arrays["steps"] = as_numpy(table.steps_L[numbers].cpu())
+    return arrays
+
+
+def restore_rows(table: RankTable, path: str | Path) -> Snapshot:
+    """Read this rank's rows and slots from a snapshot that ranks or a cluster wrote; return the snapshot.
+
+    Rows that it has not have their initial value. Every rank reads all blocks of the table and keeps its own rows. If
+    any rank fails, every rank raises (its own error, or SyncError), and all rows have their initial values.
+    """
+
+    def read() -> Snapshot:
+        snapshot = open_snapshot(path)
+        _require_spec(table, snapshot)
+        table.write_initial_values()
+        _read(table, snapshot)
+        if table.steps is not None:
+            marks = [snapshot.read_marks(entry) for entry in snapshot.manifest.files if entry.kind == MARKS]
+            restore_table_steps(marks, table.spec.name, table.steps.adopt)
+        return snapshot
+
+    try:
+        return table.link.run_together(read, f"{path} was not restored")
+    except Exception:
+        table.write_initial_values()
+        raise
+
+
+def _require_spec(table: RankTable, snapshot: Snapshot) -> None:
+    specs = {spec.name: spec for spec in (TableSpec.from_dict(fields) for fields in snapshot.manifest.tables)}
+    found = specs.get(table.spec.name)
+    if found is None:
+        known = ", ".join(map(repr, specs)) or "none"
+        raise TableNotFound(f"{snapshot.path} has no table {table.spec.name!r}; its tables: {known}")
+    if found != table.spec:
+        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is {found}, the head's {table.spec}")
+
+
+def _read(table: RankTable, snapshot: Snapshot) -> None:
+    for layer in reversed(layers_of(snapshot.chain(), table.spec.name)):  # the oldest first: what comes later holds
+        for entry in layer.blocks(np.ones(NUM_BUCKETS, np.bool_)):
+            arrays = layer.snapshot.read(entry)
+            ids, rows, slots, steps = arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps")
+            _require_fit(table, entry, snapshot, arrays)
+            mine = layer.buckets[bucket_of(ids, dense=True)] & (ids >= table.first) & (ids < table.stop)
+            table.restore(
+                torch.from_numpy(ids[mine] - table.first).to(table.device),
+                as_tensor(rows[mine], table.rows_LD.dtype),
+                None if slots is None or table.slots_LD is None else as_tensor(slots[mine], table.slots_LD.dtype),
+                None if steps is None else torch.from_numpy(steps[mine]),
+            )
+
+
+def _require_fit(table: RankTable, entry: FileEntry, snapshot: Snapshot, arrays: Mapping[str, Any]) -> None:
+    spec, slots, steps = table.spec, arrays.get("slots"), arrays.get("steps")
+    num = len(arrays["ids"])
+    fits = (
+        arrays["rows"].shape == (num, spec.dim)
+        and (slots is None or slots.shape == (num, spec.slot_dim))
+        and (slots is not None) == spec.has_slots
+        and (steps is None or (bool(spec.step_bytes) and steps.shape == (num,)))
+        and (steps is not None or not (isinstance(spec.optimizer, Adam) or spec.counts_steps))
+    )
+    if not fits:
+        raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}")

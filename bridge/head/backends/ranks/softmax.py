@@ -1,0 +1,69 @@
+"""The softmax of a class head whose rows are on several ranks: local sums, then one maximum and one sum over the ranks.
+
+Of a [B, C] matrix of logits only three numbers a sample travel (PLSC, section 2; partial FC): the largest logit, the
+sum of exponentials and the cosine of the target, which one rank has.
+
+Legend: B samples of all ranks, D width, n of them this rank's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.batch import LOG2_E, Batch
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax, shift_beside_target, through_normalisation
+
+
+class RankSoftmax(OnlineSoftmax):
+    """Sums over the rows of this rank for the samples of all ranks.
+
+    Collectives: an all-reduce of B numbers (where exponents are shifted), one of 2·B, and the reduce-scatter of B·D
+    for the feature gradients.
+    """
+
+    def __init__(
+        self, batch: Batch, num_parts: int, *, want_gradient: bool, link: RankLink, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(batch, num_parts, want_gradient=want_gradient)
+        self._link = link
+        self._sizes = sizes
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """Mean loss of the rank's own samples (0-dim) and its gradient by their features [S, D]; fill in the batch."""
+        batch, link = self._batch, self._link
+        shift_B, sum_B, weighted_BD = self._joint()
+        highest_B = link.max(shift_B) if batch.shifted else shift_B
+        cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
+        joint = link.sum(torch.stack([sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]))
+        sum_B, cos_B = joint[0], joint[1].to(cos_B.dtype)
+        shift_B, highest_B = shift_beside_target(shift_B, sum_B), shift_beside_target(highest_B, sum_B)
+        if batch.margin is None:
+            target_B, slope_B = cos_B, torch.ones_like(cos_B)
+        else:
+            target_B, slope_B = batch.margin.target(cos_B)
+        target2_B = target_B * LOG2_E
+        top_B = torch.maximum(highest_B, target2_B)
+        total_B = sum_B * torch.exp2(highest_B - top_B) + torch.exp2(target2_B - top_B)
+        batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
+        losses_B = (batch.lse2_B - target2_B) / LOG2_E
+        batch.target_weight_B = torch.expm1(-losses_B) * slope_B / batch.scale
+        own, divisor = self._own(), max(1, self._sizes[link.rank])
+        loss = losses_B[own].sum() / divisor
+        if weighted_BD is None:
+            return loss, None
+        weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
+        weighted_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        gradient_SD = link.sum_to_owners(weighted_BD, self._sizes).mul_(batch.scale / divisor)
+        mine = copy.copy(batch)
+        mine.features_BD = batch.features_BD[own]
+        mine.inverse_lengths_B = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
+        return loss, through_normalisation(gradient_SD, mine)
+
+    def _own(self) -> slice:
+        first = sum(self._sizes[: self._link.rank])
+        return slice(first, first + self._sizes[self._link.rank])

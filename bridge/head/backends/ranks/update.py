@@ -1,0 +1,178 @@
+"""A head whose rows are on the ranks: how a step begins, and how its update is applied where the rows are.
+
+Legend: B samples of all ranks, S of this one, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import PartialFC, SamplingCorrection, Selection
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    InvalidArgument,
+    InvalidRows,
+    NonFinite,
+    SpecMismatch,
+    StepMismatch,
+    SyncError,
+)
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.backends.ranks.selector import RankSelector
+from geartrain.bridge.head.batch import Arithmetic, Batch
+from geartrain.bridge.head.checks import check_features, check_finite, check_labels
+from geartrain.bridge.head.loss.margins import CombinedMargin
+from geartrain.bridge.head.selection.knn_selection import KNNSelection
+from geartrain.bridge.rows.row_update import PendingUpdate
+from geartrain.bridge.rows.transfers import Readback
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class RankUpdate(PendingUpdate[RankGradient]):
+    """The update of rows on this rank's device: each chunk's gradient is made, applied and forgotten. Nothing travels.
+
+    On a CPU a gradient that is not finite is an error of the step, on every rank alike. A device is not looked at: such
+    a step changes no row, and the next call of the head raises NonFinite on every rank. Where untouched rows move, all
+    do as in a step without a gradient.
+    """
+
+    table: RankTable
+
+    def __init__(self, table: RankTable) -> None:
+        super().__init__()
+        self.table = table
+        self.takes_any_step = False
+        """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
+        self._refused = Readback()
+
+    def check_finite(self) -> None:
+        """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
+        if self.table.device.type == "cpu":
+            super().check_finite()
+
+    def apply(self, lr: float) -> None:
+        """Update the rows with what is pending, then forget it. Raises InvalidArgument as a push does."""
+        if self._pending is None or self.carrier.grad is None:
+            return
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.float32(lr)):
+                raise InvalidArgument(f"lr of table {self.table.spec.name!r} is {lr!r}; it must be finite as float32")
+        with torch.inference_mode(False), torch.no_grad():
+            self._pending.apply(lr, self._factor()[0])
+            self._refused.begin(self.table.refused)
+        self.step += 1
+        self.takes_any_step = False
+        self.discard()
+
+    def take_refused(self) -> int:
+        """How many rows the updates since the last look left as they were. Waits for the last one, not for what was
+        begun after it.
+        """
+        if refused := self._refused.result():
+            self.table.refused.zero_()
+        return refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """What a rank is asked to do; every rank is asked at once."""
+
+    update: RankUpdate
+    select: Selection
+    selector: RankSelector
+    living: LivingClasses
+    margin: CombinedMargin | None
+    training: bool
+
+    def begin(self, features: Tensor, labels: Tensor) -> tuple[RankRows, int]:
+        """The pass over the rows, and S. If any rank cannot go on, every rank raises.
+
+        Raises InvalidRows, InvalidIds and NonFinite for this rank's own input, SyncError for that of another,
+        SpecMismatch, StepMismatch, and NonFinite for rows that the last step could not change.
+        """
+        labels_S, sizes, wants_gradient = self._agreed(features, labels)
+        link = self.update.table.link
+        joint_features_BD = link.gather(features.detach().contiguous(), sizes)
+        labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
+        if self.training and isinstance(self.select, KNNSelection):
+            self.select.prepare()
+        table, arithmetic = self.update.table, Arithmetic.of(features)
+        num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
+        numbers_B = labels_B - table.first
+        correction = (
+            SamplingCorrection.of(labels_B, num_active, self.living.num_living)
+            if isinstance(self.select, PartialFC) and self.select.corrects(self.margin)
+            else None
+        )
+        stands_for, weight = (
+            (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
+        )
+        batch = Batch.of(joint_features_BD, here.targets(numbers_B), self.margin, stands_for, arithmetic)
+        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient, weight), sizes[link.rank]
+
+    def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
+        """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""
+        refused = self.update.take_refused()
+        margin = xxhash.xxh3_64_intdigest(repr(self.margin).encode()) >> 2
+        failure: GeartrainError | None = None
+        labels_S = np.empty(0, np.int64)
+        try:
+            labels_S = self._checked(features, labels)
+        except GeartrainError as exc:
+            failure = exc
+        kind = _DTYPES.index(features.dtype) if isinstance(features, Tensor) and features.dtype in _DTYPES else -1
+        wants = isinstance(features, Tensor) and features.requires_grad and torch.is_grad_enabled()
+        spec, step = self.update.table.spec, self.update.step
+        said = self.update.table.link.exchange(
+            [len(labels_S), failure is None, kind, step, self.training, wants, refused, self.living.fingerprint, margin]
+        )
+        sizes, sound, kinds, steps, modes, gradients, left, classes, margins = (
+            list(column) for column in zip(*said, strict=True)
+        )
+        if failure is not None:
+            raise failure
+        if 0 in sound:
+            raise SyncError(f"rank {sound.index(0)} was given features or labels that it refused; its error tells why")
+        if sum(left):
+            raise NonFinite(
+                f"the last step would have carried {sum(left)} rows of table {spec.name!r} beyond the range of "
+                f"{spec.dtype} rows or {spec.slot_dtype} slots, or its gradients were not finite; those rows were left "
+                "as they were. Lower the learning rate, or use torch.amp.GradScaler"
+            )
+        if len(set(steps)) > 1:
+            raise StepMismatch(f"the ranks are at the steps {steps}; load the same state on every rank")
+        if len(set(classes)) > 1:
+            raise SpecMismatch(
+                "the ranks have different living classes; add, retire and load the same ones on every rank"
+            )
+        if len(set(margins)) > 1:
+            raise SpecMismatch(f"the ranks have different margins, here {self.margin}; set the same on every rank")
+        for label, values in (("dtype of the features", [str(_DTYPES[k]) for k in kinds]), ("training mode", modes)):
+            if len(set(values)) > 1:
+                raise SpecMismatch(
+                    f"the ranks differ in the {label}: {values}, in rank order; call the head on every rank in the "
+                    "same mode (train() with gradients, or not) and with features of one dtype"
+                )
+        return labels_S, sizes, any(gradients)
+
+    def _checked(self, features: Tensor, labels: Tensor) -> Ids:
+        check_features(features, self.update.table.spec.dim)
+        if features.device != self.update.table.device:
+            raise InvalidArgument(
+                f"features are on {features.device}, the rows on {self.update.table.device}; move the head there "
+                f"(head.to({str(features.device)!r})) or the features"
+            )
+        labels_S = self.living.require(check_labels(labels, len(features), self.living.num_classes), "label")
+        if len(features) == 0 and self.update.table.link.world_size == 1:
+            raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
+        check_finite(features)
+        return labels_S

@@ -1,0 +1,214 @@
+"""One batch as the passes over the rows see it, and the types in which they compute.
+
+Legend: B samples, D width, N rows of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.loss.margins import CombinedMargin
+from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.rows.native_types import gives_float32_products, product_type
+
+LOG2_E = math.log2(math.e)
+
+NORM_FLOOR = 1e-12
+"""Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
+
+_UNSHIFTED_LIMIT = 84.0
+"""exp(logit), their sum and their products stay normal float32 numbers while scale + log(rows) is below this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """Where and in which types a pass computes."""
+
+    device: torch.device
+    compute: torch.dtype
+    """Of statistics, sums and gradients."""
+    matmul: torch.dtype
+    """Of the operands of the large products."""
+
+    @staticmethod
+    def of(features: Tensor) -> Arithmetic:
+        """The types that ``features`` and the current autocast state ask for, but none that make a CPU slower."""
+        kind = features.device.type
+        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
+        autocast = torch.is_autocast_enabled(kind)
+        matmul = product_type(features.device, torch.get_autocast_dtype(kind), compute) if autocast else compute
+        return Arithmetic(device=features.device, compute=compute, matmul=matmul)
+
+
+class Workspace:
+    """Scratch tensors of one thread, in the types of one pass."""
+
+    def __init__(self, arithmetic: Arithmetic, scratch: Scratch) -> None:
+        self.arithmetic = arithmetic
+        self._scratch = scratch
+
+    def empty(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised tensor in the compute dtype (or ``dtype``); it lasts until ``name`` is asked for again."""
+        return self._scratch.view(name, shape, dtype or self.arithmetic.compute, self.arithmetic.device)
+
+    def narrow(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` as an operand of a product."""
+        if tensor.dtype == self.arithmetic.matmul:
+            return tensor
+        narrowed = self.empty(name, *tensor.shape, dtype=self.arithmetic.matmul)
+        narrowed.copy_(tensor)
+        return narrowed
+
+    def load_rows(self, rows_ND: Tensor, *, blocking: bool) -> Tensor:
+        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy."""
+        if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
+            return rows_ND
+        loaded_ND = self.empty("rows", *rows_ND.shape)
+        loaded_ND.copy_(rows_ND, non_blocking=not blocking)
+        return loaded_ND
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """``left`` @ ``right``, both in the matmul dtype, as a scratch tensor in the compute dtype."""
+        return self.product_into(self.empty(name, left.shape[0], right.shape[1]), left, right)
+
+    def product_into(self, out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype; no sum is rounded.
+
+        Where the device cannot give such sums the operands are widened: exact, and slow.
+        """
+        if left.dtype == out.dtype:
+            return torch.mm(left, right, out=out)
+        if gives_float32_products(left.device, left.dtype):
+            return torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def inverse_lengths(rows_ND: Tensor) -> Tensor:
+    """1 / length of each row, [N]."""
+    inverse_N: Tensor = torch.linalg.vector_norm(rows_ND, dim=1).clamp_(min=NORM_FLOOR).reciprocal_()
+    return inverse_N
+
+
+def normalise_(rows_ND: Tensor) -> Tensor:
+    """Scale each row to unit length in place; return the inverse lengths [N]."""
+    inverse_N = inverse_lengths(rows_ND)
+    rows_ND.mul_(inverse_N.unsqueeze(1))
+    return inverse_N
+
+
+class Targets:
+    """Finds the samples whose target row lies in a chunk."""
+
+    def __init__(self, positions_B: Ids) -> None:
+        self._order = np.argsort(positions_B, kind="stable")
+        self._sorted = positions_B[self._order]
+
+    def within(self, start: int, stop: int) -> tuple[Ids, Ids]:
+        """(samples, rows counted from ``start``), int64, of the targets at positions ``start`` … ``stop`` − 1."""
+        low, high = np.searchsorted(self._sorted, (start, stop))
+        return self._order[low:high], self._sorted[low:high] - start
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTargets:
+    """Where the target rows are, known to the device alone: every chunk looks at every sample."""
+
+    positions_B: Tensor
+    """int64 [B]; −1: in no chunk."""
+
+    def rows(self, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """(rows [B] counted from ``start``, within the chunk; bool [B], whether that is the sample's target)."""
+        rows_B = self.positions_B - start
+        return rows_B.clamp(0, num_rows - 1), (rows_B >= 0) & (rows_B < num_rows)
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """O(B·D) numbers, enough to make the gradient of any row once the log-sum-exp is known."""
+
+    arithmetic: Arithmetic
+    margin: CombinedMargin | None
+    targets: Targets | DeviceTargets
+    features_BD: Tensor
+    """x̂ (x without a margin), compute dtype."""
+    inverse_lengths_B: Tensor | None
+    """1 / |x|; None without a margin."""
+    shifted: bool
+    """Whether exponents are shifted by the running maximum; if not, exp(logit) itself stays in range."""
+    offsets_A: Tensor | None = None
+    """Added to the logits, to base 2, of each active row, compute dtype; None: 0."""
+    lse2_B: Tensor = field(init=False)
+    """Log-sum-exp of the logits, to base 2."""
+    target_weight_B: Tensor = field(init=False)
+    """dloss_b/dcos of the target, divided by the scale."""
+
+    @staticmethod
+    def of(
+        features_BD: Tensor,
+        targets: Targets | DeviceTargets,
+        margin: CombinedMargin | None,
+        num_rows: int,
+        arithmetic: Arithmetic,
+    ) -> Batch:
+        """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
+        stand for them.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
+            inverse_B = None if margin is None else normalise_(own_BD)
+        fits = margin is not None and margin.scale + math.log(num_rows) < _UNSHIFTED_LIMIT
+        return Batch(
+            arithmetic=arithmetic,
+            margin=margin,
+            targets=targets,
+            features_BD=own_BD,
+            inverse_lengths_B=inverse_B,
+            shifted=not fits or arithmetic.matmul == torch.float16,
+        )
+
+    def offsets(self, start: int, num_rows: int) -> Tensor | None:
+        """Those of ``num_rows`` rows from position ``start`` on."""
+        return None if self.offsets_A is None else self.offsets_A[start : start + num_rows]
+
+    def take_offsets(self, offsets: npt.NDArray[np.float32] | None) -> None:
+        """Set them, from the host."""
+        if offsets is not None:
+            self.offsets_A = torch.from_numpy(offsets).to(self.arithmetic.device, self.arithmetic.compute)
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(self.features_BD)
+
+    @property
+    def divisor(self) -> int:
+        """What sums over the batch are divided by: B, or 1 for the empty batch of a rank without samples."""
+        return max(1, self.size)
+
+    @property
+    def scale(self) -> float:
+        """Factor between cosines and logits."""
+        return 1.0 if self.margin is None else self.margin.scale
+
+    @property
+    def logit_factor(self) -> float:
+        """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
+        return self.scale * LOG2_E
+
+
+def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:
+    """Rows of a chunk such that its logits and its rows stay in a core's cache (1 MiB each), or fill a GPU (64 MiB)."""
+    budget_bytes = (1 if device.type == "cpu" else 64) << 20
+    return max(256, min(1 << 20, budget_bytes // (4 * max(batch, dim, 1))))
+
+
+def chunk_bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive chunks that cover ``num_rows``."""
+    return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]

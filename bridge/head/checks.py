@@ -1,0 +1,68 @@
+"""What a head accepts as features and labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+
+_FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_features(features: Tensor, dim: int) -> None:
+    """Raise InvalidRows unless the features are floating point [B, ``dim``]."""
+    if not isinstance(features, Tensor) or features.ndim != 2 or features.shape[1] != dim:
+        found = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise InvalidRows(f"features are {found}; they must be a tensor [B, {dim}], {dim} being the head's dim")
+    if features.dtype not in _FEATURE_DTYPES:
+        raise InvalidRows(f"features are {features.dtype}; they must be floating point, such as torch.float32")
+
+
+def check_finite(features: Tensor) -> None:
+    """Raise NonFinite naming the first sample with NaN or infinity; on the CPU only, elsewhere it would stall."""
+    if features.device.type != "cpu":
+        return
+    wrong = torch.nonzero(~torch.isfinite(features).all(dim=1))
+    if len(wrong):
+        raise NonFinite(
+            f"the features of {len(wrong)} of {len(features)} samples hold NaN or infinity, first at index "
+            f"{int(wrong[0])}; lower the learning rate, or look for such values in the input"
+        )
+
+
+def check_labels(labels: Tensor, batch: int, num_classes: int) -> Ids:
+    """Return the labels as a private int64 array [B] on the host; raise InvalidIds naming the first bad one."""
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [B] (labels.long())")
+    if labels.shape != (batch,):
+        raise InvalidIds(f"labels are {list(labels.shape)}; they must be [{batch}], one per row of the features")
+    host: Ids = np.array(labels.detach().cpu().numpy(), dtype=np.int64)
+    return check_class_ids(host, num_classes, "label")
+
+
+def check_class_ids(ids: Ids, num_classes: int, what: str) -> Ids:
+    """Return ``ids``; raise InvalidIds naming the first outside [0, ``num_classes``)."""
+    wrong = np.flatnonzero((ids < 0) | (ids >= num_classes))
+    if len(wrong):
+        index = int(wrong[0])
+        raise InvalidIds(
+            f"{what} {int(ids[index])} at index {index} is outside [0, {num_classes}); "
+            "raise num_classes or map your classes to 0 … num_classes − 1"
+        )
+    return ids
+
+
+def check_margin(margin: Margin | None) -> CombinedMargin | None:
+    """The margin in its general form."""
+    if margin is None:
+        return None
+    if not isinstance(margin, ArcFace | CosFace | SphereFace | CombinedMargin):
+        raise InvalidArgument(
+            f"margin is {margin!r}; it must be ArcFace, CosFace, SphereFace, CombinedMargin or None (plain linear)"
+        )
+    return margin.combined

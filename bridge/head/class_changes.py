@@ -1,0 +1,190 @@
+"""Classes that come and go while a head trains: their rows are written, and then all ranks go on with the same ones.
+
+Nothing is changed before every rank has said that it can go on and is asked the same.
+Legend: N classes of a call, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
+from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.place import RowPlace
+from geartrain.bridge.head.backends.pull.stream import block_rows_for
+from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
+from geartrain.bridge.head.checks import check_class_ids, check_labels
+from geartrain.bridge.head.imprint import feature_sums
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+
+T = TypeVar("T")
+
+_FAILED = -1
+
+
+def add_classes(
+    place: RowPlace,
+    num: int,
+    rows: Tensor | None,
+    examples: Iterable[tuple[Tensor, Tensor]] | None,
+    backbone: nn.Module | None,
+) -> tuple[Ids, LivingClasses]:
+    """See ``ClassHead.add_classes``; returns the new ids and the living classes with them."""
+    table = place.table
+
+    def prepare() -> tuple[Ids, Tensor | None]:
+        _require_ready(place)
+        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+            raise InvalidArgument(f"num is {num!r}; it must be an integer >= 1, the number of new classes")
+        ids = place.living.free_ids(num)
+        if examples is not None:
+            if backbone is None or rows is not None:
+                raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")
+            return ids, feature_sums(examples, backbone, num, table.spec.dim)
+        return ids, None if rows is None else _checked_rows(rows, num, table.spec.dim, TORCH_DTYPES[table.spec.dtype])
+
+    def summary(prepared: tuple[Ids, Tensor | None]) -> list[int]:
+        values = prepared[1]
+        kind = 0 if values is None else 2 if examples is not None else 1
+        digest = 0 if kind != 1 or values is None else _digest(as_numpy(values).tobytes())
+        return [num, kind, digest, place.living.fingerprint]
+
+    ids, values = _agreed(place.peers, prepare, summary, f"the classes to add to {table.spec.name!r}")
+    if examples is not None and values is not None:
+        values = _centers(values if place.peers is None else place.peers.sum(values), TORCH_DTYPES[table.spec.dtype])
+
+    def write(part: slice) -> None:
+        table.assign(ids[part], _initial_rows(table, ids[part]) if values is None else as_numpy(values[part]))
+
+    _write(place, len(ids), write)
+    return ids, place.living.with_added(ids)
+
+
+def retire_classes(place: RowPlace, ids: Tensor) -> LivingClasses:
+    """See ``ClassHead.retire_classes``; returns the living classes without them."""
+    table = place.table
+
+    def prepare() -> tuple[Ids, LivingClasses]:
+        _require_ready(place)
+        return wanted_and_rest(place.living, ids)
+
+    def summary(prepared: tuple[Ids, LivingClasses]) -> list[int]:
+        return [len(prepared[0]), _digest(prepared[0].tobytes()), place.living.fingerprint]
+
+    wanted, living = _agreed(place.peers, prepare, summary, f"the classes to retire of {table.spec.name!r}")
+
+    def write(part: slice) -> None:
+        rows = np.empty((len(wanted[part]), table.spec.dim), table.spec.numpy_dtype)
+        table.pull_into(wanted[part], rows)
+        table.assign(wanted[part], rows)  # which makes their momentum zero
+
+    _write(place, len(wanted), write)
+    return living
+
+
+def wanted_and_rest(living: LivingClasses, ids: Tensor) -> tuple[Ids, LivingClasses]:
+    """Checked ids [N], rising, and the living classes without them. Raises InvalidIds, InvalidArgument."""
+    if not isinstance(ids, Tensor) or ids.ndim != 1:
+        raise InvalidIds(f"ids are {ids!r:.80}; they must be a torch.int64 tensor [N]")
+    given = check_labels(ids, len(ids), living.num_classes)
+    living.require(check_class_ids(given, living.num_classes, "class id"), "class id")
+    wanted, counts = np.unique(given, return_counts=True)
+    if len(wanted) != len(given):
+        raise InvalidIds(f"class {int(wanted[counts > 1][0])} is there {int(counts.max())} times; name each class once")
+    return wanted, living.without(wanted)
+
+
+def _require_ready(place: RowPlace) -> None:
+    if place.update.is_pending:
+        raise InvalidArgument(
+            "row gradients wait for RowOptimizer.step(); call it, or zero_grad(), before the classes change"
+        )
+
+
+def _checked_rows(rows: Tensor, num: int, dim: int, dtype: torch.dtype) -> Tensor:
+    if not isinstance(rows, Tensor) or rows.shape != (num, dim) or not rows.is_floating_point():
+        found = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise InvalidRows(f"rows are {found}; they must be a floating-point tensor [{num}, {dim}], one row a class")
+    stored = rows.detach().to("cpu", dtype).contiguous()
+    if len(wrong := torch.nonzero(~torch.isfinite(stored).all(dim=1))):
+        raise NonFinite(f"row {int(wrong[0])} of the new classes holds NaN, infinity or values beyond {dtype}")
+    return stored
+
+
+def _centers(sums_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unit rows [N, D] of the feature sums of all ranks."""
+    lengths_N = torch.linalg.vector_norm(sums_ND, dim=1)
+    if not bool(torch.isfinite(lengths_N).all()):
+        raise NonFinite("the mean feature of a new class holds NaN or infinity; check the backbone and its input")
+    if len(wrong := torch.nonzero(lengths_N <= NORM_FLOOR)):
+        raise InvalidArgument(f"new class {int(wrong[0])} of {len(sums_ND)} has no example; give one at least of each")
+    normalise_(sums_ND)
+    return sums_ND.to(dtype)
+
+
+def _initial_rows(table: ReadableTable, ids: Ids) -> np.ndarray:
+    """What these ids had before anything was written: an id may have been another class."""
+    out = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
+    RowTable(table.spec, np.arange(NUM_BUCKETS, dtype=np.int64)).pull(ids, out)
+    return out
+
+
+def _write(place: RowPlace, num: int, write: Callable[[slice], None]) -> None:
+    """Write rows block by block: rank 0 those in a cluster, every rank those that it holds itself."""
+    step = block_rows_for(place.table.spec.row_bytes)
+
+    def all_blocks() -> None:
+        for start in range(0, num, step):
+            write(slice(start, start + step))
+
+    if place.peers is None:
+        all_blocks()
+    else:
+        place.peers.first_then_others(all_blocks, lambda: None)
+
+
+def _agreed(
+    peers: Ranks | RankLink | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str
+) -> T:
+    """What ``prepare`` makes, once every rank has made it and their summaries are equal: one exchange."""
+    if peers is None:
+        return prepare()
+    failure: Exception | None = None
+    digest, prepared = _FAILED, None
+    try:
+        prepared = prepare()
+        digest = _digest(np.array(summary(prepared), np.int64).tobytes())
+    except Exception as exc:
+        failure = exc
+    said = _exchanged(peers, digest)
+    if failure is not None:
+        raise failure
+    if _FAILED in said:
+        raise SyncError(f"rank {said.index(_FAILED)} could not go on with {what}; its error tells why")
+    if len(set(said)) > 1:
+        raise SpecMismatch(f"the ranks disagree on {what}; give the same on every rank, in the same order")
+    assert prepared is not None
+    return prepared
+
+
+def _exchanged(peers: Ranks | RankLink, value: int) -> list[int]:
+    """The value of every rank."""
+    if isinstance(peers, RankLink):
+        return [one for (one,) in peers.exchange([value])]
+    values: list[int] = peers.gather_labels(np.array([value], np.int64)).tolist()
+    return values
+
+
+def _digest(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 1

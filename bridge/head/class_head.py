@@ -1,0 +1,464 @@
+"""The class head: the last layer and loss of a classifier whose class centers are rows of an AMS table.
+
+Legend: B samples, C classes, D width, k answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, SupportsIndex
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import Place
+from geartrain.ams.values.arguments import boolean, integer
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
+from geartrain.ams.values.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.backends.place import HeadSettings, RowPlace, logits_bytes
+from geartrain.bridge.head.backends.pull.cluster_place import ClusterPlace
+from geartrain.bridge.head.backends.ranks.rank_place import RankPlace
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
+from geartrain.bridge.head.backends.ranks.update import RankUpdate
+from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin
+from geartrain.bridge.head.class_changes import add_classes, retire_classes
+from geartrain.bridge.head.head_loss import head_loss
+from geartrain.bridge.head.imprint import imprint_rows
+from geartrain.bridge.head.loss.margins import ArcFace, Margin
+from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.row_update import PendingUpdate
+from geartrain.bridge.rows.same_rows import require_same_rows
+from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
+
+_ANEW = "make the head anew, with reuse=True on the same table"
+_FIXED = {
+    "select": _ANEW,
+    "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_living)",
+    "num_living": "use add_classes() and retire_classes()",
+    "dim": "the rows of the table have this width",
+    "name": "it is the table's",
+    "table": _ANEW,
+    "retired": "use add_classes() and retire_classes()",
+    "step": "it counts the updates; load_state_dict() sets it",
+    "scale": "it is the margin's; set margin, as in head.margin = ArcFace(scale=32)",
+    "sample_rate": f"it is the selection's; {_ANEW}",
+    "optimizer": "it belongs to the table",
+    "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
+    "rows": _ANEW,
+    **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
+    **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
+}
+_DEFAULT_SELECT = PartialFC(sample_rate=0.1)
+_DEFAULT_MARGIN = ArcFace()
+_DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
+
+
+class ClassHead(nn.Module):
+    """Class centers in the AMS; ``head(features, labels)`` is the loss, its backward the exact feature gradient.
+
+    It has no parameters: the rows are trained by :class:`geartrain.bridge.rows.optimizer.RowOptimizer`. The classes sampled
+    for a batch are a function of (seed, ``step``), and ``step`` counts the updates applied. So the micro-batches
+    between two steps share their negative classes, a skipped step tries the same ones again, and a resumed head goes on
+    as it would have. In ``eval()`` the loss is over the same selection; features get their gradient, rows get none.
+
+    With ranks (a ``process_group``, or ``sync=True`` under an initialised torch.distributed) labels are gathered so
+    that all ranks share the active classes, each rank's loss is its local mean, and the shards sum the ranks' pushes by
+    sample count. The backbone may be under DDP or FSDP2, with or without the head in the same module. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        cluster: HeadCluster | None,
+        name: str,
+        *,
+        num_classes: int,
+        dim: int,
+        num_living: int | None = None,
+        select: FullSoftmax | PartialFC | KNNSoftmax = _DEFAULT_SELECT,
+        margin: Margin | None = _DEFAULT_MARGIN,
+        optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
+        rows: str = "pull",
+        dtype: DTypeName = "float32",
+        slot_dtype: DTypeName = "float32",
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        reuse: bool = False,
+        sync: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        rows_cache_bytes: int = 64 << 20,
+        logits_cache_bytes: int | None = None,
+    ) -> None:
+        """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
+
+        Of them the first ``num_living`` (all, unless given) live: :meth:`add_classes` and :meth:`retire_classes` change
+        that while training goes on, and every step is over the living ones alone. A row that was never written takes no
+        memory on a shard, so ``num_classes`` may well exceed what is there today.
+
+        ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied where
+        the rows are, ``dtype`` is the storage type of the rows, ``slot_dtype`` that of their slots, ``initializer`` and
+        ``seed`` give their first values (normal, std 0.01).
+
+        ``rows`` is where the work on them is done. ``"pull"``: here, rows travel from the cluster; active ones of up to
+        ``rows_cache_bytes`` are pulled once and held until the step, more are streamed twice, ``logits_cache_bytes`` of
+        their logits (26 MiB; 64 MiB on ranks) are kept instead of computed again. ``"hosted"``: beside the rows;
+        features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"`` needs no cluster (None): the ranks of
+        ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered. Such rows
+        are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
+
+        Raises TableExists, SpecMismatch, InvalidArgument.
+        """
+        super().__init__()
+        if not isinstance(select, FullSoftmax | PartialFC | KNNSoftmax):
+            raise InvalidArgument(
+                f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...)"
+            )
+        num_classes = integer("num_classes", num_classes, 1)
+        reuse, sync = boolean("reuse", reuse), boolean("sync", sync)
+        rows_cache_bytes = integer("rows_cache_bytes", rows_cache_bytes, 0)
+        self.num_classes = num_classes
+        self.dim = dim
+        self._margin = margin
+        settings = HeadSettings(
+            name=name,
+            num_classes=num_classes,
+            num_living=num_living,
+            dim=dim,
+            select=select,
+            margin=check_margin(margin),
+            optimizer=optimizer,
+            dtype=dtype,
+            slot_dtype=slot_dtype,
+            initializer=initializer if initializer is not None else Normal(std=0.01),
+            seed=seed,
+        )
+        kept_bytes = logits_bytes(rows, logits_cache_bytes)
+        self._place: RowPlace
+        if rows == "ranks":
+            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=kept_bytes)
+        elif rows not in ("pull", "hosted"):
+            raise InvalidArgument(
+                f"rows is {rows!r}; the places are 'pull' (rows travel here), 'hosted' (features travel to the shards) "
+                "and 'ranks' (rows are here)"
+            )
+        elif cluster is None or not hasattr(cluster, "create_table"):
+            raise InvalidArgument(
+                f"cluster is {quoted(cluster)}; rows={rows!r} needs one (gt.local(), gt.connect(...)), "
+                "rows='ranks' none"
+            )
+        else:
+            self._place = ClusterPlace(
+                cluster,
+                settings,
+                hosted=rows == "hosted",
+                reuse=reuse,
+                sync=sync,
+                process_group=process_group,
+                rows_cache_bytes=rows_cache_bytes,
+                logits_cache_bytes=kept_bytes,
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would be taken and change nothing: InvalidArgument."""
+        if name in _FIXED and "_place" in self.__dict__:
+            raise InvalidArgument(f"{name} of ClassHead {self.name!r} cannot be set: {_FIXED[name]}")
+        super().__setattr__(name, value)
+
+    @property
+    def margin(self) -> Margin | None:
+        """The margin. It may be set between two steps (a margin that grows in the first epochs); on every rank alike.
+
+        It counts from the next forward pass on, and is in no ``state_dict``: set it again after a restart.
+        """
+        return self._margin
+
+    @margin.setter
+    def margin(self, margin: Margin | None) -> None:
+        self._place.margin = check_margin(margin)
+        self._margin = margin
+
+    @property
+    def table(self) -> ReadableTable:
+        """The rows themselves."""
+        return self._place.table
+
+    @property
+    def select(self) -> FullSoftmax | PartialFC | KNNSelection:
+        """The selection; with :class:`KNNSoftmax` the object that holds its graph."""
+        return self._place.select
+
+    @property
+    def row_update(self) -> PendingUpdate[Any]:
+        """Row gradients that wait for :class:`geartrain.bridge.rows.optimizer.RowOptimizer`."""
+        return self._place.update
+
+    @property
+    def name(self) -> str:
+        """Name of the table."""
+        return self.table.spec.name
+
+    @property
+    def num_living(self) -> int:
+        """How many classes live."""
+        return self._place.living.num_living
+
+    @property
+    def retired(self) -> Tensor:
+        """Ids [N] int64 of the classes that do not live, rising: retired, or never added."""
+        return torch.from_numpy(self._place.living.free_ids(self.num_classes - self.num_living))
+
+    def add_classes(
+        self,
+        num: int,
+        *,
+        rows: Tensor | None = None,
+        examples: Iterable[tuple[Tensor, Tensor]] | None = None,
+        backbone: nn.Module | None = None,
+    ) -> Tensor:
+        """Let ``num`` more classes live, between two steps; return their ids [num] int64, the lowest free ones.
+
+        Their centers are ``rows`` [num, D]; or the unit-length mean features that ``backbone`` gives of ``examples``,
+        pairs (images, labels [N] int64) with labels 0 … num − 1 for the classes to be; or, without either, the initial
+        values of their ids. Momentum is zero. Ids of retired classes are given out again. They take part from the next
+        step on, in the graph of KNN softmax too. With ranks, every rank calls it with equal ``num`` and ``rows`` (its
+        own ``examples``); several workers without a process group each call it, in the same order, and train on when
+        all have: each writes the rows anew, and what another had trained of them is lost.
+
+        Costs an assign of the rows, with ranks one exchange; for KNN softmax see :meth:`KNNSelection.follow`. Raises
+        InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
+        SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
+        """
+        ids, living = add_classes(self._place, num, rows, examples, backbone)
+        self._follow(living, ids)
+        return torch.from_numpy(ids)
+
+    def retire_classes(self, ids: Tensor) -> None:
+        """Let the classes ``ids`` [N] int64 take no part any more, between two steps.
+
+        Their labels are refused from then on, no selection chooses them, no softmax sums them, no prediction names
+        them. Their rows stay as they are and readable (:meth:`weights`) until :meth:`add_classes` gives the ids out
+        again; their momentum becomes zero. With ranks every rank calls it. Costs a pull and an assign of the rows.
+
+        Raises InvalidIds (outside the table, twice, not living), InvalidArgument (none would be left, an update
+        pending), SpecMismatch, SyncError.
+        """
+        self._follow(retire_classes(self._place, ids), np.empty(0, np.int64))
+
+    def _follow(self, living: LivingClasses, added: Ids) -> None:
+        self._place.living = living
+        self.row_update.generation += 1
+        if isinstance(self.select, KNNSelection):
+            self.select.follow(living, added)
+
+    @property
+    def step(self) -> int:
+        """Row updates applied so far; decides, with the seed, which classes are sampled next."""
+        return self.row_update.step
+
+    @runs_eagerly
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, both on any device.
+
+        Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds, and NonFinite
+        for features on the CPU, unless ranks train together. Looking would stall a GPU, and ranks must fail as one:
+        there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients. ``torch.compile`` breaks its graph here.
+        """
+        training = self.training and torch.is_grad_enabled()
+        # What is pulled outlives this call: it must not become an inference tensor.
+        with torch.inference_mode(False), torch.no_grad():
+            call = self._place.begin(features, labels, in_training=self.training, want_rows=training)
+        carrier = self.row_update.carrier_on(features.device)
+        return head_loss(features, carrier if training else carrier.detach(), call)
+
+    def next_epoch(self) -> None:
+        """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""
+        if isinstance(self.select, KNNSelection):
+            self.select.next_epoch()
+
+    def rebuild_graph(self) -> None:
+        """Build the graph of KNN softmax now, from the rows as they are; every rank calls it. InvalidArgument without
+        one."""
+        if not isinstance(self.select, KNNSelection):
+            raise InvalidArgument(f"select is {self.select!r}, which has no graph; give the head KNNSoftmax(...)")
+        self.select.rebuild()
+
+    def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+        """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
+
+        Best first; the margin plays no part. Streams all C rows once per 1,024 samples; hosted rows do not travel.
+        Raises InvalidRows, InvalidArgument, and NonFinite for features on the CPU, unless
+        ranks hold the rows: there the scores are NaN.
+        """
+        check_features(features, self.dim)
+        k = integer("k", k, 1, self.num_living)
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+            return self._place.predict(features, k)
+
+    def imprint(
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        backbone: nn.Module,
+        *,
+        memory_bytes: int = 1 << 30,
+        progress: Callable[[int], None] | None = None,
+    ) -> int:
+        """Make each class center the unit-length mean feature of its images; return how many classes had any.
+
+        ``loader`` yields (images, labels [N] int64); ``backbone`` runs in eval() without gradients, on its own device,
+        and is put back in its mode. Classes without images keep their row; an imprinted row's momentum becomes zero.
+        ``loader`` is read once. Sums take up to ``memory_bytes``, one byte a class, and 64 MiB while they become rows;
+        those of more classes wait in a file without a name in ``tempfile.gettempdir()`` (``TMPDIR``), 4·dim bytes of
+        disk for each class with images. Rows are assigned when all images were read. ``progress`` is called with the
+        images read so far; without it a bar appears after two seconds. With ranks, every rank gives its own images, and
+        they exchange which classes have any, and the sums of those.
+
+        Raises InvalidIds for a label that is no class, NonFinite for a feature that is NaN or infinite and
+        InvalidArgument where the file finds no room: no class was changed then.
+        """
+        place = self._place
+        return imprint_rows(self.table, place.peers, loader, backbone, memory_bytes, progress, place.living)
+
+    @torch.no_grad()
+    def weights(self, ids: Tensor | None = None) -> Tensor:
+        """Rows [N, D] on the host: of the classes ``ids`` [N] int64 (any order, duplicates allowed), or of all."""
+        spec = self.table.spec
+        wanted: Ids
+        if ids is None:
+            wanted = np.arange(self.num_classes, dtype=np.int64)
+            inverse = None
+        else:
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1:
+                found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else quoted(ids)
+                raise InvalidIds(f"ids are {found}; they must be a torch.int64 tensor [N], or None for all classes")
+            checked = check_class_ids(as_numpy(ids.cpu()), self.num_classes, "class id")
+            wanted, inverse = np.unique(checked, return_inverse=True)
+        rows = torch.empty(len(wanted), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
+        self.table.pull_into(wanted, as_numpy(rows))
+        return rows if inverse is None else rows[torch.from_numpy(inverse)]
+
+    def snapshot(
+        self,
+        root: str | Path,
+        name: str | None = None,
+        *,
+        step: int | None = None,
+        values: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Place:
+        """Write rows that lie on ranks, with their slots, as the snapshot ``root``/``name``; return its folder.
+
+        Every rank calls it between two steps and waits; ``root`` is the same folder for all, a URL included. ``step``
+        is :attr:`step` and ``name`` ``step-000000042`` unless given; ``values`` (JSON) and ``files`` of rank 0 travel
+        with the rows: put ``state_to_bytes(head.state_dict())`` and the backbone there. All rows are written, there are
+        no increments. :meth:`restore` reads it on any number of ranks, and ``Cluster.restore`` into any number of
+        shards. Raises SnapshotFailed on every rank if one of them fails, and InvalidArgument for rows in a cluster:
+        ``Cluster.snapshot`` is theirs.
+        """
+        step = self.step if step is None else step
+        name = f"step-{step:09}" if name is None else name
+        return snapshot_rows(self._on_ranks()[0], root, name, step=step, values=values or {}, files=files or {})
+
+    def restore(self, path: str | Path) -> Snapshot:
+        """Read rows that lie on ranks, with their slots, from a snapshot that any number of ranks or a cluster wrote.
+
+        Every rank calls it; pending gradients are dropped. The head is at the snapshot's step then, until the
+        state_dict saved with the rows is loaded, which may count otherwise. Raises SnapshotNotFound, SnapshotDamaged,
+        TableNotFound, SpecMismatch, SyncError where another rank failed (all rows have their initial values then), and
+        InvalidArgument for rows in a cluster.
+        """
+        table, update = self._on_ranks()
+        update.discard()
+        snapshot = restore_rows(table, path)
+        update.step, update.takes_any_step = snapshot.manifest.step, True
+        return snapshot
+
+    def _on_ranks(self) -> tuple[RankTable, RankUpdate]:
+        if not isinstance(self.row_update, RankUpdate):
+            raise InvalidArgument(
+                f"the rows of {self.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which take all "
+                "of its tables"
+            )
+        return self.row_update.table, self.row_update
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Neither copy nor pickle: rows are trained in one place."""
+        raise InvalidArgument(
+            f"ClassHead {self.name!r} cannot be copied or pickled: its rows are not in the module. Copy the "
+            "backbone alone (for averaged weights, too); state_dict() and a snapshot save a head"
+        )
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
+        are in snapshots. One pull of up to 128 rows from a cluster."""
+        identity = self._place.identity()
+        return {
+            "table": self.name,
+            "num_classes": self.num_classes,
+            "dim": self.dim,
+            "step": self.step,
+            "select": repr(self.select),
+            "margin": repr(self.margin),
+            **({} if identity is None else {"table_rows": identity}),
+            "retired_runs": self._place.living.retired_runs.tolist(),
+            **({"graph": self.select.state()} if isinstance(self.select, KNNSelection) else {}),
+        }
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        if isinstance(state, Mapping) and not isinstance(self.row_update, RankUpdate):
+            self._require_same_size(state)
+            require_same_rows(self.table, state.get("table_rows"))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _require_same_size(self, state: Mapping[str, Any]) -> None:
+        for key, mine in (("table", self.name), ("num_classes", self.num_classes), ("dim", self.dim)):
+            if state[key] != mine:
+                raise SpecMismatch(
+                    f"the saved head has {key} {state[key]!r}, this one {mine!r}; "
+                    "create the head with the saved settings"
+                )
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on at the saved step. SpecMismatch for another table or size, or for rows on ranks of another step.
+
+        Rows in a cluster are not looked at here, as ``load_state_dict`` does: whoever calls this has restored them.
+        """
+        self._require_same_size(state)
+        update = self.row_update
+        if isinstance(update, RankUpdate) and not update.takes_any_step and int(state["step"]) != self.step:
+            raise SpecMismatch(
+                f"the state is that of step {state['step']}, these rows that of step {self.step}; rows='ranks' are in "
+                "no state_dict: restore() the snapshot() of that step first"
+            )
+        living = LivingClasses(self.num_classes, state.get("retired_runs", []))
+        self.row_update.discard()
+        self.row_update.step = int(state["step"])
+        self.row_update.generation += 1
+        self._place.living = living
+        if isinstance(self.select, KNNSelection):
+            self.select.living = living
+            if "graph" in state:
+                self.select.resume(state["graph"])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
+        """Rows on ranks go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
+        if isinstance(self.table, RankTable):
+            self.row_update.discard()
+            self.table.move_to(fn(torch.empty(0, device=self.table.device)).device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """Settings for print()."""
+        return (
+            f"{self.name!r}, num_classes={self.num_classes}, dim={self.dim}, select={self.select}, margin={self.margin}"
+        )

@@ -1,0 +1,171 @@
+"""Imprinting: class centers from the mean features of their images (Qi, Brown and Lowe 2018), a strong start.
+
+Legend: N images of a batch, D width, S classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from torch import Tensor, nn
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.values.errors import NonFinite
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
+from geartrain.bridge.head.checks import check_features, check_labels
+from geartrain.bridge.head.class_sums import ClassSums
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+
+_BAR_AFTER_SECONDS = 2.0
+_BYTES_AT_ONCE = 32 << 20
+"""Of sums that are made into rows and assigned; not from ``memory_bytes``, in which ranks may differ."""
+
+T = TypeVar("T")
+Loader = Iterable[tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def imprint_rows(
+    table: ReadableTable,
+    ranks: Ranks | RankLink | None,
+    loader: Loader,
+    backbone: nn.Module,
+    memory_bytes: int,
+    progress: Callable[[int], None] | None,
+    living: LivingClasses,
+) -> int:
+    """See ``ClassHead.imprint``."""
+    num_classes, dim = living.num_classes, table.spec.dim
+    imprinted = 0
+    with (
+        _in_eval_mode(backbone),
+        _reporting(progress) as report,
+        ClassSums(num_classes, dim, memory_bytes) as sums,
+    ):
+        what = f"the classes of table {table.spec.name!r} were not imprinted"
+        _together(ranks, lambda: _read_all(sums, loader, backbone, dim, living, report), what)
+        classes_at_once = max(1, _BYTES_AT_ONCE // (4 * dim))
+        for first in range(0, num_classes, classes_at_once):
+            met = sums.met(first, first + classes_at_once)
+            if ranks is not None:
+                met = ranks.sum(torch.from_numpy(met.astype(np.int32))).numpy() > 0
+            ids = np.flatnonzero(met).astype(np.int64, copy=False) + first
+            if not len(ids):
+                continue
+            sums_SD = _together(ranks, functools.partial(sums.of, ids), f"from class {first} on {what}")
+            if ranks is not None:
+                sums_SD = ranks.sum(sums_SD)
+            write = functools.partial(_assign, table, ids, sums_SD)
+            if ranks is None:
+                imprinted += write(writes=True)
+            else:
+                imprinted += ranks.first_then_others(
+                    functools.partial(write, writes=True), functools.partial(write, writes=False)
+                )
+    return imprinted
+
+
+def _together(ranks: Ranks | RankLink | None, action: Callable[[], T], what: str) -> T:
+    return action() if ranks is None else ranks.run_together(action, what)
+
+
+def _read_all(
+    sums: ClassSums,
+    loader: Loader,
+    backbone: nn.Module,
+    dim: int,
+    living: LivingClasses,
+    report: Callable[[int], None],
+) -> None:
+    images_read = 0
+    for features_ND, labels_N in _features(loader, backbone, dim, living):
+        bad_N = ~torch.isfinite(features_ND).all(1)
+        if bool(bad_N.any()):
+            raise NonFinite(
+                f"a feature of class {int(labels_N[bad_N][0])} holds NaN or infinity; check the backbone and its "
+                "input. No class was changed"
+            )
+        sums.add(features_ND, labels_N.numpy())
+        images_read += len(labels_N)
+        report(images_read)
+    sums.settle()
+
+
+@torch.no_grad()
+def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int) -> Tensor:
+    """Sum [C, D] of the features of each of ``num_classes`` classes; ``backbone`` runs as in :func:`imprint_rows`."""
+    sums_CD = torch.zeros(num_classes, dim)
+    with _in_eval_mode(backbone):
+        for features_ND, labels_N in _features(loader, backbone, dim, LivingClasses(num_classes)):
+            sums_CD.index_add_(0, labels_N, features_ND)
+    return sums_CD
+
+
+def _features(loader: Loader, backbone: nn.Module, dim: int, living: LivingClasses) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features [N, D] float32 and labels [N], on the host, batch after batch."""
+    parameter = next(backbone.parameters(), None)
+    for images, labels in loader:
+        features = backbone(images if parameter is None else images.to(parameter.device))
+        check_features(features, dim)
+        checked = living.require(check_labels(labels, len(features), living.num_classes), "label")
+        yield features.to("cpu", torch.float32), torch.from_numpy(checked)
+
+
+def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, *, writes: bool) -> int:
+    """Assign those of the classes that have a direction; return how many they are."""
+    lengths_S = torch.linalg.vector_norm(sums_SD, dim=1)
+    if not bool(torch.isfinite(lengths_S).all()):
+        bad = int(ids[int((~torch.isfinite(lengths_S)).nonzero()[0])])
+        raise NonFinite(f"the sum of the features of class {bad} is beyond float32; check the backbone and its input")
+    seen_S = lengths_S > NORM_FLOOR
+    if writes and bool(seen_S.any()):
+        rows_SD = sums_SD[seen_S]
+        normalise_(rows_SD)
+        table.assign(ids[seen_S.numpy()], as_numpy(rows_SD.to(TORCH_DTYPES[table.spec.dtype])))
+    return int(seen_S.sum())
+
+
+@contextmanager
+def _in_eval_mode(backbone: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in backbone.modules()]
+    backbone.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _reporting(progress: Callable[[int], None] | None) -> Iterator[Callable[[int], None]]:
+    """The caller's function, or a bar that appears once the work has taken two seconds."""
+    if progress is not None:
+        yield progress
+        return
+    started = time.monotonic()
+    bar = Progress(SpinnerColumn(), TextColumn("imprinting: {task.completed} images"), transient=True)
+    task = bar.add_task("imprint", total=None)
+    shown = False
+
+    def report(images: int) -> None:
+        nonlocal shown
+        if not shown and time.monotonic() - started > _BAR_AFTER_SECONDS:
+            bar.start()
+            shown = True
+        bar.update(task, completed=images)
+
+    try:
+        yield report
+    finally:
+        if shown:
+            bar.stop()

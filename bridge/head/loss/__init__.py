@@ -1,0 +1,1 @@
+"""The maths of a class head: margins, softmax over chunks of rows, and its gradients."""

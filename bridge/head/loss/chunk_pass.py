@@ -1,0 +1,324 @@
+"""The two passes of a class head over a chunk of rows: the sums of the forward pass, and the gradient of each row.
+
+The second follows from what the first learned. With g_bj = dloss/dcos_bj (formulas of ``softmax.py``):
+    dloss/dŵ_j = Σ_b g_bj x̂_b,   dloss/dw = (dŵ − (dŵ·ŵ) ŵ) / |w|
+:class:`CompiledPass` is one walk of C++ over the chunk, for float32 on a CPU (``docs/decisions/0007``) and for products
+in bfloat16 on one with AMX; :class:`TensorPass` is PyTorch, for every other type and device. Threads may share a pass.
+Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels.ops import ClassPass, has_bfloat16_class_pass
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, Workspace, chunk_rows_for, inverse_lengths
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
+
+
+class ChunkPass(Protocol):
+    """What is done with the chunks of one batch. Rows [N, D] come in the compute dtype, on the features' device."""
+
+    chunk_rows: int
+    """Rows of a chunk that suit it."""
+    keeps_logits: bool
+    """Whether keeping logits is faster than making them again."""
+    spreads_operations: bool
+    """Whether its operations would each take all of PyTorch's threads."""
+
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """Add the chunk whose first row is at position ``start`` to ``sums``; write its logits to ``kept_NB``."""
+        ...
+
+    def overwrite(
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+    ) -> Tensor:
+        """Overwrite the rows by their gradient times ``factor`` (0-dim) / scale.
+
+        Called once the forward pass is finished. Returns a sum that is finite only if all of it is (0-dim).
+        """
+        ...
+
+
+def pass_for(batch: Batch) -> ChunkPass:
+    """The fastest pass for the batch's types and device."""
+    arithmetic = batch.arithmetic
+    if isinstance(batch.targets, DeviceTargets):
+        return TensorPass(batch)
+    is_host = arithmetic.device.type == "cpu" and arithmetic.compute == torch.float32
+    in_bfloat16 = arithmetic.matmul == torch.bfloat16 and has_bfloat16_class_pass()
+    if is_host and (arithmetic.matmul == torch.float32 or in_bfloat16) and batch.size > 0:
+        return CompiledPass(batch)
+    return TensorPass(batch)
+
+
+def parts_for(num_rows: int, batch: int, dim: int) -> int:
+    """See :meth:`CompiledPass.num_parts`. The result does not depend on the number of threads, so that no sum does."""
+    return max(1, min(32, max(8, (2 << 20) // (4 * max(1, batch * dim))), num_rows // 1024))
+
+
+class CompiledPass:
+    """``ams/kernels/csrc/softmax/class_pass.hpp``: a tile of rows stays in the cache from its normalisation to its gradient."""
+
+    chunk_rows = 3072
+    keeps_logits = True
+    spreads_operations = False
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        features = batch.features_BD.numpy()
+        self._compiled = ClassPass(
+            features,
+            logit_factor=batch.logit_factor,
+            normalised=batch.margin is not None,
+            bfloat16=batch.arithmetic.matmul == torch.bfloat16,
+        )
+
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """See :class:`ChunkPass`."""
+        del work
+        shift_PB = None if sums.shift_B is None else sums.shift_B.unsqueeze(0)
+        weighted_PBD = None if sums.weighted_BD is None else sums.weighted_BD.unsqueeze(0)
+        self._forward(
+            rows_ND, start, sums.target_rows_BD, shift_PB, sums.sum_B.unsqueeze(0), weighted_PBD, kept_NB, threads=1
+        )
+
+    def overwrite(
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+    ) -> Tensor:
+        """See :class:`ChunkPass`."""
+        del work
+        return self._overwrite(rows_ND, start, factor, kept_NB, threads=1)
+
+    def num_parts(self, num_rows: int) -> int:
+        """Parts for :meth:`forward_all`: as many as let threads share the work evenly, of 2 MiB of sums or 8."""
+        return parts_for(num_rows, self._batch.size, self._batch.features_BD.shape[1])
+
+    def forward_all(self, softmax: OnlineSoftmax, rows_AD: Tensor, kept_KB: Tensor | None, *, threads: int) -> None:
+        """:meth:`forward` for all rows of a step, as many parts as ``softmax`` has side by side; no Python in between.
+
+        Writes what is kept of the first K rows to ``kept_KB``.
+        """
+        self._forward(
+            rows_AD,
+            0,
+            softmax.target_rows_BD,
+            softmax.shift_PB,
+            softmax.sum_PB,
+            softmax.weighted_PBD,
+            kept_KB,
+            threads=threads,
+        )
+
+    def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
+        """:meth:`overwrite` for all rows of a step, the first K of them from what was kept."""
+        return self._overwrite(rows_AD, 0, factor, kept_KB, threads=threads)
+
+    def _forward(
+        self,
+        rows_ND: Tensor,
+        start: int,
+        target_rows_BD: Tensor,
+        shift_PB: Tensor | None,
+        sum_PB: Tensor,
+        weighted_PBD: Tensor | None,
+        kept_KB: Tensor | None,
+        *,
+        threads: int,
+    ) -> None:
+        samples, rows = self._targets(start, start + len(rows_ND))
+        offsets_N = self._batch.offsets(start, len(rows_ND))
+        self._compiled.forward(
+            rows_ND.numpy(),
+            target_rows=rows,
+            target_samples=samples,
+            target_out=target_rows_BD.numpy(),
+            shift=None if shift_PB is None else shift_PB.numpy(),
+            sum=sum_PB.numpy(),
+            weighted=None if weighted_PBD is None else weighted_PBD.numpy(),
+            kept=None if kept_KB is None else kept_KB.numpy(),
+            threads=threads,
+            offsets=None if offsets_N is None else offsets_N.numpy(),
+        )
+
+    def _overwrite(
+        self, rows_ND: Tensor, start: int, factor: Tensor, kept_KB: Tensor | None, *, threads: int
+    ) -> Tensor:
+        batch = self._batch
+        samples, rows = self._targets(start, start + len(rows_ND))
+        offsets_N = batch.offsets(start, len(rows_ND))
+        check = self._compiled.overwrite(
+            rows_ND.numpy(),
+            target_rows=rows,
+            target_samples=samples,
+            log_sum=batch.lse2_B.numpy(),
+            target_weight=batch.target_weight_B.numpy(),
+            kept=None if kept_KB is None else kept_KB.numpy(),
+            factor=float(factor),
+            kept_exponentials=not batch.shifted,
+            threads=threads,
+            offsets=None if offsets_N is None else offsets_N.numpy(),
+        )
+        return torch.tensor(check)
+
+    def _targets(self, start: int, stop: int) -> tuple[Ids, Ids]:
+        targets = self._batch.targets
+        assert isinstance(targets, Targets), "a compiled pass is the host's"
+        return targets.within(start, stop)
+
+
+_LIFT = 15
+"""Exponentials up to 1 are multiplied by 2 to this before they become float16, whose normal numbers end at 2^-14."""
+_LEAST_PROBABILITY = 2.0**-40
+"""Of a row's probabilities none is lifted as if it were the largest and below this."""
+
+
+class TensorPass:
+    """The same with tensor operations.
+
+    float16 holds no number below 6e-8, which is a usual probability among ten million classes. So exponentials are
+    multiplied before they are narrowed, in the forward pass by 2^15, in the second for each row so that the largest of
+    its probabilities is 2^15; sums are divided again, and the targets' part, which is not narrowed, is lifted alike.
+    """
+
+    spreads_operations = True
+
+    def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
+        """``weights_B`` multiply what each sample adds to the row gradients; None: 1."""
+        self._batch = batch
+        self._largest_weight: Tensor | None = None
+        if weights_B is None:
+            self._weights_B = torch.ones_like(batch.features_BD[:, 0])
+        else:  # which may be loss scales: beyond float16, were the features multiplied by them as they are
+            self._largest_weight = torch.linalg.vector_norm(weights_B, torch.inf)
+            self._weights_B = weights_B / self._largest_weight.clamp(min=torch.finfo(weights_B.dtype).tiny)
+        arithmetic = batch.arithmetic
+        self._lifts = arithmetic.matmul == torch.float16 and batch.size > 0
+        self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
+        self.keeps_logits = arithmetic.matmul == arithmetic.compute and batch.size > 0
+        self._query_BD = (batch.features_BD * batch.logit_factor).to(arithmetic.matmul)
+        key_BD = batch.features_BD if weights_B is None else batch.features_BD * self._weights_B.unsqueeze(1)
+        self._key_BD = key_BD.to(arithmetic.matmul)
+
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """See :class:`ChunkPass`."""
+        unit_ND, _ = self._unit_rows(work, rows_ND)
+        operand_ND = work.narrow("narrow rows", unit_ND)
+        logits_NB = self._logits(work, operand_ND, start)
+        if kept_NB is not None:
+            kept_NB.copy_(logits_NB)
+        found = self._targets(start, len(rows_ND))
+        if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
+            found.note_rows(unit_ND, sums.target_rows_BD)
+            found.fill(logits_NB, -torch.inf)
+        if sums.shift_B is not None:
+            highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
+            sums.lift(highest_B)
+            logits_NB.sub_(highest_B - _LIFT if self._lifts else highest_B)
+        logits_NB.exp2_()
+        undone = 2.0**-_LIFT if self._lifts else 1.0
+        sums.sum_B.add_(logits_NB.sum(0), alpha=undone)
+        if sums.weighted_BD is None:
+            return
+        operand_NB = work.narrow("narrow exponentials", logits_NB)
+        if operand_NB.dtype == sums.weighted_BD.dtype:
+            sums.weighted_BD.addmm_(operand_NB.t(), operand_ND)
+        else:
+            sums.weighted_BD.add_(work.product("part", operand_NB.t(), operand_ND), alpha=undone)
+
+    def overwrite(
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+    ) -> Tensor:
+        """See :class:`ChunkPass`."""
+        batch = self._batch
+        unit_ND, inverse_N = self._unit_rows(work, rows_ND)
+        logits_NB = self._logits(work, work.narrow("narrow rows", unit_ND), start) if kept_NB is None else kept_NB
+        logits_NB.sub_(batch.lse2_B).exp2_()
+        found = self._targets(start, len(rows_ND))
+        if found is not None:
+            found.fill(logits_NB, 0.0)
+        operand_NB, lift_N = self._lifted(work, logits_NB)
+        gradient_ND = work.product("unit gradient", operand_NB, self._key_BD)
+        if found is not None:  # by itself and in the compute dtype: it is the largest part by far
+            found.add_weighted(gradient_ND, batch.features_BD, batch.target_weight_B * self._weights_B, lift_N)
+        if self._largest_weight is not None:
+            factor = factor * self._largest_weight
+        if inverse_N is None:
+            factor_N = factor if lift_N is None else (factor / lift_N).unsqueeze(1)
+            return torch.mul(gradient_ND, factor_N, out=rows_ND).sum()
+        weight_N = inverse_N * factor if lift_N is None else inverse_N / lift_N * factor
+        along_N = torch.mul(gradient_ND, unit_ND, out=work.empty("product", *unit_ND.shape)).sum(1)
+        torch.mul(unit_ND, (-along_N * weight_N).unsqueeze(1), out=rows_ND)
+        return rows_ND.addcmul_(gradient_ND, weight_N.unsqueeze(1)).sum()
+
+    def _unit_rows(self, work: Workspace, rows_ND: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(unit rows [N, D], inverse lengths [N]); without a margin the rows themselves and None."""
+        if self._batch.margin is None:
+            return rows_ND, None
+        inverse_N = inverse_lengths(rows_ND)
+        return torch.mul(rows_ND, inverse_N.unsqueeze(1), out=work.empty("unit rows", *rows_ND.shape)), inverse_N
+
+    def _lifted(self, work: Workspace, probability_NB: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(operand [N, B] of a product, what its rows were multiplied by [N]; None: nothing)."""
+        if not self._lifts:
+            return work.narrow("narrow exponentials", probability_NB), None
+        lift_N = 2.0**_LIFT / probability_NB.amax(1).clamp_(min=_LEAST_PROBABILITY)
+        operand_NB = work.empty("narrow exponentials", *probability_NB.shape, dtype=torch.float16)
+        return torch.mul(probability_NB, lift_N.unsqueeze(1), out=operand_NB), lift_N
+
+    def _logits(self, work: Workspace, operand_ND: Tensor, start: int) -> Tensor:
+        logits_NB = work.product("logits", operand_ND, self._query_BD.t())
+        offsets_N = self._batch.offsets(start, len(operand_ND))
+        return logits_NB if offsets_N is None else logits_NB.add_(offsets_N.unsqueeze(1))
+
+    def _targets(self, start: int, num_rows: int) -> _Found | None:
+        """The targets in a chunk, on the device; None if the host knows that there are none."""
+        targets, device = self._batch.targets, self._batch.arithmetic.device
+        if isinstance(targets, DeviceTargets):
+            rows_B, here_B = targets.rows(start, num_rows)
+            return _Found(torch.arange(self._batch.size, device=device), rows_B, here_B)
+        samples, rows = targets.within(start, start + num_rows)
+        if len(samples) == 0:
+            return None
+        return _Found(torch.from_numpy(samples).to(device), torch.from_numpy(rows).to(device), None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Samples [b] and rows [b] of a chunk, which are their targets where ``here`` is true (None: everywhere).
+
+    Fixed shapes: if only the device knows which targets are in the chunk, all samples are gone through.
+    """
+
+    samples: Tensor
+    rows: Tensor
+    here: Tensor | None
+
+    def note_rows(self, unit_ND: Tensor, target_rows_BD: Tensor) -> None:
+        """Copy the targets' rows."""
+        found = unit_ND[self.rows]
+        if self.here is not None:
+            found = torch.where(self.here.unsqueeze(1), found, target_rows_BD)
+        target_rows_BD[self.samples] = found
+
+    def fill(self, logits_NB: Tensor, value: float) -> None:
+        """Overwrite the targets' logits."""
+        if self.here is None:
+            logits_NB[self.rows, self.samples] = value
+        else:
+            logits_NB[self.rows, self.samples] = logits_NB[self.rows, self.samples].masked_fill(self.here, value)
+
+    def add_weighted(self, gradient_ND: Tensor, features_BD: Tensor, weight_B: Tensor, factor_N: Tensor | None) -> None:
+        """Add weight · feature of each sample to its target's gradient, times the row's ``factor_N`` (None: 1)."""
+        weight = weight_B[self.samples]
+        if factor_N is not None:
+            weight = weight * factor_N[self.rows]
+        weighted = features_BD[self.samples] * weight.unsqueeze(1)
+        if self.here is not None:
+            weighted.masked_fill_(~self.here.unsqueeze(1), 0.0)
+        gradient_ND.index_put_((self.rows,), weighted, accumulate=True)

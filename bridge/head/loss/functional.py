@@ -1,0 +1,193 @@
+"""The maths of a class head as two plain functions, for those who keep their class centers in a layer of their own.
+
+Both work on one process, or on the ranks of a ``group`` that hold consecutive ranges of the classes (class parallel;
+PLSC, section 2): rank r holds C_local of the C classes, the ranges may differ in length, and the samples are those of
+the joint batch, the same on every rank.
+
+Legend: B samples, C classes, K sampled classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from geartrain.ams.programs.selection import positives_and_sample
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.bridge.head.checks import check_labels
+from geartrain.bridge.head.loss.margins import CombinedMargin
+
+Reduction = Literal["mean", "sum", "none"]
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def margin_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    m1: float = 1.0,
+    m2: float = 0.5,
+    m3: float = 0.0,
+    scale: float = 64.0,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross entropy of scale · cos θ whose target becomes scale · (ψ(m1·θ + m2) − m3); PLSC, section 2.1.
+
+    ArcFace is (1, 0.5, 0), CosFace (1, 0, 0.35), SphereFace (1.35, 0, 0); ψ is that of
+    :mod:`geartrain.bridge.head.loss.margins`. The gradient is exact; 16-bit logits are computed with in float32. Their
+    gradient, scale · probability / B for a negative, is rounded to their type, which for float16 ends at 6e-8: with a
+    million classes or more keep the logits in float32, or scale the loss.
+
+    Args:
+        logits: cos θ, floating point [B, C]; with ``group`` this rank's columns [B, C_local].
+        labels: int64 [B] in [0, C), on the device of the logits.
+        m1: Multiplies the angle, >= 1.
+        m2: Added to the angle, radians in [0, π].
+        m3: Subtracted from the cosine, >= 0.
+        scale: Multiplies every logit, > 0.
+        group: The ranks that hold the other classes. They exchange one number each and, per sample, a maximum and
+            three sums; never the logits. Every rank returns the same loss, whose backward gives each the gradient of
+            its own columns.
+        reduction: "mean" or "sum" over the samples, 0-dim, or "none", [B].
+
+    Returns:
+        The loss, float32 (float64 for float64 logits). Memory: one matrix like the logits in that type, until backward.
+
+    Raises:
+        InvalidRows: the logits are not [B, C] of floats with B, C >= 1.
+        InvalidIds: the labels are of another type or length, or one is outside the classes. The values are looked at
+            on the CPU only: on another device such a sample's loss is NaN.
+        InvalidArgument: a margin, ``scale`` or ``reduction`` is out of range.
+    """
+    margin = CombinedMargin(scale=scale, m1=m1, m2=m2, m3=m3)
+    if reduction not in _REDUCTIONS:
+        raise InvalidArgument(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
+        found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise InvalidRows(f"logits are {found}; they must be a floating point tensor [B, C] with B and C at least 1")
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != logits.shape[:1]:
+        found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [{len(logits)}], one per sample")
+    if labels.device != logits.device:
+        raise InvalidIds(f"labels are on {labels.device}, logits on {logits.device}; move them to one device")
+    before, total = _span(logits.shape[1], logits.device, group)
+    if labels.device.type == "cpu":
+        check_labels(labels, len(labels), int(total))
+    loss_B: Tensor = _MarginCrossEntropy.apply(logits, labels - before, margin, group)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return loss_B
+    return loss_B.mean() if reduction == "mean" else loss_B.sum()
+
+
+class _MarginCrossEntropy(torch.autograd.Function):
+    """Losses [B] of logits [B, C_local] and labels counted from the first of these columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cos_BC: Tensor, labels_B: Tensor, margin: CombinedMargin, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
+        inside_B = (labels_B >= 0) & (labels_B < cos_BC.shape[1])
+        columns = labels_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
+        target_B, slope_B = margin.target(cos_BC.gather(1, columns).squeeze(1).to(compute))
+        logits_BC = cos_BC.to(compute) * margin.scale
+        own_B = torch.where(inside_B, target_B, logits_BC.gather(1, columns).squeeze(1))
+        logits_BC.scatter_(1, columns, own_B.unsqueeze(1))
+        highest_B = logits_BC.amax(1)
+        if group is not None:
+            dist.all_reduce(highest_B, dist.ReduceOp.MAX, group=group)
+        exponentials_BC = logits_BC.sub_(highest_B.unsqueeze(1)).exp_()
+        nothing_B = torch.zeros_like(target_B)
+        sums = torch.stack([exponentials_BC.sum(1), torch.where(inside_B, target_B, nothing_B), inside_B.to(compute)])
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        sum_B, target_B, owners_B = sums
+        losses_B: Tensor = highest_B + sum_B.log() - target_B
+        # Where no rank holds the label neither the loss nor its gradient may look right.
+        valid_B = torch.where(owners_B == 1, 1.0, torch.nan).to(compute)
+        ctx.save_for_backward(exponentials_BC.div_(sum_B.unsqueeze(1)), columns, inside_B, slope_B, valid_B)
+        ctx.scale, ctx.dtype = margin.scale, cos_BC.dtype
+        losses_B.mul_(valid_B)
+        return losses_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None]:
+        probability_BC, columns, inside_B, slope_B, valid_B = ctx.saved_tensors
+        upstream_B = upstream_B * valid_B
+        gradient_BC = probability_BC * (upstream_B * ctx.scale).unsqueeze(1)
+        probability_B = probability_BC.gather(1, columns).squeeze(1)
+        target_B = (probability_B - 1) * slope_B * upstream_B
+        own_B = torch.where(inside_B, target_B, gradient_BC.gather(1, columns).squeeze(1))
+        return gradient_BC.scatter_(1, columns, own_B.unsqueeze(1)).to(ctx.dtype), None, None, None
+
+
+def class_center_sample(
+    labels: Tensor,
+    num_classes: int,
+    num_samples: int,
+    seed: int,
+    step: int,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The classes among the labels, filled up with random others to ``num_samples`` (PLSC, section 2.2; partial FC).
+
+    The same for the same arguments, and without a group the same classes as :class:`PartialFC` makes active. Labels
+    are looked at on the host. O(K log K) time, whatever the number of classes. A loss without a margin over them
+    is that over all classes, on average, if log((C − P) / (K − P)) is added to the logits of the sampled classes that
+    are none of the P distinct labels.
+
+    Args:
+        labels: int64 [B] on any device, in [0, C).
+        num_classes: C; with ``group`` the number of this rank's classes, C_local.
+        num_samples: K, >= 1; of this rank. More positives than that are all kept; more than the classes are all of
+            them.
+        seed: Key of the sampling, with the step; an unsigned 64-bit integer.
+        step: Number of the step, >= 0.
+        group: The ranks that hold the other classes; each samples among its own. They exchange two numbers each.
+
+    Returns:
+        (labels [B] int64 counted among the sampled classes, those of all ranks in rank order, as
+        :func:`margin_cross_entropy` takes them; sampled classes [K] int64, rising, counted from this rank's first),
+        both on the device of the labels.
+
+    Raises:
+        InvalidIds: a label is outside the classes, or the labels are not int64 [B].
+        InvalidArgument: a number is out of range.
+    """
+    for name, value, least in (("num_classes", num_classes, 1), ("num_samples", num_samples, 1), ("step", step, 0)):
+        if not isinstance(value, int) or value < least:
+            raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= {least}")
+    if not 0 <= seed < 2**64:
+        raise InvalidArgument(f"seed is {seed!r}; it must lie in [0, 2**64)")
+    rank = 0 if group is None else dist.get_rank(group)
+    device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
+    before, total = (int(number) for number in _span(num_classes, device, group))
+    all_labels = check_labels(labels, len(labels), total)
+    own = all_labels[(all_labels >= before) & (all_labels < before + num_classes)] - before
+    active = positives_and_sample(own, num_classes, num_samples, (seed + rank) % 2**64, step)
+    first, _ = _span(active.num, device, group)
+    positions_B = np.zeros(len(all_labels), np.int64)
+    mine = (all_labels >= before) & (all_labels < before + num_classes)
+    positions_B[mine] = active.positions(own) + int(first)
+    remapped_B = torch.from_numpy(positions_B).to(device)
+    if group is not None:
+        dist.all_reduce(remapped_B, group=group)
+    return remapped_B, torch.from_numpy(active.ids).to(device)
+
+
+def _span(count: int, device: torch.device, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """(sum over the ranks before this one, sum over all ranks) of ``count``, both 0-dim int64 on the device."""
+    own = torch.tensor([count], dtype=torch.int64, device=device)
+    if group is None:
+        return torch.zeros((), dtype=torch.int64, device=device), own.sum()
+    counts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, own, group=group)
+    counts_R = torch.cat(counts)
+    return counts_R[: dist.get_rank(group)].sum(), counts_R.sum()

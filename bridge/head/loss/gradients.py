@@ -1,0 +1,354 @@
+"""Row gradients that wait for the optimizer's step: written out beside their ids, or as the factors they are made of.
+
+Legend: A active rows, B samples, D width, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.pull.stream import Block, RowStream
+from geartrain.bridge.head.batch import Batch, Targets, Workspace, chunk_bounds
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass
+from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
+from geartrain.bridge.head.loss.scratch import Buffer, BufferPool, Scratch, wait_for_copies
+from geartrain.bridge.rows.gradient_carrier import squared_sum
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.tables import HeadTable, HeadWrite, as_numpy, gradient_view
+
+_ROWS_PER_SUM = 4096
+_HOST = torch.device("cpu")
+
+
+class Writer(Protocol):
+    """Makes pushes one after the other, each applied once."""
+
+    def prepare(
+        self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
+    ) -> None:
+        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
+
+        ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
+        """
+        ...
+
+    def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
+        """:meth:`prepare` a write made of (lr, scale, group) instead."""
+        ...
+
+    def send_behind(self) -> None:
+        """Begin to send the prepared push in the background."""
+        ...
+
+    def settle(self) -> None:
+        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
+        ...
+
+
+class CollectedGradient(Protocol):
+    """The row gradients of one or several micro-batches."""
+
+    def merge(self, other: Any) -> None:
+        """Add the gradient of another micro-batch, of the same kind, which is used up."""
+        ...
+
+    @property
+    def squares(self) -> Tensor | None:
+        """Σ g² over all rows (0-dim, float64) if they lie in this process's memory."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64."""
+        ...
+
+    def discard(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class RowGradient(CollectedGradient, Protocol):
+    """Those of rows in a cluster."""
+
+    def push(self, writer: Writer) -> None:
+        """Send all of it; a second call after an error goes on behind what was prepared."""
+        ...
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
+        ...
+
+
+def _step_stopped(prepared: int, num: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"the last step() stopped with an error after {prepared} of {num} rows; "
+        "call step() again, or zero_grad() to give the rest up, before the next backward()"
+    )
+
+
+def _union(first: ActiveClasses, second: ActiveClasses) -> ActiveClasses:
+    if first.sorted_ids is None:
+        return first
+    if second.sorted_ids is None:
+        return second
+    ids = np.union1d(first.sorted_ids, second.sorted_ids)
+    return ActiveClasses(len(ids), ids)
+
+
+def _are_same(first: ActiveClasses, second: ActiveClasses) -> bool:
+    if first.sorted_ids is None or second.sorted_ids is None:
+        return first.sorted_ids is second.sorted_ids
+    return np.array_equal(first.sorted_ids, second.sorted_ids)
+
+
+class HeldGradient:
+    """Gradients [A, D] of the active classes, in memory."""
+
+    def __init__(
+        self,
+        active: ActiveClasses,
+        gradients_AD: Tensor,
+        buffer: Buffer,
+        pool: BufferPool,
+        device: torch.device,
+        checksum: Tensor | None,
+        squares: Tensor | None = None,
+    ) -> None:
+        """``checksum`` (0-dim) is finite only if all gradients are; None: nothing is known of them. ``squares`` is Σ g²
+        (0-dim, float64), None: not known yet."""
+        self._active = active
+        self._gradients_AD = gradients_AD
+        self._buffer = buffer
+        self._pool = pool
+        self._device = device
+        self._prepared = False
+        self._checksum = checksum
+        self._squares = squares
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
+        assert isinstance(other, HeldGradient), "a head either holds its rows or streams them"
+        if self._prepared:
+            raise _step_stopped(self._active.num, self._active.num)
+        wait_for_copies(self._device)
+        self._squares = None
+        self._checksum = None  # a sum may be infinite where its terms are not
+        if not _are_same(self._active, other._active):
+            self._widen(_union(self._active, other._active))
+        if _are_same(self._active, other._active):
+            self._gradients_AD += other._gradients_AD
+        else:
+            positions = torch.from_numpy(self._active.positions(other._active.ids))
+            self._gradients_AD.index_add_(0, positions, other._gradients_AD)
+        other.discard()
+
+    def _widen(self, active: ActiveClasses) -> None:
+        dim = self._gradients_AD.shape[1]
+        num_bytes = active.num * dim * self._gradients_AD.dtype.itemsize
+        buffer = self._pool.take(num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")
+        wider_AD = buffer.tensor((active.num, dim), self._gradients_AD.dtype).zero_()
+        wider_AD.index_copy_(0, torch.from_numpy(active.positions(self._active.ids)), self._gradients_AD)
+        self._pool.give_back(self._buffer)
+        self._active, self._gradients_AD, self._buffer = active, wider_AD, buffer
+
+    def push(self, writer: Writer) -> None:
+        """Send everything as one push; nothing more once it is prepared."""
+        if self._prepared:
+            return
+        wait_for_copies(self._device)
+        known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
+        writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
+        self._prepared = True
+        writer.settle()
+
+    @property
+    def squares(self) -> Tensor:
+        """See :class:`CollectedGradient`; a pass over the gradients unless it is known."""
+        if self._squares is None:
+            wait_for_copies(self._device)
+            # Spread over PyTorch's threads, what is read once would wait for cores on which other threads still spin.
+            self._squares = CHUNKS.apart(partial(squared_sum, self._gradients_AD), _HOST)
+        return self._squares
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64."""
+        return float(self.squares)
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """See :class:`RowGradient`. The ranks have the same active classes: an all-reduce of 4·A·D bytes, in parts."""
+        wait_for_copies(self._device)
+        parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
+        return math.fsum(float(squared_sum(ranks.sum(part.float() * weight))) for part in parts)
+
+    def discard(self) -> None:
+        """Give the memory back."""
+        wait_for_copies(self._device)
+        self._pool.give_back(self._buffer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """One batch and what its row gradients are multiplied by."""
+
+    batch: Batch
+    chunk_pass: ChunkPass
+    active: ActiveClasses
+    labels_B: Ids
+    correction: SamplingCorrection | None
+    factor: Tensor
+    """upstream gradient · scale / B, 0-dim."""
+
+
+class FactoredGradient:
+    """Gradients of more rows than fit: each block is pulled again at the step, its gradient made and pushed by itself.
+
+    Costs one pull and one push per block; memory O(B·D) until the step, four blocks during it. With asynchronous
+    workers the rows may have moved since the forward pass; the gradient is then that of the new rows under the old
+    log-sum-exp.
+    """
+
+    def __init__(self, table: HeadTable, pool: BufferPool, factors: Factors) -> None:
+        self._table = table
+        self._pool = pool
+        self._factors = [factors]
+        self._active = factors.active
+        self._prepared = 0
+
+    def merge(self, other: RowGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        assert isinstance(other, FactoredGradient), "a head either holds its rows or streams them"
+        if self._prepared:
+            raise _step_stopped(self._prepared, self._active.num)
+        mine, its = (one._factors[0].batch.arithmetic for one in (self, other))
+        if mine != its:
+            raise InvalidArgument(
+                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
+                "use the same autocast, dtype and device until step()"
+            )
+        self._factors += other._factors
+        if not _are_same(self._active, other._active):
+            self._active = _union(self._active, other._active)
+
+    def push(self, writer: Writer) -> None:
+        """Send block after block; a second call goes on behind the last block that was prepared."""
+        stream = self._stream()
+        with closing(self._blocks(stream, self._prepared)) as blocks:
+            for stop, ids, gradients_ND in blocks:
+                writer.prepare(ids, as_numpy(gradients_ND), goes_on=stop < self._active.num)
+                self._prepared = stop
+                writer.send_behind()
+        writer.settle()
+        stream.close()
+
+    squares = None
+    """They never lie in memory together."""
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64; costs one more pull of all active rows."""
+        stream = self._stream()
+        with closing(self._blocks(stream, 0)) as blocks:
+            total = math.fsum(float(squared_sum(gradients_ND)) for _, _, gradients_ND in blocks)
+        stream.close()
+        return total
+
+    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+        """See :class:`RowGradient`. Costs one more pull of all active rows, and an all-reduce of 4·A·D bytes.
+
+        A rank that fails goes on in it with NaN, or the others would wait for it; then all raise.
+        """
+        stream = self._stream()
+        squares: list[float] = []
+        failure: Exception | None = None
+        with closing(self._blocks(stream, 0)) as blocks:
+            for start, stop in stream.bounds():
+                weighted_ND = torch.full((stop - start, self._table.spec.dim), torch.nan)
+                try:
+                    if failure is None:
+                        weighted_ND = next(blocks)[2].float() * weight
+                except Exception as exc:  # of any kind: the others wait for this rank
+                    failure = exc
+                squares.append(float(squared_sum(ranks.sum(weighted_ND))))
+        ranks.fail_together(failure, f"the gradients of {self._table.spec.name!r} have no norm")
+        stream.close()
+        return math.fsum(squares)
+
+    def discard(self) -> None:
+        """Nothing is held but the factors."""
+
+    def _stream(self) -> RowStream:
+        return RowStream(self._table, self._active, self._pool, self._factors[0].batch.arithmetic.device)
+
+    def _blocks(self, stream: RowStream, first: int) -> Generator[tuple[int, Ids, Tensor]]:
+        """(stop, ids [N], gradients [N, D]) of block after block; the next is worked on meanwhile."""
+        arithmetic = self._factors[0].batch.arithmetic
+        parts = [_Part(factors, self._active) for factors in self._factors]
+        chunk_pass = min((factors.chunk_pass for factors in self._factors), key=lambda one: one.chunk_rows)
+
+        def overwrite(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> None:
+            block, (low, high) = item
+            work = Workspace(arithmetic, scratch)
+            rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+            if len(parts) == 1:
+                parts[0].overwrite(work, rows_ND, block.start + low, block.ids[low:high])
+            else:
+                _overwrite_by_sum(work, parts, rows_ND, block.start + low, block.ids[low:high])
+            out_ND = gradient_view(block.rows_ND[low:high])
+            if rows_ND.data_ptr() != out_ND.data_ptr():
+                out_ND.copy_(rows_ND)
+
+        before: tuple[Block, Running[None]] | None = None
+        with CHUNKS.session(arithmetic.device, spreads_operations=chunk_pass.spreads_operations) as session:
+            for block in stream.blocks(first):
+                chunks = chunk_bounds(len(block.rows_ND), chunk_pass.chunk_rows)
+                running = session.start(overwrite, [(block, bounds) for bounds in chunks])
+                if before is not None:
+                    yield _finished(*before)
+                before = block, running
+            if before is not None:
+                yield _finished(*before)
+
+
+def _finished(block: Block, running: Running[None]) -> tuple[int, Ids, Tensor]:
+    running.wait()
+    return block.stop, block.ids, gradient_view(block.rows_ND)
+
+
+def _overwrite_by_sum(work: Workspace, parts: list[_Part], rows_ND: Tensor, start: int, ids: Ids) -> None:
+    """Overwrite the rows by the sum of their gradients over several micro-batches."""
+    total_ND = work.empty("sum", *rows_ND.shape).zero_()
+    for part in parts:
+        copy_ND = work.empty("copied rows", *rows_ND.shape).copy_(rows_ND)
+        part.overwrite(work, copy_ND, start, ids)
+        total_ND += copy_ND
+    rows_ND.copy_(total_ND)
+
+
+class _Part:
+    """The row gradients of one batch within the union of the active classes of several."""
+
+    def __init__(self, factors: Factors, union: ActiveClasses) -> None:
+        self._factors = factors
+        self._is_whole = _are_same(factors.active, union)
+        if not self._is_whole:
+            factors.batch.targets = Targets(union.positions(factors.labels_B))
+            factors.batch.take_offsets(None if factors.correction is None else factors.correction.offsets(union))
+
+    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, ids: Ids) -> None:
+        factors = self._factors
+        factors.chunk_pass.overwrite(work, rows_ND, start, factors.factor)
+        if not self._is_whole:
+            absent = np.isin(ids, factors.active.ids, invert=True)
+            rows_ND[torch.from_numpy(absent).to(rows_ND.device)] = 0

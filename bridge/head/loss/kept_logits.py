@@ -1,0 +1,46 @@
+"""Logits of a forward pass that its second half uses instead of making them again.
+
+Legend: B samples, K rows whose logits are kept, the first ones, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from geartrain.bridge.head.batch import Batch
+from geartrain.bridge.head.loss.scratch import Buffer, BufferPool
+
+
+def kept_rows(num_rows: int, chunk_rows: int, row_bytes: int, keep_bytes: int) -> int:
+    """K: as many whole chunks as fit into ``keep_bytes``."""
+    fitting = min(num_rows, keep_bytes // row_bytes)
+    return fitting if fitting == num_rows else fitting // chunk_rows * chunk_rows
+
+
+class KeptLogits:
+    """None until some are reserved; in memory that is used again in the next step."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._buffer: Buffer | None = None
+        self.all_KB: Tensor | None = None
+
+    def reserve(self, batch: Batch, num_rows: int, chunk_rows: int, keep_bytes: int) -> None:
+        """Make room, uninitialised, for those of as many of the rows as :func:`kept_rows` says."""
+        arithmetic = batch.arithmetic
+        row_bytes = batch.size * arithmetic.compute.itemsize
+        num_kept = kept_rows(num_rows, chunk_rows, row_bytes, keep_bytes)
+        if num_kept > 0:
+            self._buffer = self._pool.take(num_kept * row_bytes, arithmetic.device)
+            self.all_KB = self._buffer.tensor((num_kept, batch.size), arithmetic.compute)
+
+    def chunk(self, start: int, stop: int) -> Tensor | None:
+        """Those of a chunk [N, B], if all of them are kept."""
+        return None if self.all_KB is None or stop > len(self.all_KB) else self.all_KB[start:stop]
+
+    def give_back(self) -> None:
+        """Forget them."""
+        self.all_KB = None
+        if self._buffer is not None:
+            self._pool.give_back(self._buffer)
+            self._buffer = None

@@ -1,0 +1,137 @@
+"""Angular margins on the target logit.
+
+All of them are one formula (PLSC, section 2.1; ArcFace, CosFace, SphereFace): the target's cos θ becomes
+ψ(m1·θ + m2) − m3, then every logit is multiplied by ``scale``. Beyond π the cosine is continued by
+ψ(x) = (−1)^k cos x − 2k on [kπ, (k+1)π], which is smooth and strictly falling, so that a larger angle never scores
+better.
+
+Shapes: B samples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+
+COS_LIMIT = 1.0 - 1e-6
+"""cos θ is clamped to ± this before acos, whose slope is infinite at ±1."""
+
+
+def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ψ(angle) and dψ/d(angle); angles in radians, any shape, >= −π.
+
+    ψ(x) = (−1)^k cos x − 2k and ψ'(x) = −|sin x| with k = ⌊x/π⌋; below 0 the formula goes on with negative k.
+    """
+    k = torch.floor(angle / math.pi)
+    sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
+    return sign * torch.cos(angle) - 2.0 * k, -torch.abs(torch.sin(angle))
+
+
+@dataclass(frozen=True)
+class CombinedMargin:
+    """Target logit = scale · (ψ(m1·θ + m2) − m3); other logits = scale · cos θ."""
+
+    scale: float = 64.0
+    """Multiplies every logit; > 0."""
+    m1: float = 1.0
+    """Multiplies the angle (SphereFace); >= 1."""
+    m2: float = 0.0
+    """Added to the angle, radians (ArcFace); in [0, π]."""
+    m3: float = 0.0
+    """Subtracted from the cosine (CosFace); >= 0."""
+
+    def __post_init__(self) -> None:
+        _require("scale", self.scale, 0.0 < self.scale < math.inf, "finite and > 0")
+        _require("m1", self.m1, 1.0 <= self.m1 < math.inf, "finite and >= 1")
+        _require("m2", self.m2, 0.0 <= self.m2 <= math.pi, "an angle in [0, π] radians")
+        _require("m3", self.m3, 0.0 <= self.m3 < math.inf, "finite and >= 0")
+
+    @property
+    def combined(self) -> CombinedMargin:
+        """The same margin in the general form."""
+        return self
+
+    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the target logits [B] and their derivatives with respect to cos θ [B], in the dtype of ``cos_B``.
+
+        Where the clamp to ± (1 − 1e-6) acts the derivative is 0, as that of ``torch.clamp``.
+        """
+        if self.m1 == 1.0 and self.m2 == 0.0:
+            return self.scale * (cos_B - self.m3), torch.full_like(cos_B, self.scale)
+        clamped_B = cos_B.clamp(-COS_LIMIT, COS_LIMIT)
+        theta_B = torch.acos(clamped_B)
+        value_B, slope_B = psi(self.m1 * theta_B + self.m2)
+        dtheta_B = -torch.rsqrt(1.0 - clamped_B * clamped_B)
+        inside_B = (cos_B == clamped_B).to(cos_B.dtype)
+        return self.scale * (value_B - self.m3), self.scale * self.m1 * slope_B * dtheta_B * inside_B
+
+
+@dataclass(frozen=True)
+class ArcFace:
+    """Additive angular margin: target logit = scale · ψ(θ + margin)."""
+
+    scale: float = 64.0
+    """Multiplies every logit; > 0."""
+    margin: float = 0.5
+    """Radians, in [0, π]."""
+
+    def __post_init__(self) -> None:
+        _require("margin", self.margin, 0.0 <= self.margin <= math.pi, "an angle in [0, π] radians")
+        _ = self.combined
+
+    @property
+    def combined(self) -> CombinedMargin:
+        """The same margin in the general form."""
+        return CombinedMargin(scale=self.scale, m2=self.margin)
+
+
+@dataclass(frozen=True)
+class CosFace:
+    """Additive cosine margin: target logit = scale · (cos θ − margin)."""
+
+    scale: float = 64.0
+    """Multiplies every logit; > 0."""
+    margin: float = 0.35
+    """Subtracted from the cosine; >= 0."""
+
+    def __post_init__(self) -> None:
+        _require("margin", self.margin, 0.0 <= self.margin < math.inf, "finite and >= 0")
+        _ = self.combined
+
+    @property
+    def combined(self) -> CombinedMargin:
+        """The same margin in the general form."""
+        return CombinedMargin(scale=self.scale, m3=self.margin)
+
+
+@dataclass(frozen=True)
+class SphereFace:
+    """Multiplicative angular margin: target logit = scale · ψ(margin · θ)."""
+
+    scale: float = 64.0
+    """Multiplies every logit; > 0."""
+    margin: float = 1.35
+    """Multiplies the angle; >= 1."""
+
+    def __post_init__(self) -> None:
+        _require("margin", self.margin, 1.0 <= self.margin < math.inf, "finite and >= 1")
+        _ = self.combined
+
+    @property
+    def combined(self) -> CombinedMargin:
+        """The same margin in the general form."""
+        return CombinedMargin(scale=self.scale, m1=self.margin)
+
+
+Margin = ArcFace | CosFace | SphereFace | CombinedMargin
+"""``None`` in its place means a plain linear classifier: logits = x·wᵀ, nothing normalised."""
+
+
+def _require(name: str, value: float, legal: bool, range_text: str) -> None:
+    if not legal:
+        raise InvalidArgument(f"{name} is {value!r}; it must be {range_text}")

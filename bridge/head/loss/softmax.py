@@ -1,0 +1,132 @@
+"""The loss of a class head and its feature gradient, from sums over the rows that are made chunk by chunk.
+
+No logits matrix exists. Per sample there is a sum of exp(logit − shift) and the same sum weighted by the rows (an
+online log-sum-exp; Milakov and Gimelshein 2018, as in FlashAttention). The target column is left out of both and added
+at the end with the derivative of its margin. With x̂, ŵ of unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
+    dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x|
+Legend: B samples, D width, P parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geartrain.bridge.head.batch import LOG2_E, Batch
+
+_NO_LOGIT = -1e37
+"""Below every logit, and finite: differences of it are no NaN."""
+
+
+class PartialSums:
+    """Running sums over some chunks, which a :class:`~.chunk_pass.ChunkPass` adds one after the other."""
+
+    def __init__(
+        self, target_rows_BD: Tensor, shift_B: Tensor | None, sum_B: Tensor, weighted_BD: Tensor | None
+    ) -> None:
+        self.target_rows_BD = target_rows_BD
+        """The (unit) rows of the targets met so far."""
+        self.shift_B = shift_B
+        """Largest logit to base 2 met so far, targets left out; None: exponentials need no shift."""
+        self.sum_B = sum_B
+        """Sum of exp2(logit − shift)."""
+        self.weighted_BD = weighted_BD
+        """The same sum weighted by the (unit) rows."""
+
+    def lift(self, shift_B: Tensor) -> None:
+        """Express the sums with a shift that is nowhere below the present one."""
+        if self.shift_B is None:
+            return
+        shrink_B = torch.exp2(self.shift_B - shift_B)
+        self.sum_B *= shrink_B
+        if self.weighted_BD is not None:
+            self.weighted_BD *= shrink_B.unsqueeze(1)
+        self.shift_B = shift_B
+
+
+class OnlineSoftmax:
+    """Several partial sums, so that chunks can be worked on side by side; added up in a fixed order."""
+
+    def __init__(self, batch: Batch, num_parts: int, *, want_gradient: bool) -> None:
+        self._batch = batch
+        rows, width = batch.features_BD.shape
+        compute, device = batch.arithmetic.compute, batch.arithmetic.device
+        self.target_rows_BD = torch.zeros_like(batch.features_BD)
+        self.shift_PB = (
+            torch.full((num_parts, rows), _NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
+        )
+        self.sum_PB = torch.zeros(num_parts, rows, dtype=torch.float64, device=device)
+        self.weighted_PBD = _zeros(num_parts, rows, width, compute, device) if want_gradient else None
+        self.parts = [self._part(number) for number in range(num_parts)]
+        """The same memory, part by part."""
+
+    def _part(self, number: int) -> PartialSums:
+        shift_PB, weighted_PBD = self.shift_PB, self.weighted_PBD
+        return PartialSums(
+            self.target_rows_BD,
+            None if shift_PB is None else shift_PB[number],
+            self.sum_PB[number],
+            None if weighted_PBD is None else weighted_PBD[number],
+        )
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss (0-dim) and its gradient with respect to the features [B, D]; fill in the batch."""
+        batch, target_rows_BD = self._batch, self.target_rows_BD
+        cos_B = (batch.features_BD * target_rows_BD).sum(1)
+        if batch.margin is None:
+            target_B, slope_B = cos_B, torch.ones_like(cos_B)
+        else:
+            target_B, slope_B = batch.margin.target(cos_B)
+        shift_B, sum_B, weighted_BD = self._joint()
+        target2_B = target_B * LOG2_E
+        shift_B = shift_beside_target(shift_B, sum_B)
+        highest_B = torch.maximum(shift_B, target2_B)
+        total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
+        batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
+        losses_B = (batch.lse2_B - target2_B) / LOG2_E
+        batch.target_weight_B = torch.expm1(-losses_B) * slope_B / batch.scale
+        loss = losses_B.sum() / batch.divisor
+        if weighted_BD is None:
+            return loss, None
+        gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
+        gradient_BD.addcmul_(target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        return loss, through_normalisation(gradient_BD.mul_(batch.scale / batch.divisor), batch)
+
+    def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
+        first = self.parts[0]
+        shifts = [part.shift_B for part in self.parts if part.shift_B is not None]
+        shift_B = torch.stack(shifts).amax(0) if shifts else torch.zeros_like(self._batch.features_BD[:, 0])
+        for part in self.parts:
+            part.lift(shift_B)
+        for part in self.parts[1:]:
+            first.sum_B += part.sum_B
+            if first.weighted_BD is not None and part.weighted_BD is not None:
+                first.weighted_BD += part.weighted_BD
+        return shift_B, first.sum_B, first.weighted_BD
+
+
+def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[P, B, D]. On a CPU PyTorch would wake all its threads, which then spin on the cores that the passes need."""
+    values_PBD = torch.empty(parts, rows, width, dtype=dtype, device=device)
+    if device.type != "cpu":
+        return values_PBD.zero_()
+    values_PBD.numpy().fill(0)
+    return values_PBD
+
+
+def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
+    """The shift [B] that sums have; below every logit where only the target is active, which may itself lie far below.
+
+    Where exponents are not shifted, 0 would be above such a target, whose exponential might then vanish beside it.
+    """
+    return torch.where(sum_B == 0, _NO_LOGIT, shift_B)
+
+
+def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:
+    """Gradient with respect to x from that with respect to x̂; in place."""
+    if batch.inverse_lengths_B is None:
+        return gradient_BD
+    x_BD = batch.features_BD
+    gradient_BD.sub_(x_BD * (gradient_BD * x_BD).sum(1, keepdim=True))
+    return gradient_BD.mul_(batch.inverse_lengths_B.unsqueeze(1))

@@ -1,0 +1,436 @@
+"""KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
+
+The graph of nearest class centers is built from the rows as they are then: on rank 0, or by the graph service of the
+cluster if that has one, and sent to all; of rows that lie on ranks, by all of them together. It is used until it is
+built anew, and so older than the rows it stands for;
+``graph_age`` says by how many updates.
+
+Legend: B labels, C classes, D width, k neighbours of a class.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.building.table_rows import TableRows
+from geartrain.ams.graph.client.calls import GraphCalls
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.selection.background import begin_beside
+from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
+from geartrain.bridge.head.selection.rank_graph import FrozenRows, RankGraphs
+from geartrain.bridge.head.selection.served_graph import ServedRows
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.tables import ReadableTable
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) while a graph is built; from a thread of its own in the background."""
+
+
+@dataclass(frozen=True)
+class KNNSoftmax:
+    """The labels and their nearest classes, cut or filled up to round(active · C); given to a head as ``select``.
+
+    After the distinct labels come the nearest neighbour of each, then the second ones, and so on; if all ``k`` of each
+    are less than the budget, random other classes fill it. Labels are always kept: if they alone are more than the
+    budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the same.
+
+    Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
+    cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
+    costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole graph, 4·C·k + 8·C bytes of
+    its host and, if its rows are on a device, as many there, where it selects (``torch_selection.py``). A step costs
+    O(active). The first graph is built by the first training forward. With ``"background"`` rows move while they are
+    read: a graph that does not hold all of them in memory is of a mixture of their versions.
+    """
+
+    active: float = 0.1
+    """Part of the classes that is active, in (0, 1]; 1 is the full softmax, which needs no graph."""
+    k: int = 32
+    """Neighbours kept of each class; a class has at most C − 1. Enough is active · C / (distinct labels)."""
+    rebuild: str | int = "epoch"
+    """When the graph is built anew: ``"epoch"`` by the first step after ``head.next_epoch()``; a number, by the first
+    step so many updates after the last time; ``"background"`` beside the training, begun by ``head.next_epoch()`` and
+    taken into use by the first step after it is there."""
+    seed: int = 0
+    """Key of the filling, with the step; an unsigned 64-bit integer."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.active <= 1.0:
+            raise InvalidArgument(f"active is {self.active!r}; it must lie in (0, 1]")
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise InvalidArgument(f"k is {self.k!r}; it must be an integer >= 1, the neighbours kept of each class")
+        is_steps = isinstance(self.rebuild, int) and not isinstance(self.rebuild, bool) and self.rebuild >= 1
+        if not is_steps and self.rebuild not in ("epoch", "background"):
+            raise InvalidArgument(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number >= 1")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidArgument(f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+
+    def budget(self, num_classes: int) -> int:
+        """round(active · num_classes), at least 1."""
+        return max(1, round(self.active * num_classes))
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Neighbours and where they come from."""
+
+    table: NeighbourTable
+    """In numbers of the living classes (ids, if none is retired)."""
+    version: int
+    """Counts the graphs of a head from 1; adding or retiring classes changes a graph and counts too."""
+    step: int
+    """Updates that the rows had when the building began."""
+    classes: int = 0
+    """Fingerprint of the living classes that it is of."""
+
+
+class KNNSelection:
+    """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
+
+    def __init__(
+        self,
+        settings: KNNSoftmax,
+        table: ReadableTable,
+        ranks: Ranks | RankLink | None,
+        step: Callable[[], int],
+        service: GraphCalls | None = None,
+    ) -> None:
+        """``step`` tells the updates applied so far; ``service`` builds the graphs, None: rank 0 does.
+
+        Every rank makes the same calls in the same order.
+        """
+        self.settings = settings
+        self.living = LivingClasses(table.spec.num_rows or 0)
+        """The classes that the head has; :meth:`follow` changes them."""
+        self.graph: Graph | None = None
+        """The one in use; None before the first training step."""
+        self.on_progress: Progress | None = None
+        """Called while a graph is built, on every rank that builds."""
+        self.enlarged = 0
+        """Batches whose labels alone were more than the budget."""
+        self._table = table
+        self._on_ranks = RankGraphs(table) if isinstance(table, RankTable) else None
+        self._ranks = ranks if ranks is not None and ranks.world_size > 1 else None
+        self._step = step
+        self._service = service
+        self._is_due = False
+        self._prepared: int | None = None
+        self._pending: _Building | None = None
+        self._ending: _Building | None = None
+        """The last one that was cancelled: a service builds one graph of a table at a time."""
+
+    def __repr__(self) -> str:
+        return repr(self.settings)
+
+    @property
+    def graph_age(self) -> int | None:
+        """Updates of the rows since the graph in use was begun; None: there is none yet."""
+        return None if self.graph is None else self._step() - self.graph.step
+
+    @property
+    def seed(self) -> int:
+        """See :class:`KNNSoftmax`."""
+        return self.settings.seed
+
+    def budget(self, num_classes: int) -> int:
+        """See :class:`KNNSoftmax`."""
+        return self.settings.budget(num_classes)
+
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
+        """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. Builds the graph if
+        there is none; with ranks, which would have to do so together, that is InvalidArgument."""
+        budget = self.budget(num_classes)
+        if budget >= num_classes:
+            return ActiveClasses(num_classes)
+        ids = self.graph_in_use().table.select(labels, budget, seed=self.seed, step=step)
+        self.enlarged += len(ids) > budget
+        return ActiveClasses(len(ids), ids)
+
+    def graph_in_use(self) -> Graph:
+        """The graph to select by; see :meth:`select`."""
+        self._drop_graph_of_others()
+        if self.graph is None:
+            if self._ranks is not None:
+                raise InvalidArgument(
+                    f"table {self._table.spec.name!r} has no graph yet, and ranks build it together: train a step, or "
+                    "call head.rebuild_graph() on every rank, before this evaluation"
+                )
+            self.rebuild()
+        assert self.graph is not None
+        return self.graph
+
+    def prepare(self) -> None:
+        """Before a training step selects: build or exchange the graph if that is due.
+
+        Once a step, so that its micro-batches share their classes. While a background build runs, ranks exchange one
+        number here.
+        """
+        step = self._step()
+        if self.budget(self._num_classes) >= self._num_classes:
+            return
+        self._drop_graph_of_others()
+        if step == self._prepared and self.graph is not None:
+            return
+        if self.graph is None or self._is_old(step):
+            self.rebuild()
+        elif self.settings.rebuild == "background":
+            self._take_finished()
+            if self._is_due and self._pending is None:
+                self._begin()
+        self._prepared = step
+
+    def next_epoch(self) -> None:
+        """A pass over the data ends: the graph is due, unless it is rebuilt by steps. Every rank says so."""
+        self._is_due = self.settings.rebuild in ("epoch", "background")
+
+    def rebuild(self) -> None:
+        """Build the graph now, from the rows as they are. Every rank calls it."""
+        self.cancel()
+        building = self._new_building()
+
+        def build() -> NeighbourTable:
+            building.run(self._rows(), self.settings.k, self.on_progress)
+            return building.result.result()
+
+        self._install(_from_first(self._ranks, build), building.step)
+
+    def _rows(self) -> TableRows | FrozenRows | ServedRows:
+        if self._on_ranks is not None:
+            return self._on_ranks.freeze(None if self.living.are_all else self.living.all_ids)
+        if self._service is not None and self.living.are_all:
+            return ServedRows(self._service, self._table.spec, self._step())
+        return TableRows(self._table, self.living)
+
+    def follow(self, living: LivingClasses, added: Ids) -> None:
+        """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
+
+        Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
+        until the next build. A build in the background, being of other classes, is begun again. Costs O(C·k), and with
+        new ones a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks. Where that pull fails
+        the graph is dropped, and the next training step builds another: the classes live already.
+        """
+        before, self.living = self.living, living
+        if self._pending is not None:
+            self.cancel()
+            self._is_due = True
+        graph = self.graph
+        if graph is None or graph.classes != before.fingerprint:
+            return
+        table = renumbered(graph.table, before, living)
+        if len(added):
+            new = living.numbers(added)
+            try:
+                nearest = self._nearest(new)
+            except (GeartrainError, MemoryError) as exc:
+                logger.warning(
+                    "table %r: the nearest classes of the new ones were not found; the next step builds another "
+                    "graph: %s",
+                    self._table.spec.name,
+                    exc,
+                )
+                self.graph = None
+                return
+            table = with_new(table, new, nearest.reshape(len(new), -1))
+        self.graph = Graph(table, graph.version + 1, graph.step, living.fingerprint)
+
+    def _nearest(self, numbers: Ids) -> Ids:
+        rows, ranks, found = TableRows(self._table, self.living), self._ranks, np.empty(0, np.int64)
+
+        def search() -> Ids:
+            return nearest_classes(rows.read_numbers, rows.num_rows, rows.dim, numbers, self.settings.k).ravel()
+
+        if not isinstance(ranks, Ranks):  # ranks that hold the rows read them together, and find the same
+            return search()
+        found = ranks.first_then_others(search, lambda: found)
+        nearest: Ids = ranks.array_from_first(found)
+        return nearest
+
+    def _drop_graph_of_others(self) -> None:
+        """A graph that was given (:meth:`graph_from_bytes`) may be of other living classes."""
+        if self.graph is not None and self.graph.classes != self.living.fingerprint:
+            logger.warning(
+                "table %r: graph version %d is of other living classes than the head's; another one is built",
+                self._table.spec.name,
+                self.graph.version,
+            )
+            self.graph = None
+
+    def cancel(self) -> None:
+        """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending, self._ending = None, self._pending
+            self._is_due = True
+
+    def state(self) -> dict[str, Any]:
+        """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
+        graph = self.graph
+        is_due = self._is_due or self._pending is not None
+        found = {"version": 0, "step": 0, "classes": 0}
+        if graph is not None:
+            found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
+        return {**found, "is_due": is_due}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
+        self.cancel()
+        self._prepared = None
+        self._is_due = bool(state["is_due"])
+        found = (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
+        saved = (int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
+        if found == saved:
+            return
+        self.graph = None
+        if saved[0]:
+            logger.warning(
+                "table %r: graph version %d of step %d is not in this process; the next step builds one from the rows "
+                "of step %d",
+                self._table.spec.name,
+                *saved[:2],
+                self._step(),
+            )
+
+    def graph_to_bytes(self) -> bytes | None:
+        """The graph in use as the bytes of a safetensors file; None if there is none."""
+        if self.graph is None:
+            return None
+        table = self.graph.table
+        return state_to_bytes(
+            {
+                "offsets": torch.from_numpy(table.offsets),
+                "neighbours": torch.from_numpy(table.neighbours),
+                "k": table.k,
+                "version": self.graph.version,
+                "step": self.graph.step,
+                "classes": self.graph.classes,
+                "num_classes": self._table.spec.num_rows,
+            }
+        )
+
+    def graph_from_bytes(self, data: bytes) -> None:
+        """Use the graph that :meth:`graph_to_bytes` returned. Raises InvalidArgument, and SpecMismatch for another C.
+
+        Every rank calls it.
+        """
+        state = state_from_bytes(data)
+        try:
+            arrays = state["offsets"].numpy(), state["neighbours"].numpy()
+            table = NeighbourTable(*arrays, int(state["k"]))
+            graph = Graph(table, int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
+            num_classes = int(state.get("num_classes", table.num_classes))
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise InvalidArgument(f"{len(data)} bytes are not a graph that graph_to_bytes wrote: {exc!r}") from exc
+        if num_classes != self.living.num_classes:
+            raise SpecMismatch(
+                f"the saved graph is of {num_classes} classes, table {self._table.spec.name!r} has "
+                f"{self.living.num_classes}; give the one that was saved with it"
+            )
+        self.graph = graph
+
+    @property
+    def _num_classes(self) -> int:
+        return self.living.num_living
+
+    def _is_old(self, step: int) -> bool:
+        assert self.graph is not None
+        if isinstance(self.settings.rebuild, int):
+            return step - self.graph.step >= self.settings.rebuild
+        return self._is_due and self.settings.rebuild == "epoch"
+
+    def _begin(self) -> None:
+        """Begin to build beside the training."""
+        self._is_due = False
+        self._pending = building = self._new_building()
+        if self._ranks is None or self._ranks.rank == 0 or self._on_ranks is not None:
+            arguments = (self._rows(), self.settings.k, self.on_progress)
+            begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
+
+    def _new_building(self) -> _Building:
+        after, self._ending = self._ending, None
+        return _Building(self._step(), after)
+
+    def _take_finished(self) -> None:
+        """Use what was built beside the training, if those who build have it."""
+        if (building := self._pending) is None:
+            return
+        done = building.result.done()
+        if self._ranks is not None:
+            done = self._ranks.agree(done)
+        if done:
+            self._pending = None
+            is_due = self._is_due
+            self._install(_from_first(self._ranks, building.result.result), building.step)
+            self._is_due = is_due  # of an epoch that ended meanwhile
+
+    def _install(self, table: NeighbourTable, step: int) -> None:
+        version = 1 if self.graph is None else self.graph.version + 1
+        self.graph = Graph(table, version, step, self.living.fingerprint)
+        self._is_due = False
+
+
+class _Building:
+    """One build of a graph."""
+
+    def __init__(self, step: int, after: _Building | None) -> None:
+        """``after`` was cancelled; a graph service is asked for this one when it knows of that."""
+        self.step = step
+        self._after = after
+        self.result: Future[NeighbourTable] = Future()
+        self._cancelled = threading.Event()
+
+    def run(self, rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None) -> None:
+        """Build; the result, or why there is none, is in ``result``."""
+        after, self._after = self._after, None
+        if after is not None and isinstance(rows, ServedRows):
+            wait_for([after.result])
+        try:
+            built = _build(rows, k, progress, self._cancelled.is_set)
+        except Exception as exc:
+            self.result.set_exception(exc)
+        else:
+            self.result.set_result(built)
+
+    def cancel(self) -> None:
+        """End it soon."""
+        self._cancelled.set()
+
+
+# Only a head that selects by a graph loads the builder.
+def _build(
+    rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]
+) -> NeighbourTable:
+    if isinstance(rows, FrozenRows | ServedRows):
+        return rows.build(k, progress, cancelled)
+    from geartrain.ams.graph.building.builder import build_neighbours
+
+    return build_neighbours(rows, k, progress=progress, cancelled=cancelled)
+
+
+def _from_first(ranks: Ranks | RankLink | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
+    """What rank 0 builds, on every rank; ranks that hold the rows build together."""
+    if ranks is None or isinstance(ranks, RankLink):
+        return build()
+    built: list[NeighbourTable] = []
+    ranks.first_then_others(lambda: built.append(build()), lambda: None)
+    nothing = np.empty(0, np.int64)
+    offsets = ranks.array_from_first(built[0].offsets if built else nothing)
+    neighbours = ranks.array_from_first(built[0].neighbours if built else nothing)
+    k = ranks.array_from_first(np.array([built[0].k if built else 0], np.int64))
+    return built[0] if built else NeighbourTable(offsets, neighbours, int(k[0]))

@@ -1,0 +1,62 @@
+"""Graphs of class rows that lie on ranks: each rank freezes its own rows, and the ring builds the graph of them.
+
+Legend: L rows on this rank, D width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+
+Progress = Callable[[int, int], None]
+
+
+class RankGraphs:
+    """Builds one graph after the other, on threads or not; ranks speak of it on a process group of its own."""
+
+    def __init__(self, table: RankTable) -> None:
+        """Every rank makes it: a new process group."""
+        self._table = table
+        self._link = table.link.apart()
+        self._one_at_a_time = threading.Lock()
+
+    def freeze(self, ids: Ids | None = None) -> FrozenRows:
+        """The rows as they are now: 4·L·D bytes of the host. Waits for the device.
+
+        ``ids`` (None: all), rising and the same on every rank, are the classes that the graph is of; it names them by
+        their places in ``ids``.
+        """
+        table = self._table
+        rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1])
+        return FrozenRows(self, np.array(rows_LD.detach().float().cpu().numpy(), dtype=np.float32, order="C"))
+
+    def build(
+        self, rows_LD: npt.NDArray[np.float32], k: int, progress: Progress | None, cancelled: Callable[[], bool]
+    ) -> NeighbourTable:
+        """Every rank calls it; the recall is made on the device of the rows. One that was cancelled ends first."""
+        # Only a head that selects by a graph loads the builder.
+        from geartrain.bridge.head.selection.graph_products import TorchProducts
+        from geartrain.bridge.head.selection.rank_ring import build_on_ring
+
+        device = self._table.device
+        products = None if device.type == "cpu" else TorchProducts(device)
+        with self._one_at_a_time:
+            return build_on_ring(self._link, rows_LD, k, products=products, progress=progress, cancelled=cancelled)
+
+
+class FrozenRows:
+    """This rank's rows of one moment; used up by :meth:`build`."""
+
+    def __init__(self, graphs: RankGraphs, rows_LD: npt.NDArray[np.float32]) -> None:
+        self._graphs, self._rows_LD = graphs, rows_LD
+
+    def build(self, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+        """The graph of all ranks' rows, on every rank."""
+        return self._graphs.build(self._rows_LD, k, progress, cancelled)

@@ -1,0 +1,53 @@
+"""A head's graph from the graph service of its cluster: built there, then loaded whole, since heads select by
+themselves (``docs/decisions/0016``).
+
+Costs: no operations here and no pull of rows; 4·C·k + 8·C bytes come over the wire for each graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.client.calls import GraphCalls
+from geartrain.ams.values.errors import SpecMismatch, TableNotFound
+from geartrain.ams.values.graph_messages import GraphBuilding
+from geartrain.ams.values.specs import TableSpec
+
+
+class ServedRows:
+    """The rows of a head's table, as the service of their cluster reads them."""
+
+    def __init__(self, service: GraphCalls, spec: TableSpec, step: int) -> None:
+        """``step`` is that of the rows."""
+        self._service, self._spec, self._step = service, spec, step
+
+    def build(
+        self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
+    ) -> NeighbourTable:
+        """The graph of the rows as the service finds them. Raises as :meth:`GraphCalls.build`; SpecMismatch if another
+        job had one of another k or size built meanwhile, TableNotFound if the table is another one of its name."""
+
+        total = 0
+
+        def tell(building: GraphBuilding) -> None:
+            nonlocal total
+            total = building.total_pairs
+            if progress is not None and building.done_pairs < total:
+                progress(building.done_pairs, total)
+
+        name = self._spec.name
+        self._service.build(name, k, step=self._step, progress=tell, cancelled=cancelled)
+        table, info = self._service.load(name)
+        if progress is not None and total:
+            progress(total, total)  # once, and when the graph is here
+        if (info.k, info.num_classes) != (k, self._spec.num_rows):
+            raise SpecMismatch(
+                f"the graph of table {name!r} is of {info.num_classes} classes with k {info.k} now, not of "
+                f"{self._spec.num_rows} with k {k}: another job has it built, too; give each job a table of its own"
+            )
+        if info.table_incarnation not in (0, self._spec.incarnation):
+            raise TableNotFound(
+                f"table {name!r} was dropped, and made or restored anew, since this head opened it; make the head anew"
+            )
+        return table

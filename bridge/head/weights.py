@@ -1,0 +1,320 @@
+"""Class centers in and out of a head: per-rank partial-FC files, one matrix, one safetensors file.
+
+Nothing holds C·D at a time: files are mapped and read, rows pulled and written, in blocks of 8 MiB.
+Legend: C classes, D width, n rows of one file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tokenize import TokenError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from geartrain.ams.values.arguments import path_name
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.head.backends.pull.stream import block_rows_for
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+
+if TYPE_CHECKING:
+    from geartrain.bridge.head.class_head import ClassHead
+
+EXPORTED_NAME = "weight"
+"""Name of the one tensor [C, D] of an exported file."""
+SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
+_NPY_START = b"\x93NUMPY"
+_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+Read = Callable[[int, int], Tensor]
+_Told = list[tuple[Path, int]]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The matrix of one file: rows start … stop − 1 are ``read(start, stop)``."""
+
+    path: Path
+    num_rows: int
+    read: Read
+
+
+def import_class_weights(
+    head: ClassHead, paths: str | Path | Sequence[str | Path], *, key: str | None = None
+) -> list[tuple[Path, int]]:
+    """Overwrite the class centers by those in files; return each file and its number of classes, in their order.
+
+    ``paths`` is one file [C, D], or files [n, D] in rank order whose classes follow one another, as partial FC of
+    InsightFace and PLSC saves them (``rank:0_softmax_weight.pt``, …); or a folder of such files, taken in the order of
+    the numbers in their names. A file is a ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` that holds a tensor or
+    a state dict (loaded with ``weights_only=True``); ``key`` names its matrix where several would fit and none is
+    called "weight". Rows are stored in the table's dtype, and their momentum becomes zero, for files hold none.
+
+    With ranks every rank calls this, and the first one writes; rows that lie on ranks each rank reads for itself, from
+    files that all of them see. Everything about names, shapes and dtypes is checked before a row is written. Raises
+    InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
+    before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
+    """
+    table = head.table
+    if isinstance(table, RankTable):
+        return _import_on_ranks(table, paths, key)
+    ranks = head.row_update.ranks
+    if ranks is None:
+        parts = _open_parts(_files(paths), table, key)
+        _assign_all(table, parts)
+    else:
+        what = f"class weights of table {table.spec.name!r} were not imported"
+        parts = ranks.run_together(lambda: _open_parts(_files(paths), table, key), what)
+        ranks.first_then_others(lambda: _assign_all(table, parts), lambda: None)
+    return _told(parts)
+
+
+def _import_on_ranks(table: RankTable, paths: str | Path | Sequence[str | Path], key: str | None) -> _Told:
+    what = f"class weights of table {table.spec.name!r} were not imported"
+    parts = table.link.run_together(lambda: _open_parts(_files(paths), table, key), what)
+    table.link.run_together(lambda: _assign_all(table, parts), what)
+    return _told(parts)
+
+
+def _told(parts: list[_Part]) -> _Told:
+    return [(part.path, part.num_rows) for part in parts]
+
+
+def export_class_weights(head: ClassHead, path: str | Path) -> Path:
+    """Write all class centers to one safetensors file, tensor ``weight`` [C, D] of the table's dtype; return the path.
+
+    Memory O(1): C · D may exceed it. The file appears whole or not at all; rows that are pushed meanwhile are in it
+    from before or after. Costs one pull per 8 MiB and shard. With ranks, one of them calls it. Rows that lie on ranks
+    every rank hands in, and the first one writes: one all-reduce per 8 MiB. Raises OSError, and SyncError on the other
+    ranks then.
+    """
+    table = head.table
+    if not isinstance(table, RankTable):
+        return export_rows(table, _path(path))
+    blocks = _blocks(table)
+    failure: Exception | None = None
+    try:
+        path = _path(path)
+        if table.link.rank == 0:
+            _write_file(table.spec, path, blocks)
+    except Exception as exc:  # of any kind: the others wait for this rank
+        failure = exc
+    for _ in blocks:  # every rank takes part in every pull, be the file written or not
+        pass
+    table.link.fail_together(failure, f"class weights of table {table.spec.name!r} were not exported")
+    return Path(path)
+
+
+def check_export_path(path: Path) -> None:
+    """Raise InvalidArgument for what is no file to export to."""
+    if path.is_dir() or path.suffix != ".safetensors":
+        raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
+
+
+def export_rows(table: ReadableTable, path: Path) -> Path:
+    """:func:`export_class_weights` of any dense table."""
+    spec = table.spec
+    check_export_path(path)
+    if spec.num_rows is None:
+        raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
+    _write_file(spec, path, _blocks(table))
+    return path
+
+
+def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
+    """All rows in blocks; each is to be used before the next is asked for."""
+    num_rows = table.spec.num_rows or 0
+    step = min(block_rows_for(table.spec.row_bytes), num_rows)
+    rows = np.empty((step, table.spec.dim), table.spec.numpy_dtype)
+    for start in range(0, num_rows, step):
+        ids = np.arange(start, min(start + step, num_rows), dtype=np.int64)
+        table.pull_into(ids, rows[: len(ids)])
+        yield rows[: len(ids)]
+
+
+def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]]) -> None:
+    num_rows = spec.num_rows or 0
+    offsets = [0, num_rows * spec.row_bytes]
+    tensor = {"dtype": _SAFETENSORS_DTYPES[spec.dtype], "shape": [num_rows, spec.dim], "data_offsets": offsets}
+    header = json.dumps({"__metadata__": {"table": spec.name}, EXPORTED_NAME: tensor}).encode()
+    header += b" " * (-len(header) % 8)
+    with _replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for rows in blocks:
+            file.write(rows.view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+        paths = [paths]
+    given = [_path(path) for path in paths]
+    if len(given) == 1 and given[0].is_dir():
+        folder = given[0]
+        given = sorted((path for path in folder.iterdir() if path.suffix in SUFFIXES), key=_by_numbers)
+        if not given:
+            raise InvalidArgument(f"{folder} has no weight file ({', '.join(SUFFIXES)})")
+    if len({path.resolve() for path in given}) < len(given):
+        twice = next(path for path in given if [one.resolve() for one in given].count(path.resolve()) > 1)
+        raise InvalidArgument(f"{twice} was given twice; give the file of each rank once, in rank order")
+    if not given:
+        raise InvalidArgument("no weight file was given; give one, or those of all ranks in their order")
+    return given
+
+
+def _path(path: object) -> Path:
+    return Path(path_name("path", path, "the name of a file or folder"))
+
+
+def _by_numbers(path: Path) -> tuple[list[int], str]:
+    """Rank 10 comes after rank 9."""
+    return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
+
+
+def _open_parts(paths: list[Path], table: ReadableTable, key: str | None) -> list[_Part]:
+    spec = table.spec
+    parts = [_open(path, spec.dim, key) for path in paths]
+    total = sum(part.num_rows for part in parts)
+    if total != spec.num_rows:
+        listed = ", ".join(f"{part.path} [{part.num_rows}, {spec.dim}]" for part in parts)
+        raise InvalidRows(
+            f"{listed} {'hold' if len(parts) > 1 else 'holds'} {total:,} classes, table {spec.name!r} has "
+            f"{spec.num_rows:,}; give the files of all ranks, or a head of {total:,} classes"
+        )
+    return parts
+
+
+def _open(path: Path, dim: int, key: str | None) -> _Part:
+    opening = {".npy": _open_npy, ".safetensors": _open_safetensors, ".pt": _open_torch, ".pth": _open_torch}
+    if path.suffix not in opening:
+        raise InvalidArgument(f"{path} is no weight file; its name must end in one of {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise InvalidArgument(f"{path} does not exist")
+    return opening[path.suffix](path, dim, key)
+
+
+def _open_npy(path: Path, dim: int, key: str | None) -> _Part:  # noqa: ARG001
+    with path.open("rb") as file:
+        if (start := file.read(len(_NPY_START))) != _NPY_START:  # numpy would open archives and pickles too
+            raise InvalidArgument(f"{path} is not a readable .npy file: it begins with {start!r}")
+    try:
+        matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError) as exc:
+        raise InvalidArgument(f"{path} is not a readable .npy file: {exc}") from exc
+    native = matrix.dtype.newbyteorder("=")
+    _require_matrix(path, list(matrix.shape), matrix.dtype, native.kind == "f" and native.itemsize <= 8, dim)
+    return _Part(path, len(matrix), lambda start, stop: torch.from_numpy(np.array(matrix[start:stop], native)))
+
+
+def _open_safetensors(path: Path, dim: int, key: str | None) -> _Part:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: list(tensor.get_shape()) for name, tensor in tensors.items()}
+            name = _chosen(path, shapes, dim, key)
+            dtype = tensors[name].get_dtype()
+    except (OSError, SafetensorError) as exc:
+        raise InvalidArgument(f"{path} is not a readable safetensors file: {exc}") from exc
+    _require_matrix(path, shapes[name], dtype, dtype in ("F64", "F32", "F16", "BF16"), dim)
+
+    def read(start: int, stop: int) -> Tensor:
+        with safe_open(path, framework="pt") as file:
+            rows: Tensor = file.get_slice(name)[start:stop]
+        return rows
+
+    return _Part(path, shapes[name][0], read)
+
+
+def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
+    try:
+        # mapped where the file allows it: files of before torch 1.6 are no archives
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as exc:  # torch raises errors of many unrelated kinds on a damaged or forbidden file
+        raise InvalidArgument(
+            f"{path} cannot be read as tensors alone ({type(exc).__name__}); save a tensor or a state dict of tensors "
+            "with torch.save, or use .safetensors or .npy"
+        ) from exc
+    tensors: dict[str, Tensor] = {"": held} if isinstance(held, Tensor) else {}
+    if isinstance(held, dict):
+        tensors = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
+    name = _chosen(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, dim, key)
+    matrix = tensors[name].detach()
+    if matrix.layout != torch.strided or matrix.device.type != "cpu":
+        raise InvalidRows(f"{path} holds a {matrix.layout} tensor on {matrix.device}; save a dense one with its values")
+    _require_matrix(path, list(matrix.shape), matrix.dtype, matrix.is_floating_point(), dim)
+    return _Part(path, len(matrix), lambda start, stop: matrix[start:stop])
+
+
+def _chosen(path: Path, shapes: dict[str, list[int]], dim: int, key: str | None) -> str:
+    """Name of the matrix: ``key``, or the only one [n, D], or of several the one called "weight"."""
+    held = ", ".join(f"{name or 'a tensor'} {shape}" for name, shape in shapes.items()) or "no tensor"
+    if key is not None and "" not in shapes:
+        if key not in shapes:
+            raise InvalidRows(f"{path} has no tensor {key!r}; it holds {held}")
+        return key
+    fitting = [name for name, shape in shapes.items() if len(shape) == 2 and shape[1] == dim]
+    if len(fitting) > 1 and EXPORTED_NAME in fitting:
+        return EXPORTED_NAME
+    if len(fitting) != 1:
+        remedy = "name one with key=" if fitting else f"the head needs a matrix [n, {dim}]"
+        raise InvalidRows(f"{path} holds {held}; {remedy}")
+    return fitting[0]
+
+
+def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, dim: int) -> None:
+    if len(shape) != 2 or shape[1] != dim:
+        raise InvalidRows(f"{path} has shape {shape}; the head needs [n, {dim}], a row for each class")
+    if not is_float:
+        raise InvalidRows(f"{path} is of {dtype}; weights must be float16, bfloat16, float32 or float64")
+
+
+def _assign_all(table: ReadableTable, parts: list[_Part]) -> None:
+    start = 0
+    for part in parts:
+        _assign(table, part, start)
+        start += part.num_rows
+
+
+def _assign(table: ReadableTable, part: _Part, first: int) -> None:
+    """Assign the rows of one file to the classes from ``first`` on; a rank reads those that it holds."""
+    spec = table.spec
+    low, high = (table.first, table.stop) if isinstance(table, RankTable) else (0, first + part.num_rows)
+    end = min(part.num_rows, high - first)
+    step = block_rows_for(spec.row_bytes)
+    for start in range(max(0, low - first), end, step):
+        stop = min(start + step, end)
+        rows = part.read(start, stop).to(TORCH_DTYPES[spec.dtype]).contiguous()
+        if not math.isfinite(float(rows.float().abs().amax())):
+            wrong = start + int((~torch.isfinite(rows).all(dim=1)).nonzero()[0])
+            raise NonFinite(
+                f"{part.path}, row {wrong} (class {first + wrong}), holds NaN or infinity, or values beyond the range "
+                f"of {spec.dtype}; the classes below {first + start} are imported"
+            )
+        table.assign(np.arange(first + start, first + stop, dtype=np.int64), as_numpy(rows))

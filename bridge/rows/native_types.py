@@ -1,0 +1,44 @@
+"""Where narrow types are faster than float32: elsewhere they cost accuracy for nothing."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from geartrain.ams.kernels.ops import has_bfloat16_class_pass
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether a network is faster in bfloat16; on a CPU it is only where that has AMX (decision 0022)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        return bool(torch.cpu._is_amx_tile_supported())
+    return False
+
+
+@functools.cache
+def gives_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device gives products of ``dtype`` unrounded: ``out_dtype`` of newer PyTorch, for CUDA."""
+    with torch.autocast(device.type, enabled=False):
+        one = torch.ones(16, 16, device=device, dtype=dtype)
+        try:
+            return bool(torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32)
+        except (RuntimeError, TypeError):
+            return False
+
+
+def product_type(device: torch.device, wanted: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The type of the operands of a head's products where autocast asks for ``wanted``: that, or ``compute``.
+
+    Sums of products have to come in float32: a logit rounded to 8 or 11 bits once it is multiplied by the scale makes
+    a probability wrong by percents. So ``wanted`` is taken on a device that gives such sums, and on a CPU with AMX.
+    On another CPU one pass of C++ over float32 rows beats PyTorch operations in any narrow type (decision 0022).
+    float64 stays, as it does under autocast everywhere.
+    """
+    if compute != torch.float32:
+        return compute
+    if device.type == "cpu":
+        return wanted if wanted == torch.bfloat16 and has_bfloat16_class_pass() else compute
+    return wanted if gives_float32_products(device, wanted) else compute

@@ -1,0 +1,196 @@
+"""Rows of an AMS table as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.arguments import real_number
+from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.dense.dense_table import DenseTable
+from geartrain.bridge.gear.slow_gear import SlowGear
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.rows.row_update import PendingUpdate
+
+Head = ClassHead | SlowGear
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Applies the row gradients that heads have collected; the arithmetic runs in the shards.
+
+    A slow gear (:class:`geartrain.SlowGear`) counts as a head: its feature gradients are delivered to the dense part.
+    One param_group per head with ``lr`` (from the table's optimizer) and ``table`` (its name), so that LR schedulers
+    work; momentum and weight decay belong to the table and cannot be changed here. The group's parameter is a stand-in
+    of one element. Its gradient is the 2-norm of the rows' gradients if they lie in this process, and what multiplies
+    it multiplies them: so ``torch.amp.GradScaler`` unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``
+    ). Elsewhere (streamed, hosted, on ranks, summed over ranks) GradScaler alone may change it, and a clipper of
+    PyTorch's raises InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
+    """
+
+    _step_supports_amp_scaling = True
+    """GradScaler calls :meth:`step` also where it found infinity, and says so in ``found_inf`` and ``grad_scale``."""
+
+    def __init__(self, *heads: Head | Iterable[Head], lr: float | None = None) -> None:
+        """Train the rows of one or several heads; ``lr`` replaces that of their tables."""
+        flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
+        if not flat or not all(isinstance(head, ClassHead | SlowGear) for head in flat):
+            raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads or SlowGears; it was given {heads!r}")
+        if len({id(head) for head in flat}) < len(flat):
+            raise InvalidArgument("a head was given to RowOptimizer twice; give each once")
+        if lr is not None:
+            lr = real_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
+        self._updates: dict[int, PendingUpdate[Any]] = {id(head.row_update.carrier): head.row_update for head in flat}
+        groups = [
+            {
+                "params": [head.row_update.carrier],
+                "lr": head.table.spec.optimizer.lr if lr is None else lr,
+                "table": head.name,
+            }
+            for head in flat
+        ]
+        super().__init__(groups, {})
+        for update in self._updates.values():
+            update.is_optimized = True
+
+    def _group_updates(self) -> list[tuple[dict[str, Any], PendingUpdate[Any]]]:
+        return [(group, self._updates[id(group["params"][0])]) for group in self.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only the heads given at construction can be trained: anything else is InvalidArgument."""
+        params = param_group["params"]
+        if len(params) != 1 or id(params[0]) not in self._updates:
+            raise InvalidArgument("RowOptimizer trains rows only; give dense parameters to an optimizer of their own")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push the pending row gradients: one push per table and shard (per block for rows that are streamed).
+
+        Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a learning rate that is not,
+        TableNotFound if a table was restored since the forward pass (call zero_grad()). After an error the gradients
+        that were not pushed are still pending: call step() again, or zero_grad() to drop them. A step that GradScaler
+        skips pushes nothing and drops them: they could not be pushed later either.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and bool(found_inf):
+            self.zero_grad()
+            return loss
+        pairs = [(float(group["lr"]), update) for group, update in self._group_updates()]
+        for lr, update in pairs:
+            update.require_present()
+            if not (math.isfinite(lr) and lr >= 0):
+                raise InvalidArgument(f"lr of table {update.table.spec.name!r} is {lr!r}; it must be finite and >= 0")
+            update.check_finite()
+        if grad_scale is not None:
+            self.multiply_gradients(1.0 / float(grad_scale))
+            self.grad_scale = None  # after an error they are pending as they are now
+        for lr, update in pairs:
+            update.apply(lr)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Drop the pending row gradients; nothing is pushed."""
+        super().zero_grad(set_to_none=True)
+        for update in self._updates.values():
+            update.discard()
+
+    def multiply_gradients(self, factor: float) -> None:
+        """Multiply the pending row gradients of all heads."""
+        for update in self._updates.values():
+            update.multiply(factor)
+
+    def squared_norm(self) -> float:
+        """Σ g² of the pending row gradients of all heads, as the step would apply them; costs: clip_grad_norm_."""
+        return math.fsum(update.squared_norm() for update in self._updates.values())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the pending row gradients alone; :func:`clip_grad_norm_` clips them with dense parameters."""
+        return clip_grad_norm_((), self, max_norm)
+
+
+Rows = RowOptimizer | DenseTable
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    rows: Rows | Iterable[Rows],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients, of dense parameters and of rows, so that their joint 2-norm is at most ``max_norm``.
+
+    What :func:`torch.nn.utils.clip_grad_norm_` does for a model whose rows are parameters, wherever they are: the norm
+    of the rows is that of what the step would apply, summed by id, over micro-batches and over ranks, after the inverse
+    loss scale. Gradients of parameters are scaled in place, the rows' step carries the factor.
+
+        scaler.unscale_(optimizer); scaler.unscale_(rows)          # with torch.amp.GradScaler, first
+        gt.clip_grad_norm_(model.parameters(), rows, max_norm=5.0)
+
+    Cost, beside the dense part: nothing for rows pulled at once by one worker; one more pull of all active rows where
+    they are streamed; one request per shard where they are hosted; the gradients made once more where they are on
+    ranks. With ranks every rank calls it: rows pulled by several are summed over them (4·A·D bytes each, as in a
+    step), of hosted ones the features (4·B·D).
+
+    Args:
+        parameters: Dense parameters, or one; those without a gradient are left out. Gradients have any dtype and device
+            and may be DTensors (FSDP2); under DDP they are equal on all ranks.
+        rows: The RowOptimizer, or several. Of a SlowGear the gradients of its features count. A DenseTable stands for
+            the parameters it trains (in mode "sync" it is refused: its ranks' mean is made in the shards).
+        max_norm: > 0; may be infinite, to know the norm.
+        error_if_nonfinite: Raise NonFinite, and scale nothing, if the norm is not finite.
+
+    Returns:
+        The norm before clipping, 0-dim, on the device of the first gradient, in float32 (float64 if one is).
+
+    Raises:
+        InvalidArgument: ``max_norm`` or ``rows`` are something else.
+        NonFinite: see ``error_if_nonfinite``.
+        ShardUnavailable, SyncError: the norm of rows elsewhere could not be had; nothing was scaled.
+    """
+    if not real_number("max_norm", max_norm) > 0:
+        raise InvalidArgument(f"max_norm is {max_norm!r}; it must be > 0")
+    listed = list(rows) if isinstance(rows, Iterable) else [rows]
+    for one in listed:
+        if not isinstance(one, RowOptimizer | DenseTable):
+            raise InvalidArgument(f"rows is {quoted(one)}; it must be a RowOptimizer, a DenseTable, or several of them")
+    optimizers = list({id(one): one for one in listed if isinstance(one, RowOptimizer)}.values())
+    dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for one in listed:
+        if isinstance(one, DenseTable):
+            dense += one.clippable()
+    carriers = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+    distinct = {id(param): param for param in dense if id(param) not in carriers}
+    grads = [param.grad for param in distinct.values() if param.grad is not None]
+    with torch.no_grad():
+        norm = math.sqrt(math.fsum([*_squared_norms(grads), *(one.squared_norm() for one in optimizers)]))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFinite(f"the joint norm of the gradients is {norm}; nothing was scaled")
+        factor = norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else 0.0
+        if factor != 1.0:
+            for grad in grads:
+                grad.mul_(factor)
+            for one in optimizers:
+                one.multiply_gradients(factor)
+    is_wide = any(grad.dtype == torch.float64 for grad in grads)
+    device = grads[0].device if grads else None
+    return torch.tensor(norm, dtype=torch.float64 if is_wide else torch.float32, device=device)
+
+
+def _squared_norms(grads: list[Tensor]) -> list[float]:
+    """Σ g² of each. The host waits once for each device, not for every parameter."""
+    norms: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+        if hasattr(norm, "full_tensor"):  # a DTensor, of which this rank has a part
+            norm = norm.full_tensor()
+        norms.setdefault((norm.device, norm.dtype), []).append(norm)
+    return [norm * norm for alike in norms.values() for norm in torch.stack(alike).tolist()]

@@ -1,0 +1,60 @@
+"""How a saved head knows its rows again: by the table's incarnation while that lives, else by some of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from geartrain.ams.kernels.sampling import sample_ids
+from geartrain.ams.values.errors import GeartrainError, SpecMismatch
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.rows.tables import ReadableTable
+
+LABELS, OTHERS = 64, 64
+"""Rows that are looked at: of classes of the last batch, which have certainly moved, and of any."""
+
+
+def incarnation_of(table: ReadableTable) -> int:
+    """Which table of its name it is; 0 where tables are not numbered."""
+    return int(getattr(table, "incarnation", 0))
+
+
+def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
+    """What :func:`require_same_rows` compares, as JSON values. One pull of up to 128 rows.
+
+    Where rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
+    """
+    num_rows = table.spec.num_rows or 0
+    others = sample_ids(num_rows, min(OTHERS, num_rows), 0, 0)
+    ids = np.unique(np.concatenate([recent_labels[:LABELS], others]))
+    identity: dict[str, Any] = {"incarnation": incarnation_of(table)}
+    try:
+        return {**identity, "ids": ids.tolist(), "rows": _digest(table, ids)}
+    except GeartrainError:
+        return identity
+
+
+def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) -> None:
+    """Raise SpecMismatch unless the table is the one of ``identity``, or has its rows. None: of an earlier version, and
+    nothing is known. One pull of up to 128 rows where the table is another.
+    """
+    if identity is None or (identity["incarnation"] and identity["incarnation"] == incarnation_of(table)):
+        return
+    if "ids" in identity and _digest(table, np.array(identity["ids"], np.int64)) == identity["rows"]:
+        return
+    name = table.spec.name
+    raise SpecMismatch(
+        f"the saved state is of other rows than table {name!r} has here: class centers are in no state_dict. Restore "
+        "them first: cluster.restore(...) of the snapshot that cluster.snapshot(...) took beside this state, then make "
+        "the head with reuse=True; or geartrain.import_class_weights(...) of exported ones. To go on with the rows as "
+        "they are, load the state without the head's '_extra_state'"
+    )
+
+
+def _digest(table: ReadableTable, ids: Ids) -> str:
+    rows = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
+    table.pull_into(ids, rows)
+    return xxhash.xxh3_64_hexdigest(rows.tobytes())

@@ -1,0 +1,103 @@
+"""State of PyTorch objects as bytes, for ``files=`` of ``Cluster.snapshot``: safetensors, no pickle.
+
+Whatever ``state_dict()`` of a module, an optimizer, an LR scheduler or a GradScaler returns: nested dicts, lists and
+tuples of tensors, numbers, strings and None. Tensors are stored once each, on the host; the rest, and where each tensor
+belongs, is JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+
+_TREE = "geartrain-state"
+_TENSOR, _TUPLE, _PAIRS, _FLOAT = "$tensor", "$tuple", "$pairs", "$float"
+
+
+def state_to_bytes(state: Any) -> bytes:
+    """Return ``state`` as the bytes of a safetensors file.
+
+    Dtypes, shapes, tuples and integer keys are kept; tensors that share memory are stored apart. Raises InvalidArgument
+    naming the place of a value of any other type.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _packed(state, "state", tensors)
+    return bytes(save(tensors, {_TREE: json.dumps(tree)}))
+
+
+def state_from_bytes(data: bytes) -> Any:
+    """Return what :func:`state_to_bytes` was given, with its tensors on the host. Raises InvalidArgument."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        tree = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_TREE])
+        return _unpacked(tree, load(data))
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise InvalidArgument(f"{len(data)} bytes are not a state that state_to_bytes wrote: {exc!r}") from exc
+
+
+def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            name = f"{len(tensors):06}"
+            tensors[name] = value.detach().cpu().clone().contiguous()
+            return {_TENSOR: name}
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {_FLOAT: repr(value)}
+        case dict():
+            # Optimizers number their parameters, and JSON knows no keys but strings.
+            for key in value:
+                if not isinstance(key, str | int) or isinstance(key, bool):
+                    raise InvalidArgument(f"{place} has the key {key!r}; keys must be str or int")
+            return {_PAIRS: [[key, _packed(item, f"{place}[{key!r}]", tensors)] for key, item in value.items()]}
+        case tuple():
+            return {_TUPLE: [_packed(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]}
+        case list():
+            return [_packed(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]
+        case _:
+            raise InvalidArgument(
+                f"{place} is {type(value).__name__}; a state holds tensors, numbers, strings, None, and dicts, lists "
+                "and tuples of them"
+            )
+
+
+def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    match kind:
+        case "$tensor":
+            return tensors[content]
+        case "$float":
+            return float(content)
+        case "$pairs":
+            return {key: _unpacked(item, tensors) for key, item in content}
+        case "$tuple":
+            return tuple(_unpacked(item, tensors) for item in content)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of torch's default generators: the host's, and that of ``device`` if it is a CUDA device."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what :func:`random_state` returned; a CUDA state is passed over on a machine without the device."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

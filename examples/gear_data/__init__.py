@@ -1,0 +1,1 @@
+"""Data that only examples and benches use."""

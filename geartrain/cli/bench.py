@@ -1,0 +1,63 @@
+"""``geartrain bench``: ours against the rivals, on this machine, now."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from geartrain.cli.options import Json
+
+if TYPE_CHECKING:
+    from geartrain.launch.bench import Result
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="Which bench, for example rows or head.")],
+    full: Annotated[bool, typer.Option("--full", help="Also cases that take longer than a minute.")] = False,
+    folder: Annotated[Path, typer.Option(help="The benchmarks folder of a checkout.")] = Path("benchmarks"),
+    as_json: Json = False,
+) -> None:
+    """Measure Geartrain against a rival in one run; a ratio above 1 means that Geartrain wins."""
+    from geartrain.launch.bench import machine, run_bench
+
+    results = []
+    # What a bench prints on its way is for people: stdout is kept for the figures.
+    with contextlib.redirect_stdout(sys.stderr):
+        for result in run_bench(name, folder, full=full):
+            print(f"{result['case']}: {result['ratio']:.2f} x", flush=True)
+            results.append(result)
+    if as_json:
+        print(json.dumps({"bench": name, "machine": machine(), "results": results}))
+    else:
+        _print_table(results)
+
+
+def _print_table(results: Sequence[Result]) -> None:
+    from rich.table import Table
+
+    from geartrain.cli.consoles import table_console
+
+    table = Table("case", "ours", "theirs", "unit", "rival", "ratio", "target")
+    for result in results:
+        table.add_row(
+            result["case"],
+            f"{result['ours']:.4g}",
+            f"{result['theirs']:.4g}",
+            result["unit"],
+            result["rival"],
+            _coloured(result["ratio"], result["target"]),
+            "" if result["target"] is None else f"{result['target']:g}",
+        )
+    table_console().print(table)
+
+
+def _coloured(ratio: float, target: float | None) -> str:
+    if target is None:
+        return f"{ratio:.2f}"
+    return f"[{'green' if ratio >= target else 'red'}]{ratio:.2f}[/]"

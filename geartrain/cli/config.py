@@ -1,0 +1,32 @@
+"""``geartrain config``: the settings a role would run with, and whether a file is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from geartrain.ams.values.text import counted
+from geartrain.cli import configuration
+from geartrain.cli.options import ConfigFile, Json
+
+app = typer.Typer(no_args_is_help=True, help="Show or check the configuration.")
+
+
+@app.command()
+def show(file: ConfigFile = None, as_json: Json = False) -> None:
+    """Print the configuration in force: defaults, then the file, then GEARTRAIN_SECTION__KEY from the environment."""
+    config = configuration.load(file)
+    print(json.dumps(config.model_dump(), indent=2) if as_json else configuration.to_yaml(config))
+
+
+@app.command()
+def validate(file: Annotated[Path, typer.Argument(help="YAML configuration.")], as_json: Json = False) -> None:
+    """Check a file; a mistake is named with its line, and exits with 2."""
+    config = configuration.load(file, environ={})
+    servers = config.num_servers
+    facts = {"valid": True, "num_shards": config.scheduler.num_shards, "num_servers": servers}
+    text = f"{counted(config.scheduler.num_shards, 'shard')} on {counted(servers, 'server')}"
+    print(json.dumps(facts) if as_json else f"{file}: valid, {text}")

@@ -1,0 +1,46 @@
+"""``geartrain doctor``: whether this machine is fit for a cluster or a training, and what to do where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from geartrain.cli import configuration
+from geartrain.cli.options import ConfigFile, Json
+from geartrain.launch.doctor import DISK_GIB, examine
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def doctor(
+    file: ConfigFile = None,
+    scheduler: Annotated[
+        str | None, typer.Option("--scheduler", help="host:port of a running cluster to look at, too.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Where snapshots or runs will be written.")] = Path("runs"),
+    disk_gib: Annotated[float, typer.Option("--disk-gib", min=0, help="Free space that must be there.")] = DISK_GIB,
+    as_json: Json = False,
+) -> None:
+    """Check versions, ports, clocks, disk and limits, with a remedy for each fault; exits with 1 if any fails."""
+    config = configuration.load(file)
+    findings = list(examine(config, folder, scheduler=scheduler, disk_gib=disk_gib))
+    failed = any(finding.state == "fail" for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}))
+    else:
+        from rich.console import Console
+        from rich.markup import escape
+
+        console = Console(highlight=False, soft_wrap=True)
+        width = max(len(finding.check) for finding in findings)
+        for finding in findings:
+            state = f"[{_COLOURS[finding.state]}]{finding.state:4}[/]"
+            console.print(state, escape(f"{finding.check:{width}}  {finding.found}"), sep="  ")
+            if finding.remedy:
+                console.print(f"{'':{width + 8}}-> {finding.remedy}", markup=False)
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,55 @@
+"""``geartrain plan``: will it fit?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+
+from geartrain.ams.values.specs import SGD, Adam, SparseMomentum
+from geartrain.cli.options import Json
+
+_DTYPE = "float32, float16 or bfloat16."
+
+
+def plan(
+    classes: Annotated[int, typer.Option("--classes", help="Number of classes.")],
+    dim: Annotated[int, typer.Option("--dim", help="Width of features and class centers.")],
+    rows: Annotated[str, typer.Option("--rows", help="Where the rows are: pull, hosted or ranks.")] = "pull",
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Storage type of the rows: {_DTYPE}")] = "float32",
+    slot_dtype: Annotated[
+        str | None, typer.Option("--slot-dtype", help=f"Of the momentum: {_DTYPE}", show_default="float32")
+    ] = None,
+    momentum: Annotated[bool, typer.Option("--momentum/--sgd", help="Whether rows have momentum.")] = True,
+    adam: Annotated[bool, typer.Option("--adam", help="Rows have the two moments of Adam.")] = False,
+    sample_rate: Annotated[float, typer.Option("--sample-rate", help="Part of the classes active in a step.")] = 0.1,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="partial FC"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a rank.")] = 128,
+    shards: Annotated[int, typer.Option("--shards", help="Shards of the cluster.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks that train together.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="Of the features: cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Print the memory of a class head by part, for each shard and rank, before anything is started."""
+    from geartrain.ams.programs.selection import PartialFC
+    from geartrain.bridge.head.memory import memory_report  # loads torch
+    from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
+
+    report = memory_report(
+        num_classes=classes,
+        dim=dim,
+        rows=cast(Any, rows),
+        dtype=cast(Any, dtype),
+        slot_dtype=cast(Any, slot_dtype or "float32"),
+        optimizer=Adam() if adam else SparseMomentum(lr=0.1) if momentum else SGD(lr=0.1),
+        select=PartialFC(sample_rate) if k is None else KNNSoftmax(sample_rate, k=k),
+        batch_size=batch_size,
+        num_shards=shards,
+        num_ranks=ranks,
+        device=device,
+    )
+    print(json.dumps(report.to_json()) if as_json else report)

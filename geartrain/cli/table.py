@@ -1,0 +1,101 @@
+"""``geartrain table``: the tables of a running cluster, and how one that nobody needs any more goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import counted
+from geartrain.cli import configuration
+from geartrain.cli.options import ConfigFile, GraphAddress, Json, SchedulerAddress
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster_status import ClusterStatus
+
+_INCOMPLETE = (
+    "incomplete: a shard with rows of it was restarted, or its creation or drop was cut off; drop it, or restore a "
+    "snapshot in its place"
+)
+_RESTORING = (
+    "incomplete: it is being restored from a snapshot; if the process that did so is gone, restore the snapshot again, "
+    "or drop it"
+)
+
+
+def why_incomplete(found: ClusterStatus, table: str) -> str:
+    """What is wrong with a table that is incomplete, and the remedy."""
+    return _RESTORING if table in found.restoring_tables else _INCOMPLETE
+
+
+app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster.")
+
+
+@app.command(name="list")
+def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
+    """List the tables of a cluster. A job drops its own at its end; one that was killed leaves it."""
+    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+    from geartrain.ams.client.cluster_status import (
+        cluster_status,  # after the settings are known to be right: it is slower
+    )
+
+    found = cluster_status(config.server.scheduler, config=config.client)
+    tables = found.tables
+    if as_json:
+        print(json.dumps([dataclasses.asdict(table) for table in tables]))
+        return
+    _say_who_is_absent(found)
+    for table in tables:
+        ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
+        rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
+        print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.pushes, 'push', 'pushes')}")
+    for name, number in zip(found.incomplete_tables, found.incomplete_rows, strict=True):
+        print(f"{name}: {counted(number, 'row')}, {why_incomplete(found, name)}")
+    if not tables and not found.incomplete_tables:
+        print("this cluster has no table")
+
+
+def _say_who_is_absent(status: ClusterStatus) -> None:
+    absent = [f"{one.shard} ({one.state})" for one in status.shards if one.state != "up"]
+    if absent:
+        print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
+
+
+@app.command()
+def drop(
+    names: Annotated[list[str], typer.Argument(help="Tables to drop, with all their rows.")],
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    graph: GraphAddress = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove tables and their rows from every shard, after asking. A job that still uses one fails.
+
+    Their graphs go, too, if the graph service is named; else it drops each once there is another table of its name.
+    """
+    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
+    config = configuration.load(file, given)
+    if as_json and not yes:
+        raise ConfigError("--json asks nothing; confirm with --yes")
+    from geartrain.ams.client.cluster import connect  # after the settings are known to be right: it is slower
+
+    with connect(config.server.scheduler, config=config.client) as cluster:
+        status = cluster.status()
+        rows = {table.name: table.rows for table in status.tables}
+        rows |= dict(zip(status.incomplete_tables, status.incomplete_rows, strict=True))
+        for name in names:
+            if name not in rows:
+                cluster.table(name)  # which says why it is not there
+        rows = {name: rows.get(name, 0) for name in names}
+        if not yes:
+            _say_who_is_absent(status)
+            listed = ", ".join(f"{name!r} ({counted(number, 'row')})" for name, number in rows.items())
+            typer.confirm(f"Drop {listed}? There is no way back but a snapshot", abort=True, err=True)
+        for name in rows:
+            cluster.drop_table(name)
+    print(json.dumps({"dropped": rows}) if as_json else f"dropped {', '.join(rows)}")

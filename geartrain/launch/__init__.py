@@ -1,0 +1,1 @@
+"""Starting roles: whole clusters, single roles and their processes, and checks of a machine."""

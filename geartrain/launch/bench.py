@@ -1,0 +1,118 @@
+"""Runs the benches in ``benchmarks/`` of a checkout: ours against a rival in one run, as ratios.
+
+The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper); ``rows_grpc`` is
+the one file of that name. Each has a function ``results(full=False)`` that yields :class:`Result` dictionaries; it
+alternates ours and the rival and quotes medians. Benches are not part of the installed package: figures mean something
+only beside the source they come from.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+from geartrain.ams.values.errors import ConfigError, GeartrainError
+
+
+class Result(TypedDict):
+    """One case of a bench."""
+
+    case: str
+    """What was measured, with its sizes."""
+    ours: float
+    """Our figure, in ``unit``."""
+    rival: str
+    """Who the other is."""
+    theirs: float
+    """The rival's figure, in ``unit``."""
+    unit: str
+    """Such as "ms" or "MB/s"."""
+    ratio: float
+    """Above 1: we win."""
+    target: float | None
+    """The ratio we promise; None: shown for comparison only."""
+
+
+class BrokenBench(GeartrainError):
+    """A bench file does not keep to the form described above."""
+
+
+def bench_names(folder: Path) -> list[str]:
+    """The benches of a folder, sorted.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {str(folder)!r}; benches are part of the source tree, not of the installed package: "
+            "run this in a checkout, or give its benchmarks folder with --folder"
+        )
+    return sorted({path.stem.partition("_")[0] for path in folder.glob("[!_]*.py")})
+
+
+def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result]:
+    """Yield the results of one bench as they come.
+
+    Args:
+        name: of the bench, or of one of its files.
+        folder: the ``benchmarks`` folder of a checkout.
+        full: also what takes longer than a minute a case.
+
+    Raises:
+        ConfigError: there is no such bench; lists those there are.
+        BrokenBench: a file has no ``results``, or one of its results lacks a field.
+    """
+    names = bench_names(folder)
+    paths = [path for path in sorted(folder.glob("[!_]*.py")) if name in (path.stem, path.stem.partition("_")[0])]
+    if not paths:
+        raise ConfigError(f"there is no bench {name!r} in {str(folder)!r}; there are {', '.join(names)}")
+    for path in paths:
+        for result in _module(path).results(full=full):
+            if set(result) != set(Result.__annotations__):
+                raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")
+            yield result
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": device,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    names = (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"geartrain_benchmarks.{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up here
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # a bench may use a file beside it
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "results", None)):
+        raise BrokenBench(f"{path} has no function results(full=False) that yields its results")
+    return module

@@ -1,0 +1,139 @@
+"""One child process of the launcher: started, listened to, and ended by its own handle.
+
+Its stdin is a pipe that only this process holds, and the role ends when it closes: so children never outlive a parent
+that was killed. It runs in a session of its own, so that Ctrl-C reaches the parent alone, which ends the rest in order.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from geartrain.cli.main import ERROR_PREFIX, WRONG_USAGE
+
+TAIL_LINES = 20
+
+
+class Child:
+    """A role process: its ready line becomes ``facts``, its log lines are passed on with its name before them."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        on_line: Callable[[str], None],
+        on_ready: Callable[[Child], None],
+        on_exit: Callable[[Child], None],
+    ) -> None:
+        """Start ``python -m geartrain ARGUMENTS``.
+
+        Args:
+            name: what to call it before its log lines.
+            arguments: the role and its flags.
+            environ: its whole environment.
+            on_line: called with each log line.
+            on_ready: called once, when it has said that it serves; ``facts`` holds what it said.
+            on_exit: called once, when it has exited and its last line was passed on.
+
+        The callbacks run on threads of the child's own.
+        """
+        self.name = name
+        self.arguments = tuple(arguments)
+        self.facts: dict[str, Any] | None = None
+        """What its ready line said; None before."""
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        """The last log lines."""
+        self._on_line = on_line
+        self._on_ready = on_ready
+        self._on_exit = on_exit
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "geartrain", *arguments, "--end-with-parent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environ),
+            start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        readers = [
+            threading.Thread(target=self._read_facts, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._read_log, args=(self._process.stderr,), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        self._watcher = threading.Thread(target=self._watch, args=(readers,), daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_text(self) -> str:
+        """How it ended, in words."""
+        code = self._process.returncode
+        if code is None:
+            return "still running"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    @property
+    def complaint(self) -> str | None:
+        """The error about its settings or arguments with which it ended; None if it ended otherwise."""
+        last = self.tail[-1] if self.tail else ""
+        if self._process.returncode != WRONG_USAGE or not last.startswith(ERROR_PREFIX):
+            return None
+        return last.removeprefix(ERROR_PREFIX)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+    def end(self, grace_seconds: float) -> bool:
+        """Wait for it to end, kill it after ``grace_seconds``; return whether that was needed."""
+        try:
+            self._process.wait(grace_seconds)
+            killed = False
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            killed = True
+        self._watcher.join()
+        return killed
+
+    def _read_facts(self, stream: IO[str]) -> None:
+        for line in stream:
+            try:
+                facts = json.loads(line)
+            except json.JSONDecodeError:
+                facts = None
+            if isinstance(facts, dict) and "ready" in facts and self.facts is None:
+                self.facts = facts
+                self._on_ready(self)
+            else:
+                self._pass_on(line)
+
+    def _read_log(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._pass_on(line)
+
+    def _pass_on(self, line: str) -> None:
+        self.tail.append(line.rstrip("\n"))
+        self._on_line(f"{self.name} | {line.rstrip()}")
+
+    def _watch(self, readers: Sequence[threading.Thread]) -> None:
+        self._process.wait()
+        for reader in readers:
+            reader.join()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        self._on_exit(self)

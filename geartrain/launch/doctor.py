@@ -1,0 +1,289 @@
+"""What ``geartrain doctor`` looks at: each check says what it found and, where that is not well, the remedy.
+
+Nothing is changed but one small file, written and removed in the folder whose disk is measured.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+from geartrain.ams.observe.failpoints import VARIABLE
+from geartrain.ams.values.config import ClientConfig, ClusterConfig, split_address
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.text import counted
+
+State = Literal["ok", "warn", "fail"]
+
+DISK_GIB = 10.0
+"""Free space asked for by default."""
+NUM_SYNCS, SYNC_BYTES = 20, 4096
+SLOW_SYNC_SECONDS = 0.05
+OPEN_FILES = 1024
+SHARED_MEMORY_MIB = 128
+MEMORY_GIB = 2.0
+CLOCK_SECONDS = 1.0
+_ANSWER_SECONDS = 1.0
+_SHARED_MEMORY = Path("/dev/shm")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    state: State
+    found: str
+    remedy: str = ""
+    """What to do; empty where all is well."""
+
+
+def examine(
+    config: ClusterConfig,
+    folder: Path,
+    *,
+    scheduler: str | None = None,
+    disk_gib: float = DISK_GIB,
+    environ: Mapping[str, str] = os.environ,
+) -> Iterator[Finding]:
+    """Yield every finding; takes about a second. ``scheduler`` is the address of a running cluster, or None."""
+    yield check_versions()
+    yield check_core()
+    yield check_gpu()
+    yield check_port("scheduler port", config.scheduler.listen)
+    yield check_port("server port", config.server.listen)
+    yield from check_cluster(scheduler)
+    yield from check_disk(folder, disk_gib)
+    yield check_open_files()
+    yield check_shared_memory()
+    yield check_huge_pages()
+    yield check_machine()
+    yield check_failpoints(environ)
+
+
+def check_versions() -> Finding:
+    """Python and the packages that Geartrain needs, in the versions it needs."""
+    wrong = []
+    for text in importlib.metadata.requires("geartrain") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            installed = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
+    names = ("geartrain", "torch", "grpcio", "numpy")
+    found = ", ".join([f"python {platform.python_version()}", *(f"{name} {_version(name)}" for name in names)])
+    if wrong:
+        return Finding("versions", "fail", f"{found}; {'; '.join(wrong)}", f"{sys.executable} -m pip install geartrain")
+    return Finding("versions", "ok", found)
+
+
+def check_core() -> Finding:
+    """Whether the compiled kernels load, and what they use of this processor."""
+    try:
+        from geartrain.ams.kernels import ops
+
+        uses = f"{ops.isa()}{' and AMX' if ops.has_bfloat16_class_pass() else ''}, rows ahead in {ops.lookahead()}"
+    except (ImportError, AttributeError) as exc:  # or it is of an earlier version
+        return Finding("core", "fail", f"the compiled core does not load: {exc}", "build it anew: pip install -e .")
+    names = [name for name in ("GEARTRAIN_ISA", "GEARTRAIN_LOOKAHEAD") if os.environ.get(name)]
+    found = f"built for {platform.machine()}, uses {uses}"
+    if names:
+        forced = " and ".join(f"{name}={os.environ[name]}" for name in names)
+        return Finding("core", "warn", f"{found}, forced by {forced}", f"unset {' '.join(names)}")
+    return Finding("core", "ok", found)
+
+
+def check_gpu() -> Finding:
+    """Whether there is a GPU, and torch is built for it. (Training on a CPU is no fault.)"""
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    if not devices:
+        return Finding("gpu", "ok", "none: workers train on the CPU")
+    torch = _version("torch")
+    if torch.endswith("+cpu"):
+        return Finding(
+            "gpu", "warn", f"{', '.join(devices)}, but torch {torch} is a CPU build", "install a CUDA build of torch"
+        )
+    return Finding("gpu", "ok", f"{', '.join(devices)}, torch {torch}")
+
+
+def check_port(check: str, listen: str) -> Finding:
+    """Whether a role could listen there, or which one does."""
+    host, port = split_address(listen)
+    if port == 0:
+        return Finding(check, "ok", f"{listen}: any free port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a past connection is no user
+            probe.bind(address)
+            probe.listen()
+    except OSError as exc:
+        from geartrain.ams.rpc.health import is_serving
+
+        if is_serving(listen, _ANSWER_SECONDS):
+            return Finding(check, "ok", f"{listen}: a role of Geartrain serves there")
+        taken = exc.errno == errno.EADDRINUSE
+        reason = f"{_user_of(port)} uses it" if taken else (exc.strerror or str(exc)).lower()
+        return Finding(check, "fail", f"{listen}: {reason}", "end that process, or choose another address (--listen)")
+    return Finding(check, "ok", f"{listen}: free")
+
+
+def check_cluster(scheduler: str | None) -> Iterator[Finding]:
+    """Whether the cluster answers and is whole, and how far its clocks are from this machine's."""
+    if scheduler is None:
+        yield Finding("cluster", "ok", "skipped: no --scheduler HOST:PORT was given")
+        return
+    from geartrain.ams.client.cluster_status import cluster_status
+
+    try:
+        status = cluster_status(scheduler, config=ClientConfig(connect_timeout_seconds=_ANSWER_SECONDS))
+    except GeartrainError as exc:
+        yield Finding("cluster", "fail", str(exc), "start it ('geartrain up'), or correct --scheduler")
+        return
+    absent = [f"shard {entry.shard} is {entry.state}" for entry in status.shards if entry.state != "up"]
+    found = f"scheduler {scheduler}, {counted(status.num_shards, 'shard')}, version {status.cluster_version}"
+    if absent:
+        yield Finding("cluster", "fail", f"{found}; {', '.join(absent)}", "start their servers; see 'geartrain status'")
+    elif lost := status.incomplete_tables:
+        found = f"{found}, all up; incomplete tables: {', '.join(map(repr, lost))}"
+        yield Finding(
+            "cluster",
+            "warn",
+            found,
+            "a shard with rows of them was restarted, or their making or drop was cut off, or they are being restored "
+            "just now: wait, or 'geartrain table drop' them, or restore a snapshot in their place",
+        )
+    else:
+        yield Finding("cluster", "ok", f"{found}, all up")
+    ahead = {shard.shard: shard.clock_ahead_seconds for shard in status.shards if shard.clock_ahead_seconds is not None}
+    if not ahead:
+        yield Finding("clock", "ok", "skipped: no shard told its time (the scheduler never does)")
+        return
+    worst = max(ahead, key=lambda shard: abs(ahead[shard]))
+    found = f"that of shard {worst} is {abs(ahead[worst]):.3f} s {'ahead of' if ahead[worst] > 0 else 'behind'} ours"
+    if abs(ahead[worst]) > CLOCK_SECONDS:
+        remedy = "run an NTP client on all machines: logs and ages of snapshots mislead (leases do not use this clock)"
+        yield Finding("clock", "warn", found, remedy)
+    else:
+        yield Finding("clock", "ok", found)
+
+
+def check_disk(folder: Path, disk_gib: float = DISK_GIB) -> Iterator[Finding]:
+    """Free space of the disk that snapshots go to, and how long it takes to make a small write safe."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = psutil.disk_usage(str(existing)).free / _GIB
+    found = f"{free:.1f} GiB free in {existing}"
+    remedy = f"free space there, or put snapshots elsewhere ({disk_gib:g} GiB are asked for; --disk-gib changes it)"
+    yield Finding("disk", "fail" if free < disk_gib else "ok", found, remedy if free < disk_gib else "")
+    try:
+        seconds = sorted(_sync_seconds(existing))
+    except OSError as exc:
+        yield Finding("fsync", "fail", f"{existing}: {exc.strerror or exc}", "give a folder that can be written")
+        return
+    median, p99 = statistics.median(seconds), seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
+    found = f"median {median * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms of {len(seconds)} writes of {SYNC_BYTES} bytes"
+    if median > SLOW_SYNC_SECONDS:
+        yield Finding("fsync", "warn", found, "snapshots will take long: use a local disk, or a faster one")
+    else:
+        yield Finding("fsync", "ok", found)
+
+
+def check_open_files() -> Finding:
+    """How many files and connections a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < OPEN_FILES:
+        return Finding("open files", "warn", f"at most {soft} (hard limit {hard})", f"ulimit -n {min(hard, 65536)}")
+    return Finding("open files", "ok", f"at most {soft}")
+
+
+def check_shared_memory() -> Finding:
+    """What DataLoader workers hand their batches over in."""
+    if not _SHARED_MEMORY.is_dir():
+        return Finding("shared memory", "warn", f"there is no {_SHARED_MEMORY}", "mount a tmpfs there")
+    free = psutil.disk_usage(str(_SHARED_MEMORY)).free / 2**20
+    if free < SHARED_MEMORY_MIB:
+        remedy = "DataLoader workers may die of it: docker run --shm-size=1g, or remove old files there"
+        return Finding("shared memory", "warn", f"{free:.0f} MiB free in {_SHARED_MEMORY}", remedy)
+    return Finding("shared memory", "ok", f"{free:.0f} MiB free in {_SHARED_MEMORY}")
+
+
+def check_huge_pages() -> Finding:
+    """Whether row slabs can lie in large pages."""
+    try:
+        text = _HUGE_PAGES.read_text(encoding="ascii")
+    except OSError:
+        return Finding("huge pages", "ok", "skipped: this system does not tell")
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        remedy = f"as root: echo madvise > {_HUGE_PAGES}; random reads of rows are slower without"
+        return Finding("huge pages", "warn", "never", remedy)
+    return Finding("huge pages", "ok", chosen)
+
+
+def check_machine() -> Finding:
+    """Cores and memory, and whether others use them."""
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    load = psutil.getloadavg()[0]
+    gib = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
+    found = f"{counted(cores, 'core')} (load {load:.1f}), {gib}"
+    if memory.available < MEMORY_GIB * _GIB:
+        return Finding("machine", "warn", found, "end other programs: little memory is left for rows")
+    if load > 2 * cores:
+        return Finding("machine", "warn", found, "others use the cores: figures taken now mean little")
+    return Finding("machine", "ok", found)
+
+
+def check_failpoints(environ: Mapping[str, str]) -> Finding:
+    """Whether roles started from here would misbehave on purpose."""
+    text = environ.get(VARIABLE)
+    if text:
+        return Finding("failpoints", "warn", f"{VARIABLE}={text}", f"unset {VARIABLE}, unless this is a test")
+    return Finding("failpoints", "ok", "none armed")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _user_of(port: int) -> str:
+    """The process that listens there, in words; only its owner and root are told which."""
+    for connection in psutil.net_connections("tcp"):
+        address = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
+            return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return "another process"
+
+
+def _sync_seconds(folder: Path, clock: Callable[[], float] = time.perf_counter) -> Iterator[float]:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".geartrain-doctor-") as file:
+        for _ in range(NUM_SYNCS):
+            started = clock()
+            file.write(bytes(SYNC_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            yield clock() - started

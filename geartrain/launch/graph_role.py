@@ -1,0 +1,63 @@
+"""Where the graph role meets the cluster whose rows it reads: ``ams.graph`` knows clusters by a protocol alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster_status import ClusterStatus, cluster_status
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
+from geartrain.ams.rpc.dial import dial
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import SchedulerUnavailable
+
+_STATUS_SECONDS = 2.0
+_PAUSE_SECONDS = 5.0
+"""How long a scheduler that did not answer is not asked for the tables again, so that no selection waits for it."""
+
+
+class ConnectedCluster:
+    """Implements :class:`geartrain.ams.graph.service.graphs.RowCluster`: connects anew for each build.
+
+    So a graph service starts before its cluster, and outlives shards that are replaced. Thread-safe.
+    """
+
+    def __init__(self, scheduler: str, config: ClientConfig) -> None:
+        self._scheduler = scheduler
+        self._config = config.model_copy(update={"graph": None})
+        self._quick = self._config.model_copy(update={"connect_timeout_seconds": _STATUS_SECONDS})
+        self._lock = threading.Lock()
+        self._carrier: SchedulerCarrier | None = None
+        self._silent_until = 0.0
+        """Unanswered until then, time.monotonic()."""
+
+    def reading(self) -> Cluster:
+        """See :class:`RowCluster`."""
+        return connect(self._scheduler, config=self._config)
+
+    def status(self) -> ClusterStatus:
+        """See :class:`RowCluster`."""
+        return cluster_status(self._scheduler, config=self._quick)
+
+    def table_incarnations(self) -> Mapping[str, int]:
+        """See :class:`RowCluster`."""
+        with self._lock:
+            if time.monotonic() < self._silent_until:
+                raise SchedulerUnavailable(f"the scheduler at {self._scheduler} did not answer a moment ago")
+            if self._carrier is None:
+                self._carrier, _ = dial(self._scheduler, self._quick, once=True)
+            try:
+                view = self._carrier.describe(_STATUS_SECONDS)
+            except AttemptFailed as exc:
+                self._silent_until = time.monotonic() + _PAUSE_SECONDS
+                raise SchedulerUnavailable(str(exc)) from exc
+        return {spec.name: spec.incarnation for spec in view.tables}
+
+    def close(self) -> None:
+        """See :class:`RowCluster`."""
+        with self._lock:
+            if self._carrier is not None:
+                self._carrier.close()
+                self._carrier = None

@@ -1,0 +1,21 @@
+"""Shards of this process with the hosted models that all of Geartrain's shards have."""
+
+from __future__ import annotations
+
+from geartrain.ams.client import cluster
+from geartrain.ams.programs.models import hosted_models
+from geartrain.ams.values.config import ClientConfig
+
+
+def local(
+    num_shards: int = 1,
+    *,
+    config: ClientConfig | None = None,
+    stream: str | None = None,
+    incarnation: int | None = None,
+) -> cluster.Cluster:
+    """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
+
+    ``stream`` and ``incarnation`` are those of :func:`connect`. Raises ConfigError if ``num_shards`` is not 1 … 4096.
+    """
+    return cluster.local(num_shards, config=config, stream=stream, incarnation=incarnation, models=hosted_models())

@@ -1,0 +1,30 @@
+"""Where log lines go: stderr, coloured on a terminal, so that stdout carries only what a command prints."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from geartrain.ams.values.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def log_to_stderr(level: str) -> None:
+    """Send every log record of at least ``level`` to stderr. Raises ConfigError for an unknown level."""
+    if level not in LEVELS:
+        raise ConfigError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    logging.basicConfig(level=level.upper(), handlers=[_handler()], force=True)
+
+
+def _handler() -> logging.Handler:
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        return handler
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler

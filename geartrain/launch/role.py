@@ -1,0 +1,104 @@
+"""The life of one role process: start, say so, serve, and end well when told to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from typing import Protocol
+
+from geartrain.ams.values.config import is_loopback
+from geartrain.ams.values.errors import GeartrainError
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_SECONDS = 3.0
+"""For the calls under way when a role is told to end."""
+KILL_AFTER_SECONDS = STOP_GRACE_SECONDS + 2.0
+"""For the whole process; then it is killed."""
+_LOOK_SECONDS = 1.0
+"""Longest that a signal is not noticed."""
+
+
+class Service(Protocol):
+    """What can be served until it is stopped."""
+
+    end_reason: str | None
+    """Why it ended by itself; None if it did not."""
+
+    def wait(self) -> object:
+        """Block until it has ended by itself or was stopped."""
+
+    def stop(self, grace_seconds: float) -> None:
+        """End; calls under way have ``grace_seconds``."""
+
+
+class RoleEnded(GeartrainError):
+    """A role stopped serving although nobody told it to."""
+
+
+def print_ready(role: str, **facts: object) -> None:
+    """Tell whoever started this process, in one line of JSON on stdout, that it serves now."""
+    print(json.dumps({"ready": role, **facts, "pid": os.getpid()}), flush=True)
+
+
+def end_with_parent() -> None:
+    """End this process as if by SIGTERM when stdin closes: whoever started it holds the other end and is gone."""
+
+    def watch() -> None:
+        # The descriptor, not sys.stdin: a buffered read would hold a lock that interpreter shutdown wants.
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(KILL_AFTER_SECONDS)
+        os._exit(1)  # nobody is left who would kill a process that cannot stop
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def warn_if_open(listen: str) -> None:
+    """Say that a role can be reached by anybody on the network. (The configuration refuses it unless told.)"""
+    if not is_loopback(listen):
+        logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
+
+
+def serve(role: str, service: Service, **facts: object) -> None:
+    """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
+
+    The same signal once more ends the process at once.
+
+    Raises:
+        RoleEnded: the service ended by itself.
+    """
+    told = threading.Event()
+    ended = threading.Event()
+
+    signals: set[int] = set()
+
+    def on_signal(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        if number in signals:
+            logger.warning("%s: %s again, ending at once", role, name)
+            os._exit(1)
+        signals.add(number)  # a terminal's SIGINT and a parent's SIGTERM mean one wish
+        logger.info("%s: %s, stopping", role, name)
+        told.set()
+        ended.set()
+
+    def watch() -> None:
+        service.wait()
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    print_ready(role, **facts)  # whoever reads it may end this process at once: the handlers are in place
+    threading.Thread(target=watch, name="service-watch", daemon=True).start()
+    # Python runs handlers on this thread alone; if the system gives a signal to another, that does not wake this one.
+    while not ended.wait(_LOOK_SECONDS):
+        pass
+    service.stop(STOP_GRACE_SECONDS)
+    if not told.is_set():
+        raise RoleEnded(f"the {role} stopped serving by itself: {service.end_reason or 'its log says why'}")

@@ -1,0 +1,243 @@
+"""The slow-gear role: joins the user's module and samples, the cluster, the stores and the service."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.gear.client.status import describe_gears
+from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
+from geartrain.ams.gear.service.role import GearServer
+from geartrain.ams.rpc.carrier import StreamHolders
+from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.kv.store import KeyValueStore, open_state
+from geartrain.ams.values.config import ClientConfig, SlowGearConfig
+from geartrain.ams.values.errors import ConfigError, SpecMismatch, StaleClient
+from geartrain.bridge.gear.dense_cache import SharedCache
+from geartrain.bridge.gear.dense_pass import DensePass
+from geartrain.bridge.gear.engine import DenseEngine, FeatureCache
+from geartrain.bridge.gear.factory import EngineSettings, batcher_settings, open_engine, open_pass
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.workers.devices import choose_device
+from geartrain.workers.gear.heirs import Heirs
+from geartrain.workers.gear.objects import load_function, open_samples, optimizer_named
+from geartrain.workers.gear.partitions import HeldPartitions, Ticker
+from geartrain.workers.gear.slow_gear import SlowGearHandler
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MEMORY, _FOLDER = "memory", "lmdb:"
+_POLL_SECONDS = 0.02
+
+
+class SlowGearRole:
+    """One slow gear: start, serve until stopped."""
+
+    def __init__(self, config: SlowGearConfig, client: ClientConfig) -> None:
+        """Raises ConfigError: it is not said what it is to serve, or what is said cannot be loaded."""
+        for key in ("name", "module", "samples", "dim"):
+            if getattr(config, key) is None:
+                raise ConfigError(f"which {key}? Give --{key}, or slowgear.{key} (GEARTRAIN_SLOWGEAR__{key.upper()})")
+        self.name = str(config.name)
+        self._config = config
+        # It may be started together with its scheduler.
+        patient = {"refused_timeout_seconds": client.connect_timeout_seconds}
+        self._client = client.model_copy(update={"graph": None} | patient)
+        self._survives = config.store != _MEMORY
+        self._is_shared = self._survives and not config.store.startswith(_FOLDER)
+        self._build = load_function(str(config.module), "module")
+        self._samples, self._decode = open_samples(str(config.samples), config.decode)
+        self._settings = _settings(config)
+        self._server = GearServer(config)
+        self.end_reason: str | None = None
+        """Why it ended by itself, if it did."""
+        self._handler: SlowGearHandler | None = None
+        self._opened = ExitStack()
+        self.partitions = 0
+        """Held when it began to serve."""
+
+    def start(self) -> str:
+        """Bind, join the cluster and serve; return the address.
+
+        Raises ConfigError, SpecMismatch (the dense table is of another module), Unavailable, StateDamaged.
+        """
+        try:
+            return self._start()
+        except BaseException:
+            self.stop(0)
+            raise
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Block until stopped; False if the time ran out first."""
+        return self._server.wait(timeout_seconds)
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Apply what waits, hand partitions and account over, and end. Idempotent."""
+        handler, self._handler = self._handler, None
+        try:
+            self._server.stop(grace_seconds, drain=(lambda: None) if handler is None else handler.drain)
+        finally:
+            self._opened.close()
+
+    def _end(self, reason: str) -> None:
+        self.end_reason = reason
+        self._server.end()
+
+    def _start(self) -> str:
+        config = self._config
+        bound = self._server.bind()
+        address = config.advertise or bound
+        joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
+        incarnation = joined.write_stream.incarnation
+        streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
+        self._compare_widths(streams.holders)
+        partitions = HeldPartitions(streams, before_release=self._flush)
+        self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
+        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
+        self._opened.callback(ticker.stop)
+        dense_pass = self._dense_pass()
+        self._await_partitions(partitions)  # before its journal is opened: nobody takes over what has a holder
+        engine = self._own_engine(address, dense_pass, joined)
+        heirs = Heirs(address, self._journal, self._use_engine) if self._is_shared else None
+        handler = SlowGearHandler(
+            self.name,
+            address,
+            engine,
+            partitions,
+            incarnation=incarnation,
+            gradients_per_id=config.gradients_per_id,
+            holders=streams.holders,
+            open_peer=GrpcGearCarrier,
+            heirs=heirs,
+            survives=self._survives,
+            tick_seconds=max(0.01, min(1.0, (config.flush_seconds or 4.0) / 4)),
+        )
+        self._handler = handler
+        self._server.serve(handler)
+        if heirs is not None:
+            heritage = Ticker(handler.look_for_heritage, lambda: partitions.tick_seconds)
+            self._opened.callback(heritage.stop)
+        self.partitions = len(partitions.now)
+        return address
+
+    def _compare_widths(self, holders: Callable[[], StreamHolders]) -> None:
+        """Raise SpecMismatch, before any partition is taken, if another slow gear makes features of another width."""
+        states, _ = describe_gears([self.name], lambda _: holders(), GrpcGearCarrier)
+        for state in states:
+            if state.dim != self._config.dim:
+                raise SpecMismatch(
+                    f"dim is {self._config.dim}; the slow gear of {self.name!r} at {state.address} makes features of "
+                    f"width {state.dim}: start this one with --dim {state.dim}, or under another name"
+                )
+
+    def _tick(self, partitions: HeldPartitions) -> None:
+        handler = self._handler
+        if handler is not None and handler.lost is not None:
+            raise StaleClient(handler.lost)
+        partitions.tick()
+
+    def _flush(self) -> None:
+        if (handler := self._handler) is not None:
+            handler.flush()
+
+    def _dense_pass(self) -> DensePass:
+        return open_pass(self._build, self._samples, self._decode, self._settings)
+
+    def _await_partitions(self, partitions: HeldPartitions) -> None:
+        """Wait for a share; with more slow gears than partitions there is none, and none is needed."""
+        deadline = time.monotonic() + self._client.connect_timeout_seconds
+        while not partitions.now and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        logger.info("%d of %d partitions of %r are held", len(partitions.now), NUM_PARTITIONS, self.name)
+
+    def _own_engine(self, address: str, dense_pass: DensePass, joined: Cluster) -> DenseEngine:
+        settings, cache = self._settings, self._cache()
+        if not self._survives:
+            batcher = GradientBatcher(settings.dim, **batcher_settings(settings))
+            return open_engine(joined, self.name, dense_pass, batcher, settings, time.time, cache=cache)
+        cluster = self._opened.enter_context(self._connected(address))
+        store, batcher = self._journal(address)
+        self._opened.callback(store.close)
+        return open_engine(
+            cluster,
+            self.name,
+            dense_pass,
+            batcher,
+            settings,
+            time.time,
+            cache=cache,
+            acknowledge=cluster.acknowledge,
+        )
+
+    def _use_engine(self, address: str, batcher: GradientBatcher, use: Callable[[DenseEngine], None]) -> None:
+        """See :data:`geartrain.workers.gear.heirs.UseEngine`. With a module of its own: the other one goes on."""
+        with self._connected(address) as cluster:
+            use(
+                open_engine(
+                    cluster,
+                    self.name,
+                    self._dense_pass(),
+                    batcher,
+                    self._settings,
+                    time.time,
+                    acknowledge=cluster.acknowledge,
+                )
+            )
+
+    def _connected(self, address: str) -> Cluster:
+        """Write to the dense table as the slow gear at ``address``, in whose place nobody else writes from now on."""
+        return connect(self._config.scheduler, config=self._client, stream=self._journal_name(address))
+
+    def _journal(self, address: str) -> tuple[KeyValueStore, GradientBatcher]:
+        """Take over what is kept for the slow gear at ``address``: this one, or one that is gone."""
+        store = open_state(self._config.store, self._journal_name(address))
+        try:
+            settings = self._settings
+            return store, GradientBatcher.restored(store, settings.dim, **batcher_settings(settings))
+        except BaseException:
+            store.close()
+            raise
+
+    def _journal_name(self, address: str) -> str:
+        return f"gear/{self.name}/{address}"
+
+    def _cache(self) -> FeatureCache | None:
+        config = self._config
+        if config.expire_seconds == 0:
+            return None
+        bound = config.store_bytes if config.store == _MEMORY or config.store.startswith(_FOLDER) else None
+        store = open_store(config.store, namespace=f"features/{self.name}", max_bytes=bound)
+        self._opened.callback(store.close)
+        return SharedCache(
+            store,
+            self._settings.dim,
+            expire_seconds=config.expire_seconds,
+            max_version_lag=config.max_version_lag,
+        )
+
+
+def _settings(config: SlowGearConfig) -> EngineSettings:
+    return EngineSettings(
+        dim=config.dim or 1,
+        optimizer=optimizer_named(config.optimizer),
+        reuse=True,
+        gradients_per_id=config.gradients_per_id,
+        ids_per_update=config.ids_per_update,
+        reduction=config.reduction,
+        flush_seconds=config.flush_seconds,
+        stale=config.stale,
+        max_gradient_lag=config.max_gradient_lag,
+        train_mode=config.train_mode,
+        autocast=_DTYPES[config.autocast],
+        device=choose_device(config.device),
+        max_batch=config.max_batch,
+        max_wait_seconds=config.max_wait_millis / 1000,
+        refresh_seconds=config.refresh_seconds,
+    )

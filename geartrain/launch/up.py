@@ -1,0 +1,239 @@
+"""``geartrain up``: a scheduler and its servers as processes of this machine, from ready to ended.
+
+One thread decides: what children do and which signals arrive comes to it through one queue. A role that dies is
+started again where it was, so that its cluster finds it; one that dies again and again ends the whole cluster with an
+error that quotes its last lines.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.server.machine import available_memory, default_row_memory
+from geartrain.ams.values.config import MIB, ClusterConfig, split_address
+from geartrain.ams.values.errors import ConfigError, GeartrainError
+from geartrain.cli import configuration
+from geartrain.launch.child import Child
+from geartrain.launch.role import KILL_AFTER_SECONDS
+
+START_TIMEOUT_SECONDS = 60.0
+MAX_RESTARTS = 5
+"""Restarts of one role within RESTART_WINDOW_SECONDS; one more, and the cluster ends."""
+RESTART_WINDOW_SECONDS = 600.0
+_SCHEDULER = "scheduler"
+_GRAPH = "graph"
+
+
+class ChildFailed(GeartrainError):
+    """A role process exited, or did not get ready in time, although nobody told it to end."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A child serves."""
+
+    child: Child
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child has ended."""
+
+    child: Child
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What a user needs to know of a cluster that is ready."""
+
+    scheduler: str
+    """host:port of the scheduler."""
+    shards: tuple[str, ...]
+    """host:port of every shard, in order."""
+    pids: dict[str, int]
+    """Process id by role name."""
+    graph: str | None = None
+    """host:port of the graph service, if one was started."""
+
+
+class Launcher:
+    """The processes of one cluster. A context manager: leaving it ends them all. Use it from the main thread."""
+
+    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None], *, graph: bool = False) -> None:
+        """Take the settings.
+
+        Args:
+            config: of the whole cluster; each server is told its shards, and its own port if one is given.
+            on_line: gets every log line of every child, from threads of their own.
+            graph: whether to start a graph service.
+
+        Raises:
+            ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
+        """
+        self._num_servers = config.num_servers
+        if config.server.advertise is not None and self._num_servers > 1:
+            raise ConfigError(
+                f"server.advertise is {config.server.advertise!r}, one address for {self._num_servers} servers; "
+                "leave it out, or start the servers one by one with 'geartrain server'"
+            )
+        if config.server.ports is not None and self._num_servers > 1:
+            raise ConfigError(
+                f"server.ports is {list(config.server.ports)}, those of one server out of {self._num_servers}; "
+                "leave it out, or start the servers one by one with 'geartrain server'"
+            )
+        self._server = config.server
+        self._listen = {_SCHEDULER: config.scheduler.listen, _GRAPH: config.graph.listen}
+        self._has_graph = graph
+        self._on_line = on_line
+        self._environ = configuration.to_environment(_with_memory_shared(config))
+        self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
+        self._children: list[Child] = []
+        self._restarts: dict[str, list[float]] = {}
+        """When each role was started again, by its name."""
+        self._facts: dict[str, dict[str, Any]] = {}
+        """What each role said when it was last ready, by its name."""
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self._events.put(signal.Signals(number)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Servers first, so that they can still take leave of the scheduler.
+        self._end(self._children[1:])
+        self._end(self._children[:1])
+
+    def start(self) -> ClusterFacts | None:
+        """Start every role; return once all shards serve, or with None if told to end meanwhile.
+
+        Raises:
+            ConfigError: a child cannot run with its settings, for example because its port is in use.
+            ChildFailed: a child exited, or took longer than START_TIMEOUT_SECONDS.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)
+        if told is None:
+            return None
+        scheduler = str(told[0]["address"])
+        servers = [self._spawn_server(index, scheduler) for index in range(self._num_servers)]
+        told = self._await_ready(servers, deadline)
+        if told is None:
+            return None
+        shards = tuple(address for facts in told for address in facts["addresses"])
+        graph = None
+        if self._has_graph:
+            told = self._await_ready([self._spawn(_GRAPH, "graph", f"--scheduler={scheduler}")], deadline)
+            if told is None:
+                return None
+            graph = str(told[0]["address"])
+        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children}, graph)
+
+    def wait(self, *, restart: bool = True) -> None:
+        """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
+
+        Raises:
+            ChildFailed: a role died without ``restart``, or for the MAX_RESTARTS + 1st time in RESTART_WINDOW_SECONDS.
+        """
+        while not isinstance(event := self._events.get(), signal.Signals):
+            if isinstance(event, Exited):
+                if not restart:
+                    raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
+                self._restart(event.child)
+
+    def _restart(self, dead: Child) -> None:
+        now = time.monotonic()
+        recent = [at for at in self._restarts.get(dead.name, ()) if now - at < RESTART_WINDOW_SECONDS]
+        if dead.facts is not None:
+            self._facts[dead.name] = dead.facts
+        if dead.name not in self._facts or len(recent) >= MAX_RESTARTS:
+            times = f" for the {len(recent) + 1}th time in {RESTART_WINDOW_SECONDS / 60:g} minutes" if recent else ""
+            raise _failure(dead, f"ended by itself ({dead.exit_text}){times}")
+        self._restarts[dead.name] = [*recent, now]
+        self._on_line(f"{dead.name} | ended by itself ({dead.exit_text}); starting it again")
+        self._environ.pop(failpoints.VARIABLE, None)  # armed for the first life only, or it would never stand up again
+        self._children[self._children.index(dead)] = self._child(dead.name, self._arguments_again(dead))
+
+    def _arguments_again(self, dead: Child) -> list[str]:
+        """What the role was started with, but the ports that it had: others know it by them."""
+        facts = self._facts[dead.name]
+        if dead.name in self._listen:
+            host, port = split_address(self._listen[dead.name])[0], split_address(str(facts["address"]))[1]
+            host = f"[{host}]" if ":" in host else host
+            return [*(one for one in dead.arguments if not one.startswith("--listen=")), f"--listen={host}:{port}"]
+        if self._server.advertise is not None:
+            return list(dead.arguments)
+        ports = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])
+        return [*(one for one in dead.arguments if not one.startswith("--ports=")), f"--ports={ports}"]
+
+    def _spawn(self, name: str, *arguments: str) -> Child:
+        child = self._child(name, arguments)
+        self._children.append(child)
+        return child
+
+    def _child(self, name: str, arguments: Sequence[str]) -> Child:
+        return Child(
+            name,
+            arguments,
+            self._environ,
+            on_line=self._on_line,
+            on_ready=lambda child: self._events.put(Ready(child)),
+            on_exit=lambda child: self._events.put(Exited(child)),
+        )
+
+    def _spawn_server(self, index: int, scheduler: str) -> Child:
+        host, port = split_address(self._server.listen)
+        host = f"[{host}]" if ":" in host else host
+        return self._spawn(
+            f"server {index}",
+            "server",
+            f"--scheduler={scheduler}",
+            f"--shard={index * self._server.shards}",
+            f"--listen={host}:{port + index if port else 0}",
+        )
+
+    def _await_ready(self, children: Sequence[Child], deadline: float) -> list[dict[str, Any]] | None:
+        """Return what each child said when it was ready, or None if told to end."""
+        awaited = set(children)
+        while awaited:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise _failure(awaited.pop(), f"is not ready after {START_TIMEOUT_SECONDS:g} s") from None
+            if isinstance(event, signal.Signals):
+                return None
+            if isinstance(event, Exited):
+                if event.child.complaint is not None:
+                    raise ConfigError(f"{event.child.name}: {event.child.complaint}")
+                raise _failure(event.child, f"ended before it was ready ({event.child.exit_text})")
+            awaited.discard(event.child)
+        return [child.facts for child in children if child.facts is not None]
+
+    def _end(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.terminate()
+        deadline = time.monotonic() + KILL_AFTER_SECONDS
+        for child in children:
+            if child.end(max(0.0, deadline - time.monotonic())):
+                self._on_line(f"{child.name} | did not end within {KILL_AFTER_SECONDS:g} s: killed")
+
+
+def _with_memory_shared(config: ClusterConfig) -> ClusterConfig:
+    """Several servers share what one would take for its rows."""
+    if config.server.memory_bytes is not None or config.num_servers == 1:
+        return config
+    share = max(MIB, default_row_memory(available_memory()) // config.num_servers)
+    return config.model_copy(update={"server": config.server.model_copy(update={"memory_bytes": share})})
+
+
+def _failure(child: Child, what: str) -> ChildFailed:
+    tail = "".join(f"\n  {line}" for line in child.tail) or "\n  (nothing)"
+    return ChildFailed(f"{child.name} (pid {child.pid}) {what}; its last lines:{tail}")

@@ -1,0 +1,36 @@
+"""A graph of nearest rows in the plainest numpy, in the place of the builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.bridge.head.selection import knn_selection
+
+
+def plain_build(
+    rows: knn_selection.TableRows, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
+) -> NeighbourTable:
+    """Every cosine, sorted; in two reads."""
+    half = rows.num_rows // 2
+    rows_CD = np.concatenate([rows.read(0, half), rows.read(half, rows.num_rows)]).astype(np.float64)
+    if progress is not None:
+        progress(half, rows.num_rows)
+    assert not cancelled()
+    rows_CD /= np.linalg.norm(rows_CD, axis=1, keepdims=True)
+    cosines_CC = rows_CD @ rows_CD.T
+    np.fill_diagonal(cosines_CC, -np.inf)
+    kept = min(k, rows.num_rows - 1)
+    order_CK = np.argsort(-cosines_CC, axis=1, kind="stable")[:, :kept]
+    if progress is not None:
+        progress(rows.num_rows, rows.num_rows)
+    offsets = np.arange(rows.num_rows + 1, dtype=np.int64) * kept
+    return NeighbourTable(offsets, order_CK.astype(np.int32).reshape(-1), k)
+
+
+def use_plain_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build graphs by :func:`plain_build`."""
+    monkeypatch.setattr(knn_selection, "_build", plain_build)

@@ -1,0 +1,42 @@
+"""Ranks as processes of this machine, over gloo. They are forked from a server that has imported everything once."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "geartrain.ams.client.cluster",
+    "geartrain.bridge.rows.optimizer",
+]
+
+
+def run_ranks(function: Callable[..., None], ranks: int, folder: Path, *arguments: Any) -> None:
+    """Call ``function(rank, ranks, folder, *arguments)`` on each rank of a new process group; raise what one raises."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    meeting = folder / f"meeting-{function.__name__}-{ranks}-{len(list(folder.iterdir()))}"
+    mp.start_processes(
+        _run,
+        args=(ranks, str(meeting), function, folder, arguments),
+        nprocs=ranks,
+        start_method="forkserver",
+    )
+
+
+def _run(
+    rank: int, ranks: int, meeting: str, function: Callable[..., None], folder: Path, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    try:
+        function(rank, ranks, folder, *arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""Numbers of writes that are never sent."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from geartrain.ams.client import writes
+from geartrain.ams.client.writes import Write, WriteStream
+
+
+def prepared(stream: WriteStream) -> Write:
+    return Write(stream, [], lambda *_: [])
+
+
+def test_a_prepared_write_that_nobody_holds_keeps_no_other_waiting() -> None:
+    stream = WriteStream(3, "me", 1)
+    for _ in range(10):
+        prepared(stream)
+    assert stream.context(11).oldest_unacknowledged == 11
+
+
+def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writes, "_WARN_SECONDS", 0.01)
+    stream = WriteStream(2, "me", 1)
+    held = [prepared(stream), prepared(stream)]
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(prepared, stream)
+        while "write 3 waits for write 1" not in caplog.text:
+            threading.Event().wait(0.005)
+        assert not third.done()
+        held[0].abandon()
+        third.result()
+
+
+def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
+    """The garbage collector ends the number of a write that was dropped, between any two instructions."""
+    stream = WriteStream(2, "s", 1)
+    held: list[Write | None] = [prepared(stream), prepared(stream)]
+    with ThreadPoolExecutor() as executor:
+        waiting = executor.submit(prepared, stream)
+        while not stream._waiting:
+            assert not waiting.done()
+        with stream._lock:
+            held[0] = None
+        stream.context(1)  # whoever had the lock looks afterwards what has ended
+        waiting.result(20)
+    assert stream.context(3).oldest_unacknowledged == 2
+    del held
+
+
+def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() -> None:
+    class Interrupted(WriteStream):
+        def begin(self, begun: list[int]) -> None:
+            super().begin(begun)
+            raise KeyboardInterrupt
+
+    stream = Interrupted(2, "s", 1)
+    for _ in range(5):
+        try:
+            prepared(stream)
+        except KeyboardInterrupt:
+            continue
+        pytest.fail("it was not interrupted")
+    assert stream.context(6).oldest_unacknowledged == 6

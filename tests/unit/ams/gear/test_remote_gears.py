@@ -1,0 +1,467 @@
+"""How a fast gear finds its slow gears, and what it sends again, to whom and under which name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.gear.client.ledger import journal_of
+from geartrain.ams.gear.client.remote import RemoteGears, heir_partition
+from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
+from geartrain.ams.gear.service.role import GearService
+from geartrain.ams.pb.v1 import gear_pb2
+from geartrain.ams.rpc import framing
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import GearUnavailable, InvalidArgument, MessageTooLarge, NonFinite, NotHolder
+from geartrain.ams.values.gear_messages import (
+    Delivery,
+    FeatureReply,
+    Freshness,
+    GearAccount,
+    GearState,
+    Taken,
+    family_of,
+)
+from geartrain.ams.values.specs import Ids
+
+DIM = 2
+IDS = np.arange(200)
+
+
+class Gears:
+    """Slow gears that live in this test: which partitions each holds, and what each was given."""
+
+    def __init__(self, *addresses: str, survives: bool = False) -> None:
+        self.survives = survives
+        self.holders: list[str | None] = [addresses[part % len(addresses)] for part in range(NUM_PARTITIONS)]
+        self.given: dict[str, dict[tuple[str, int], list[int]]] = defaultdict(dict)
+        self.calls: list[tuple[str, str, str]] = []
+        self.dead: set[str] = set()
+        self.leaves_unanswered: set[str] = set()
+        self.former: dict[str, tuple[str, ...]] = {}
+        self.incarnations = dict.fromkeys(addresses, 1)
+        self.on_look: Callable[[], None] = lambda: None
+
+    def look(self) -> StreamHolders:
+        self.on_look()
+        return StreamHolders(lease_seconds=0.01, holders=tuple(self.holders), incarnations=dict(self.incarnations))
+
+    def move(self, address: str, *others: str) -> None:
+        places = [part for part, holder in enumerate(self.holders) if holder == address]
+        for nth, part in enumerate(places):
+            self.holders[part] = others[nth % len(others)]
+
+    def account(self, address: str) -> GearAccount:
+        owners = (address, *self.former.get(address, ()))
+        received = sum(len(ids) for owner in owners for ids in self.given[owner].values())
+        return GearAccount(received=received, waiting=received)
+
+    def restart(self, address: str) -> None:
+        """Another process at the same address: what was in memory is gone."""
+        self.incarnations[address] += 1
+        self.dead.discard(address)
+        if not self.survives:
+            self.given[address].clear()
+
+    def journal(self, address: str) -> str:
+        return journal_of(address, self.incarnations.get(address, 1), survives=self.survives)
+
+    def counts(self) -> list[int]:
+        """How often each id was counted."""
+        every = [one for given in self.given.values() for ids in given.values() for one in ids]
+        return np.bincount(every, minlength=len(IDS)).tolist()
+
+    def carrier(self, address: str, on_wait: Callable[[], None]) -> Any:  # noqa: ARG002
+        return _Carrier(self, address)
+
+
+class _Carrier:
+    def __init__(self, gears: Gears, address: str) -> None:
+        self._gears, self._address = gears, address
+
+    def _answers(self) -> None:
+        if self._address in self._gears.dead:
+            raise NotSent(f"{self._address} does not answer")
+
+    def _require(self, ids: Ids) -> None:
+        for part in partitions_of(ids):
+            if self._gears.holders[part] != self._address:
+                raise NotHolder(f"partition {part} is not here")
+
+    def features(self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout: float) -> Any:  # noqa: ARG002
+        def answer() -> FeatureReply:
+            self._answers()
+            self._require(ids)
+            vectors = np.repeat(ids[:, None], dim, axis=1).astype(np.float32)
+            stamps = np.ones(len(ids))
+            return FeatureReply(
+                vectors_KD=vectors, versions=stamps.astype(np.int64), times=stamps, failures={}, dense_version=7
+            )
+
+        return answer
+
+    def deliver(self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float) -> Any:  # noqa: ARG002
+        def answer() -> Taken:
+            gears = self._gears
+            gears.calls.append((self._address, delivery.source, former))
+            self._answers()
+            is_own = former in ("", gears.journal(self._address))
+            if not is_own and former not in gears.former.get(self._address, ()):
+                raise NotHolder("not the heir")
+            journal = self._address if is_own else former
+            key = delivery.source, delivery.sequence
+            is_repeat = key in gears.given[journal]
+            if not is_repeat:
+                if is_own:
+                    self._require(delivery.ids)
+                gears.given[journal][key] = delivery.ids.tolist()
+            if self._address in gears.leaves_unanswered:
+                gears.leaves_unanswered.discard(self._address)
+                gears.dead.add(self._address)
+                raise AttemptFailed(f"{self._address} died before it answered")
+            account, told = gears.account(self._address), gears.journal(self._address)
+            return Taken(account=account, dense_version=8, journal=told, is_repeat=is_repeat)
+
+        return answer
+
+    def flush(self, name: str, timeout_seconds: float) -> Any:  # noqa: ARG002
+        def answer() -> int:
+            self._answers()
+            return 9
+
+        return answer
+
+    def describe(self, sources: Any, timeout_seconds: float) -> Any:  # noqa: ARG002
+        def answer() -> GearState:
+            self._answers()
+            gears = self._gears
+            return GearState(
+                name="image",
+                dim=DIM,
+                address=self._address,
+                journal=gears.journal(self._address),
+                partitions=(),
+                dense_version=5,
+                cache_hits=0,
+                cache_misses=0,
+                queued_ids=0,
+                account=gears.account(self._address),
+                uptime_seconds=0.0,
+                is_durable=gears.survives,
+                former=gears.former.get(self._address, ()),
+            )
+
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def remote(gears: Gears, *, dim: int = DIM, recovery: float = 20.0, **settings: Any) -> RemoteGears:
+    config = ClientConfig(recovery_timeout_seconds=recovery, **settings)
+    return RemoteGears("image", dim, gears.look, gears.carrier, config, wait=False, freshness=Freshness())
+
+
+def delivery(sequence: int, ids: Ids = IDS) -> Delivery:
+    return Delivery(
+        source="fast",
+        incarnation=1,
+        sequence=sequence,
+        ids=ids,
+        gradients_KD=np.ones((len(ids), DIM), np.float32),
+        versions=np.zeros(len(ids), np.int64),
+        lr=None,
+    )
+
+
+def test_requests_go_to_the_holders_of_their_ids_and_come_back_in_order() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    reply = port.features(IDS[::-1])
+    assert reply.vectors_KD[:, 0].tolist() == IDS[::-1].tolist() and port.dense_version == 7
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert {source for _, source, _ in gears.calls} == {"fast"} and len(gears.calls) == 3
+    port.flush()
+    assert port.dense_version == 9
+
+
+def test_a_process_that_repeats_the_steps_of_another_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gears = Gears("a")
+    remote(gears).deliver(delivery(1))
+    assert "counted before" not in caplog.text
+    remote(gears).deliver(delivery(1))
+    assert "delivery 1 of 'fast' was counted before" in caplog.text
+
+
+def test_a_large_delivery_travels_in_several_messages_with_names_of_their_own() -> None:
+    gears = Gears("a")
+    ids = np.arange(3 * 2048)
+    port = remote(gears, part_bytes=64 << 10)
+    port.deliver(delivery(1, ids))
+    port.deliver(delivery(2, ids))
+    sources = {source for _, source, _ in gears.calls}
+    assert sources == {"fast", "fast\t+1", "fast\t+2"} and {family_of(source) for source in sources} == {"fast"}
+    assert sum(map(len, gears.given["a"].values())) == 2 * len(ids)
+
+
+def test_who_moved_is_found_again() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.move("b", "a", "c")
+    assert port.features(IDS).vectors_KD[:, 0].tolist() == IDS.tolist()
+    gears.move("a", "b", "c")
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+
+
+def test_what_nobody_held_is_not_mistaken_for_what_its_new_holder_has() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.holders = [None if holder in "bc" else holder for holder in gears.holders]
+    port.account("fast")  # it has heard of that
+    looks: list[int] = []
+
+    def on_look() -> None:
+        looks.append(1)
+        for _ in range(10):
+            if None in gears.holders:
+                gears.holders[gears.holders.index(None)] = "a"
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS) and len(looks) > 3
+
+
+def test_one_that_lost_the_answer_but_lives_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    gears.on_look = gears.dead.clear  # the network is back
+    port.deliver(delivery(1))
+    assert "counted before" not in caplog.text
+    assert gears.counts() == [1] * len(IDS)
+    assert [call for call in gears.calls if call[0] == "b"] == [("b", "fast", ""), ("b", "fast", "b#1")]
+
+
+def test_one_that_lost_the_answer_and_a_partition_counts_once() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+
+    def on_look() -> None:
+        gears.dead.clear()
+        gears.holders[gears.holders.index("b")] = "a"
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+
+
+def test_one_that_died_before_it_counted_is_replaced() -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.dead.add("b")
+    port.deliver(delivery(1, IDS[partitions_of(IDS) % 3 != 1]))
+    gears.on_look = lambda: gears.move("b", "a", "c")
+    account = port.deliver(delivery(2))
+    second = [key for given in gears.given.values() for key in given if key[1] == 2]
+    assert sorted(second) == [("fast", 2), ("fast", 2), ("fast\t@b", 2), ("fast\t@b", 2)]
+    counts = np.array(gears.counts()) - (partitions_of(IDS) % 3 != 1)
+    assert counts.tolist() == [1] * len(IDS) and account.adds_up
+
+
+def test_what_died_durably_goes_to_the_heir_under_its_own_number() -> None:
+    gears = Gears("a", "b", "c", survives=True)
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+
+    def on_look() -> None:
+        if "b" in gears.dead:
+            gears.move("b", "a", "c")
+            heir = gears.holders[heir_partition("b")]
+            assert heir is not None
+            if any(former == "b" for _, _, former in gears.calls):  # it takes over a moment later
+                gears.former[heir] = ("b",)
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)  # counted before it died, and known to its heir
+    again = [call for call in gears.calls if call[2] == "b"]
+    assert len(again) == 2 and {source for _, source, _ in again} == {"fast"}
+    account = port.account("fast")
+    assert account.adds_up and account.received == len(IDS) and account.lost == 0
+
+
+def test_what_died_durably_and_came_back_is_asked_itself() -> None:
+    gears = Gears("a", "b", survives=True)
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    looks = []
+
+    def on_look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            gears.kept = list(gears.holders)  # type: ignore[attr-defined]
+            gears.move("b", "a")
+        else:
+            gears.dead.clear()
+            gears.holders = gears.kept  # type: ignore[attr-defined]
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert gears.calls[-1] == ("b", "fast", "b")
+
+
+def test_after_an_error_the_same_delivery_goes_on_where_it_stopped() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears, recovery=0.0)
+    gears.dead.add("b")
+    with pytest.raises(GearUnavailable, match=r"'image'.*b does not answer.*recovery_timeout_seconds"):
+        port.deliver(delivery(1))
+    gears.dead.clear()
+    port.deliver(delivery(1))
+    assert gears.counts() == [1] * len(IDS)
+    assert [address for address, _, _ in gears.calls].count("a") == 1
+
+
+def test_an_error_of_the_slow_gear_is_the_callers() -> None:
+    gears = Gears("a")
+    port = remote(gears)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NonFinite("the gradients of 1 of 3 ids are not finite")
+
+    port._carriers["a"].deliver = refuse  # type: ignore[method-assign]
+    with pytest.raises(NonFinite):
+        port.deliver(delivery(1))
+
+
+def test_after_a_restore_the_dense_version_is_the_lower_one() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    port.features(IDS)
+    assert port.dense_version == 7
+    port.account("fast")  # they say 5 now
+    assert port.dense_version == 5
+
+
+def test_no_slow_gear_or_one_of_another_width_is_named() -> None:
+    gears = Gears("a")
+    gears.holders[3] = None
+    with pytest.raises(GearUnavailable, match="geartrain slowgear"):
+        remote(gears, recovery=0.0)
+    with pytest.raises(InvalidArgument, match=r"dim is 3.*width 2"):
+        remote(Gears("a"), dim=3)
+
+
+def test_what_a_dead_one_held_is_lost_and_the_account_adds_up() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    port.deliver(delivery(1))
+    held = len(gears.given["b"]["fast", 1])
+    gears.dead.add("b")
+    gears.move("b", "a")
+    account = port.account("fast")
+    assert account.lost == held and account.received == len(IDS) and account.adds_up
+
+
+def test_what_died_in_memory_without_an_answer_is_given_up_and_not_counted_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gears = Gears("a", "b", "c")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    gears.on_look = lambda: gears.move("b", "a", "c") if "b" in gears.dead else None
+    account = port.deliver(delivery(1))
+    theirs = int((partitions_of(IDS) % 3 == 1).sum())
+    assert gears.counts() == [1] * len(IDS)  # b had counted its part
+    assert account.lost == theirs and account.received == len(IDS) and account.adds_up
+    assert f"gone: {theirs} gradients of a delivery" in caplog.text
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS) and port.account("fast").lost == theirs
+
+
+def test_another_process_at_the_same_address_does_not_count_again() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    gears.on_look = lambda: gears.restart("b") if "b" in gears.dead else None
+    account = port.deliver(delivery(1))
+    assert not gears.given["b"] and account.lost == int((partitions_of(IDS) % 2 == 1).sum()) and account.adds_up
+
+
+def test_another_process_at_the_same_address_refuses_what_its_predecessor_may_have_counted() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    gears.leaves_unanswered.add("b")
+    looks = [0]
+
+    def on_look() -> None:
+        looks[0] += 1
+        if looks[0] == 1:  # the scheduler is slower than the new process
+            gears.dead.clear()
+        else:
+            gears.incarnations["b"] = 2
+
+    plain = gears.journal
+    gears.journal = lambda one: "b#2" if one == "b" else plain(one)  # type: ignore[method-assign]
+    gears.on_look = on_look
+    account = port.deliver(delivery(1))
+    assert [former for address, _, former in gears.calls if address == "b"] == ["", "b#1"]
+    assert account.lost == int((partitions_of(IDS) % 2 == 1).sum())
+
+
+def test_partitions_that_nobody_held_are_no_repeat_for_who_takes_them() -> None:
+    gears = Gears("a", "b")
+    port = remote(gears)
+    for part in range(1, NUM_PARTITIONS, 4):  # half of what b held
+        gears.holders[part] = None
+    port.account()
+
+    def on_look() -> None:
+        free = [part for part, holder in enumerate(gears.holders) if holder is None]
+        for nth, part in enumerate(free[:8]):  # some now, some later
+            gears.holders[part] = "ab"[nth % 2]
+
+    gears.on_look = on_look
+    port.deliver(delivery(1))
+    port.deliver(delivery(2))
+    assert gears.counts() == [2] * len(IDS)
+
+
+def test_a_flush_waits_for_who_takes_over() -> None:
+    gears = Gears("a", "b", survives=True)
+    port = remote(gears)
+    gears.dead.add("b")
+    looks = [0]
+
+    def on_look() -> None:
+        looks[0] += 1
+        gears.move("b", "a")
+        if looks[0] == 3:
+            gears.former["a"] = ("b",)
+
+    gears.on_look = on_look
+    port.flush()
+    assert looks == [3]
+    impatient = remote(gears, recovery=0.0)
+    gears.former.clear()
+    with pytest.raises(GearUnavailable, match="what b left is not taken over yet"):
+        impatient.flush()
+
+
+def test_more_features_than_a_message_holds_are_refused_before_they_are_computed() -> None:
+    asked = gear_pb2.FeaturesRequest(name="image")
+    data = framing.encode_framed(asked, [(14, np.arange(100, dtype="<i8"))])
+    handler: Any = SimpleNamespace(name="image", dim=1 << 20)
+    with pytest.raises(MessageTooLarge, match="features of 100 ids"):
+        GearService(handler, 64 << 20).features(data, None)  # type: ignore[arg-type]

@@ -1,0 +1,341 @@
+"""The graph service without its transport: what it keeps, who waits for what, and how old it says a graph is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.service.graphs import Graphs
+from geartrain.ams.graph.service.store import GraphStore
+from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.storage.kv.store import MemoryStore
+from geartrain.ams.storage.snapshot.folder import new_staging, open_snapshot
+from geartrain.ams.values.errors import (
+    Cancelled,
+    GraphNotFound,
+    InternalError,
+    InvalidArgument,
+    NonFinite,
+    SchedulerUnavailable,
+    SnapshotDamaged,
+    SpecMismatch,
+    StateDamaged,
+    TableNotFound,
+)
+from geartrain.ams.values.specs import SGD, TableSpec
+
+ROWS = np.random.default_rng(5).standard_normal((900, 12)).astype(np.float32)
+LABELS = np.array([7, 3, 7, 899])
+
+
+class FakeCluster:
+    """One class table whose pulls a test can hold up."""
+
+    def __init__(self, rows: np.ndarray = ROWS, **spec: Any) -> None:
+        self.rows, self.writes, self.is_up = rows, 0, True
+        self.spec = TableSpec(name="faces", dim=rows.shape[1], optimizer=SGD(0.1), num_rows=len(rows), **spec)
+        self.spec = dataclasses.replace(self.spec, incarnation=1)
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.is_read = threading.Event()
+
+    def reading(self) -> contextlib.nullcontext[FakeCluster]:
+        return contextlib.nullcontext(self)
+
+    def table(self, name: str) -> FakeCluster:
+        if name != "faces":
+            raise TableNotFound(f"there is no table {name!r}")
+        return self
+
+    def pull_into_async(self, ids: np.ndarray, out: np.ndarray) -> Future[None]:
+        self.is_read.set()
+        assert self.may_read.wait(30)
+        out[:] = self.rows[ids]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def status(self) -> Any:
+        if not self.is_up:
+            raise SchedulerUnavailable("nobody answers")
+        return SimpleNamespace(num_shards=3, tables=[SimpleNamespace(name="faces", pushes=self.writes)])
+
+    def table_incarnations(self) -> dict[str, int]:
+        if not self.is_up:
+            raise SchedulerUnavailable("nobody answers")
+        return {"faces": self.spec.incarnation}
+
+    def make_anew(self) -> None:
+        """Drop the table and make another one of its name and settings."""
+        self.spec = dataclasses.replace(self.spec, incarnation=self.spec.incarnation + 1)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+@pytest.fixture
+def graphs(cluster: FakeCluster) -> Iterator[Graphs]:
+    made = Graphs(cluster)
+    yield made
+    cluster.may_read.set()
+    made.close()
+
+
+def test_what_it_builds_and_selects_is_what_the_builder_and_table_say(cluster: FakeCluster, graphs: Graphs) -> None:
+    cluster.writes = 40
+    told = []
+    built = graphs.build("faces", 6, step=11, progress=told.append).graph
+    expected = build_neighbours(ArrayRows(ROWS), 6)
+    assert (built.version, built.k, built.num_classes, built.step, built.writes) == (1, 6, 900, 11, 40)
+    assert built.whole_bytes == expected.num_bytes and len(built.shard_bytes) == 3
+    assert told[-1].done_pairs == told[-1].total_pairs == 900 * 899 // 2
+    table, info = graphs.load("faces")
+    np.testing.assert_array_equal(table.neighbours, expected.neighbours)
+    assert info.fingerprint == built.fingerprint
+    chosen = graphs.select("faces", LABELS, 50, seed=3, step=4, version=1)
+    np.testing.assert_array_equal(chosen, expected.select(LABELS, 50, seed=3, step=4))
+
+
+def test_a_graph_says_how_many_writes_its_rows_are_ahead(cluster: FakeCluster, graphs: Graphs) -> None:
+    cluster.writes = 5
+    graphs.build("faces", 3)
+    cluster.writes = 12
+    (info,) = graphs.describe().graphs
+    assert info.age_writes == 7 and sum(info.shard_bytes) == info.whole_bytes + 2 * 8
+    graphs.build("faces", 3, step=1)
+    (info,) = graphs.describe().graphs
+    assert (info.version, info.age_writes) == (2, 0)
+    cluster.writes = 2  # the table was made anew: its writes count from 0 again
+    assert graphs.describe().graphs[0].age_writes is None
+    cluster.is_up = False
+    assert graphs.describe().graphs[0].age_writes is None
+    assert len(graphs.select("faces", LABELS, 9, seed=0, step=0)) == 9  # needs no cluster
+
+
+def test_a_caller_can_insist_on_a_version(graphs: Graphs) -> None:
+    graphs.build("faces", 3)
+    with pytest.raises(SpecMismatch, match="version 1, not 2"):
+        graphs.select("faces", LABELS, 9, seed=0, step=0, version=2)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_graph_does_not_answer_for_the_next_table_of_its_name(
+    cluster: FakeCluster, tmp_path: Path, is_kept: bool
+) -> None:
+    store = MemoryStore()
+    graphs = Graphs(cluster, store=GraphStore(store))
+    graphs.build("faces", 4)
+    if is_kept:
+        graphs = Graphs(cluster, store=GraphStore(store))
+    cluster.make_anew()
+    staging = new_staging(tmp_path, "s")
+    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 2) == []
+    with pytest.raises(GraphNotFound, match="build it"):
+        graphs.select("faces", LABELS, 50, seed=1, step=2)
+    with pytest.raises(GraphNotFound):
+        graphs.load("faces")
+    assert graphs.describe().graphs == ()
+    assert not store.read_all()
+    assert graphs.build("faces", 4).graph.table_incarnation == 2
+    assert graphs.load("faces")[1].version == 1
+
+
+def test_a_graph_serves_on_while_nobody_knows_which_tables_there_are(cluster: FakeCluster, graphs: Graphs) -> None:
+    graphs.build("faces", 4)
+    cluster.is_up = False
+    assert len(graphs.select("faces", LABELS, 50, seed=1, step=2)) == 50
+
+
+def test_a_build_of_a_table_that_was_dropped_is_not_joined(cluster: FakeCluster, graphs: Graphs) -> None:
+    cluster.may_read.clear()
+    old = graphs.begin("faces", 4)
+    assert cluster.is_read.wait(30)
+    cluster.make_anew()
+    new = graphs.begin("faces", 4)
+    assert new is not old
+    cluster.may_read.set()
+    with pytest.raises(Cancelled):
+        old.result.result(30)
+    assert new.result.result(30).graph.table_incarnation == 2
+
+
+def test_who_asks_for_a_build_under_way_joins_it(cluster: FakeCluster, graphs: Graphs) -> None:
+    cluster.may_read.clear()
+    first = graphs.begin("faces", 4, step=2)
+    assert graphs.begin("faces", 4, step=2) is first
+    assert [building.k for building in graphs.describe().building] == [4]
+    with pytest.raises(InvalidArgument, match=r"being built with k 4 of step 2, not k 5 of step 2"):
+        graphs.begin("faces", 5, step=2)
+    cluster.may_read.set()
+    assert first.result.result(30).graph.version == 1
+
+
+def test_a_cancelled_build_leaves_the_older_graph(cluster: FakeCluster, graphs: Graphs) -> None:
+    graphs.build("faces", 4)
+    cluster.may_read.clear()
+    build = graphs.begin("faces", 5)
+    assert graphs.cancel("faces")
+    cluster.may_read.set()
+    with pytest.raises(Cancelled):
+        build.result.result(30)
+    assert graphs.load("faces")[1].k == 4
+    assert not graphs.cancel("faces") and not graphs.cancel("nowhere")
+    with pytest.raises(Cancelled):
+        graphs.build("faces", 5, cancelled=lambda: True)
+    assert graphs.build("faces", 5).graph.version == 2
+
+
+def test_a_build_waits_for_another_table_and_can_be_cancelled_meanwhile(cluster: FakeCluster, graphs: Graphs) -> None:
+    cluster.may_read.clear()
+    first = graphs.begin("faces", 4)
+    assert cluster.is_read.wait(30)
+    second = graphs.begin("other", 4)
+    second.cancel()
+    with pytest.raises(Cancelled):
+        second.result.result(30)
+    cluster.may_read.set()
+    assert first.result.result(30).graph.k == 4
+
+
+@pytest.mark.parametrize("k", [0, -1, 2**31, 1.5, True])
+def test_a_k_that_cannot_be_is_refused(graphs: Graphs, k: Any) -> None:
+    with pytest.raises(InvalidArgument, match="k is"):
+        graphs.build("faces", k)
+
+
+def test_what_a_table_cannot_give_is_said_to_whoever_waits(cluster: FakeCluster, graphs: Graphs) -> None:
+    with pytest.raises(TableNotFound, match="nowhere"):
+        graphs.build("nowhere", 3)
+    with pytest.raises(GraphNotFound, match="geartrain graph build faces"):
+        graphs.select("faces", LABELS, 9, seed=0, step=0)
+    cluster.spec = dataclasses.replace(cluster.spec, num_rows=None)
+    with pytest.raises(InvalidArgument, match="hashed"):
+        graphs.build("faces", 3)
+    cluster.spec = dataclasses.replace(cluster.spec, num_rows=900)
+    cluster.rows = ROWS.copy()
+    cluster.rows[77, 2] = np.nan
+    with pytest.raises(NonFinite, match="class 77"):
+        graphs.build("faces", 3)
+
+
+def test_more_neighbours_than_classes_are_all_the_others(graphs: Graphs) -> None:
+    assert len(graphs.build("faces", 5000).graph.shard_bytes) == 3
+    assert len(graphs.load("faces")[0].row(0)) == 899
+
+
+def test_a_service_that_ends_takes_no_build(graphs: Graphs) -> None:
+    graphs.close()
+    with pytest.raises(Cancelled, match="ending"):
+        graphs.build("faces", 3)
+
+
+def test_kept_graphs_are_there_for_the_next_service(cluster: FakeCluster) -> None:
+    kept = MemoryStore()
+    before = Graphs(cluster, store=GraphStore(kept)).build("faces", 4, step=9).graph
+    again = Graphs(cluster, store=GraphStore(kept))
+    assert again.describe().graphs == (before,)
+    assert again.build("faces", 4).graph.version == 2
+    again.forget("faces")
+    again.forget("faces")
+    assert again.describe().graphs == () and kept.read_all() == {}
+
+
+def test_a_damaged_graph_is_named_and_can_be_built_again(cluster: FakeCluster) -> None:
+    kept = MemoryStore()
+    Graphs(cluster, store=GraphStore(kept)).build("faces", 4)
+    kept.write({"graph/faces/0/neighbours/000000": b"short"})
+    graphs = Graphs(cluster, store=GraphStore(kept))
+    with pytest.raises(StateDamaged, match="graph/faces/0/neighbours/000000"):
+        graphs.select("faces", LABELS, 9, seed=0, step=0)
+    assert graphs.describe().graphs == ()
+    graphs.build("faces", 4)
+    assert Graphs(cluster, store=GraphStore(kept)).load("faces")[1].k == 4
+
+
+def test_an_ended_build_goes_on_from_its_folder_and_leaves_nothing_there(tmp_path: Path) -> None:
+    rows = np.random.default_rng(7).standard_normal((1500, 16)).astype(np.float32)
+    cluster = FakeCluster(rows)
+    settings: dict[str, Any] = {"builds": tmp_path, "memory_bytes": 220_000}
+    expected = Graphs(cluster, **settings | {"builds": tmp_path / "other"}).build("faces", 5)
+    assert expected.resumed_pairs == 0
+    with armed("graph.part.after=error@3"), pytest.raises(InternalError, match=r"graph\.part\.after"):
+        Graphs(cluster, **settings).build("faces", 5)
+    resumed = Graphs(cluster, **settings).build("faces", 5)
+    assert 0 < resumed.resumed_pairs < 1500 * 1499 // 2
+    assert dataclasses.replace(resumed.graph, built_unix_seconds=0.0) == dataclasses.replace(
+        expected.graph, built_unix_seconds=0.0
+    )
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+class MovingRows:
+    """Rows that are others at every read: training goes on beside the build."""
+
+    num_rows, dim = 700, 8
+
+    def __init__(self, speed: float) -> None:
+        self._random, self._speed = np.random.default_rng(1), speed
+        self._rows = self._random.standard_normal((700, 8)).astype(np.float32)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        self._rows += self._speed * self._random.standard_normal((700, 8)).astype(np.float32)
+        return self._rows[start:stop].copy()
+
+
+@pytest.mark.parametrize("speed", [0.0, 0.01, 1.0, 100.0])
+@pytest.mark.parametrize("memory_bytes", [110_000, 1 << 30], ids=["read-again", "held"])
+def test_rows_that_move_while_they_are_read_give_a_table_that_can_be_used(speed: float, memory_bytes: int) -> None:
+    table = build_neighbours(MovingRows(speed), 5, memory_bytes=memory_bytes)
+    lists = table.neighbours.reshape(700, 5)
+    assert all(len(set(row)) == 5 for row in lists.tolist())
+    assert not (lists == np.arange(700)[:, None]).any()
+    assert len(table.select(np.arange(20), 90, seed=0, step=0)) == 90
+    if speed == 0.0:
+        source = MovingRows(0.0)
+        expected = build_neighbours(ArrayRows(source.read(0, 700)), 5)
+        np.testing.assert_array_equal(table.neighbours, expected.neighbours)
+
+
+@pytest.mark.parametrize(("num_shards", "k"), [(1, 4), (3, 4), (5, 2000)])
+def test_a_graph_in_a_snapshot_comes_back_whole(tmp_path: Path, graphs: Graphs, num_shards: int, k: int) -> None:
+    built = graphs.build("faces", k, step=6).graph
+    before = graphs.load("faces")[0]
+    staging = new_staging(tmp_path, "s")
+    sizes = {"faces": 900, "nowhere": 5}
+    files = graphs.write_snapshot(staging.path, staging.id, sizes, num_shards)
+    assert {entry.shard for entry in files} == set(range(num_shards))
+    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 901}, num_shards) == []
+    path = staging.commit(step=0, created=0.0, num_shards=num_shards, tables=[], files=files)
+    assert open_snapshot(path).verify() == []
+    graphs.build("faces", 2)
+    assert graphs.restore_snapshot(str(path), {"faces": 1}) == ["faces"]
+    after, info = graphs.load("faces")
+    np.testing.assert_array_equal(after.neighbours, before.neighbours)
+    np.testing.assert_array_equal(after.offsets, before.offsets)
+    assert (info.version, info.step, info.k, info.fingerprint) == (1, 6, k, built.fingerprint)
+    assert graphs.restore_snapshot(str(path), {"other": 2}) == []
+
+
+def test_a_snapshot_that_lacks_a_part_of_a_graph_is_damaged(tmp_path: Path, graphs: Graphs) -> None:
+    graphs.build("faces", 4)
+    staging = new_staging(tmp_path, "s")
+    files = graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 3)
+    (Path(staging.path) / files[1].path).unlink()
+    path = staging.commit(step=0, created=0.0, num_shards=3, tables=[], files=[files[0], files[2]])
+    with pytest.raises(SnapshotDamaged, match="'faces' do not make one"):
+        graphs.restore_snapshot(str(path), {"faces": 1})

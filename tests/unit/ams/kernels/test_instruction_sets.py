@@ -1,0 +1,100 @@
+"""The same bits on every instruction set, however rows are asked for: one script, run in a process for each."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.kernels import ops
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+
+INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
+
+
+def digest() -> str:
+    """Hash what every kernel computes from fixed input."""
+    seen, generator = hashlib.sha256(), np.random.default_rng(0)
+    floats = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+    ids = np.arange(300)
+    optimizers = (SGD(0.1, 0.01), Momentum(0.1, 0.9, 1e-3, nesterov=True), SparseMomentum(0.1, 0.9, 1e-3), Adam(0.1))
+    initializers = (Normal(0, 1), Uniform(-1, 1), Constant(0.1), Normal(0, 1))
+    for optimizer, initializer in zip(optimizers, initializers, strict=True):
+        for dtype in floats:
+            spec = TableSpec(
+                name="t",
+                dim=77,
+                optimizer=optimizer,
+                initializer=initializer,
+                dtype=dtype.name,
+                slot_dtype="float32" if isinstance(optimizer, Adam) else dtype.name,
+            )
+            table = RowTable(spec, np.arange(4096))
+            out = np.empty((300, 77), dtype)
+            for gradient_dtype in floats:
+                gradients = (generator.standard_normal((300, 77)) * 10.0 ** generator.integers(-9, 4, (300, 1))).astype(
+                    gradient_dtype
+                )
+                table.push(ids[::2], gradients[::2], scale=0.37)
+                table.pull(ids, out)
+                seen.update(out.tobytes())
+                seen.update(ops.merge_duplicates(ids % 50, gradients)[2].tobytes())
+    seen.update(ops.sample_permutation(10**7 + 3, 5000, 1, 2).tobytes())
+    rows = generator.integers(-2, 3, (700, 21)).astype(np.float32)  # many ties
+    seen.update(build_neighbours(ArrayRows(rows), 9).neighbours.tobytes())
+    return seen.hexdigest()
+
+
+def run_with(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    here, compared = digest(), 0
+    for name in INSTRUCTION_SETS:
+        ran = run_with(GEARTRAIN_ISA=name)
+        if "has no more than" in ran.stderr:
+            continue
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.split() == [name, ops.lookahead(), here]
+        compared += 1
+    assert compared >= 1
+
+
+@pytest.mark.parametrize("lookahead", ["bursts", "window"])
+def test_how_rows_are_asked_for_changes_no_bit(lookahead: str) -> None:
+    ran = run_with(GEARTRAIN_LOOKAHEAD=lookahead)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [ops.isa(), lookahead, digest()]
+
+
+def test_an_unknown_way_to_ask_for_rows_is_refused_by_name() -> None:
+    ran = run_with(GEARTRAIN_LOOKAHEAD="hope")
+    assert ran.returncode != 0
+    assert "GEARTRAIN_LOOKAHEAD=hope is unknown; it must be bursts or window" in ran.stderr
+
+
+def test_an_unknown_instruction_set_is_refused_by_name() -> None:
+    ran = run_with(GEARTRAIN_ISA="sse9")
+    assert ran.returncode != 0
+    assert "GEARTRAIN_ISA=sse9 is unknown; it must be baseline, avx2 or avx512" in ran.stderr
+
+
+@pytest.mark.skipif(ops.isa() == "baseline", reason="only one instruction set here")
+def test_the_best_instruction_set_is_the_default() -> None:
+    assert ops.isa() in {"avx2", "avx512"}
+
+
+if __name__ == "__main__":
+    print(ops.isa(), ops.lookahead(), digest())

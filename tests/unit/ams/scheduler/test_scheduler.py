@@ -1,0 +1,334 @@
+"""The scheduler's decisions, with an injected clock and shards that only remember what they were asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from geartrain.ams.rpc.carrier import ClusterView, NotSent
+from geartrain.ams.scheduler import tell_shards as tell_shards_module
+from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
+from geartrain.ams.values import errors
+from geartrain.ams.values.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
+from geartrain.ams.values.specs import SGD, TableSpec
+
+SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
+
+
+class FakeCluster:
+    """A scheduler, its clock, and carriers to shards that note requests."""
+
+    def __init__(self, num_shards: int = 2, store: KeyValueStore | None = None) -> None:
+        self.now = 0.0
+        self.store = MemoryStore() if store is None else store
+        self.asked: list[tuple[str, Request]] = []
+        self.broken: set[str] = set()
+        self.unreachable: dict[str, int] = {}
+        """Addresses that so many requests do not reach."""
+        self.on_ask: Callable[[], None] = lambda: None
+        self.scheduler = Scheduler(
+            num_shards, self.open_carrier, lease_seconds=10, store=self.store, clock=lambda: self.now
+        )
+
+    def open_carrier(self, address: str) -> FakeCarrier:
+        return FakeCarrier(self, address)
+
+    def register_both(self) -> None:
+        for shard in (0, 1):
+            self.scheduler.register(f"host:{shard}", shard, incarnation=100 + shard)
+
+
+class FakeCarrier:
+    def __init__(self, cluster: FakeCluster, address: str) -> None:
+        self.cluster, self.address = cluster, address
+
+    def submit(self, context: CallContext, request: Request, timeout_seconds: float | None) -> Future[Reply]:  # noqa: ARG002
+        future: Future[Reply] = Future()
+        self.cluster.on_ask()
+        if self.cluster.unreachable.get(self.address, 0):
+            self.cluster.unreachable[self.address] -= 1
+            future.set_exception(NotSent("the name of the host cannot be resolved"))
+        elif self.address in self.cluster.broken:
+            future.set_exception(errors.InternalError("broken"))
+        else:
+            self.cluster.asked.append((self.address, request))
+            future.set_result(Done())
+        return future
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class FailingStore(MemoryStore):
+    """A store that can be made to fail, as if its process ended there."""
+
+    writes_left = 1_000
+
+    def write(self, changes: Mapping[str, bytes | None]) -> None:
+        if self.writes_left <= 0:
+            raise errors.StateFailed("killed")
+        self.writes_left -= 1
+        super().write(changes)
+
+
+def states(cluster: FakeCluster) -> list[str]:
+    return [entry.state for entry in cluster.scheduler.describe().shards]
+
+
+def test_a_shard_without_heartbeats_is_lost_after_its_lease() -> None:
+    cluster = FakeCluster()
+    assert states(cluster) == ["missing", "missing"]
+    cluster.register_both()
+    cluster.now = 9
+    cluster.scheduler.heartbeat(0, 100)
+    cluster.now = 12
+    assert states(cluster) == ["up", "lost"]
+
+
+def test_shards_are_given_out_in_order_and_refused_when_all_are_held() -> None:
+    scheduler = FakeCluster().scheduler
+    assert [scheduler.register(f"h:{i}", None, incarnation=i + 1).shard for i in range(2)] == [0, 1]
+    with pytest.raises(errors.ConfigError, match="has 2 shards, all held"):
+        scheduler.register("h:9", None, incarnation=9)
+    with pytest.raises(errors.InvalidArgument, match="0 … 1"):
+        scheduler.register("h:9", 7, incarnation=9)
+
+
+def test_a_shard_that_left_frees_its_place_and_its_successor_moves_the_cluster_version() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    version = cluster.scheduler.describe().cluster_version
+    cluster.scheduler.leave(1, 101)
+    assert states(cluster) == ["up", "lost"]
+    assert cluster.scheduler.register("h:5", None, incarnation=205).shard == 1
+    assert cluster.scheduler.describe().cluster_version == version + 1
+    assert cluster.scheduler.heartbeat(1, 101).replaced
+
+
+def test_tables_are_made_on_all_shards_or_none() -> None:
+    cluster = FakeCluster()
+    with pytest.raises(errors.ClusterNotReady, match=r"0 \(missing\)"):
+        cluster.scheduler.create_table(SPEC)
+    cluster.register_both()
+    cluster.broken.add("host:1")
+    with pytest.raises(errors.InternalError):
+        cluster.scheduler.create_table(SPEC)
+    (_, made), undone = cluster.asked
+    assert isinstance(made, CreateTable) and made.spec == SPEC
+    # However late it arrives, it must not drop the next table of the name.
+    assert undone == ("host:0", DropTable(table="t", incarnation=made.spec.incarnation))
+    assert cluster.scheduler.describe().tables == ()
+
+
+def test_a_table_whose_rows_a_restarted_shard_lost_is_not_offered() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.leave(1, 101)
+    cluster.scheduler.register("host:1", 1, incarnation=201)
+    view = cluster.scheduler.describe()
+    assert view.tables == () and view.incomplete_tables == ("t",)
+    with pytest.raises(errors.ShardRestarted, match=r"shards \[1\]"):
+        cluster.scheduler.create_table(SPEC, reuse=True)
+    with pytest.raises(errors.TableExists):
+        cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.drop_table("t")
+    assert not cluster.scheduler.create_table(SPEC).existed
+    assert cluster.scheduler.describe().incomplete_tables == ()
+
+
+def test_a_table_that_is_just_made_or_dropped_is_not_called_incomplete() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    seen: list[ClusterView] = []
+    cluster.on_ask = lambda: seen.append(cluster.scheduler.describe())
+    cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.drop_table("t")
+    assert [(view.tables, view.incomplete_tables) for view in seen] == 4 * [((), ())]
+
+
+def test_a_table_whose_making_was_cut_off_is_incomplete() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.broken |= {"host:0", "host:1"}  # it is not known whether they hold it
+    with pytest.raises(errors.InternalError):
+        cluster.scheduler.create_table(SPEC)
+    assert cluster.scheduler.describe().incomplete_tables == ("t",)
+
+
+def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
+    cluster = FakeCluster()
+    assert cluster.scheduler.heartbeat(0, 100).unknown
+    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
+    view = cluster.scheduler.describe()
+    assert view.tables == () == view.incomplete_tables  # shard 1 has not said whether it holds it
+    with pytest.raises(errors.ClusterNotReady, match=r"table 't' is not known yet: 1 shard of 2 \(1\)"):
+        view.require_registered("whether there is a table 't'")
+    cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[SPEC])
+    view = cluster.scheduler.describe()
+    view.require_registered("all")
+    assert (view.tables, view.cluster_version, view.ready) == ((SPEC,), 7, True)
+
+
+def test_a_shard_with_rows_is_not_expelled_by_a_newcomer_that_was_quicker() -> None:
+    cluster = FakeCluster()
+    assert cluster.scheduler.register("new:1", None, incarnation=9).shard == 0
+    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
+    assert cluster.scheduler.heartbeat(0, 9).replaced
+    with pytest.raises(errors.ConfigError, match="held by a living process"):
+        cluster.scheduler.register("new:2", 0, incarnation=10)
+
+
+def test_after_a_stop_of_the_scheduler_itself_every_shard_has_a_whole_lease() -> None:
+    cluster = FakeCluster()
+    cluster.scheduler.pulse()
+    cluster.register_both()
+    cluster.now = 100  # stopped: nobody could be heard
+    with pytest.raises(errors.ConfigError, match="held by a living process"):
+        cluster.scheduler.register("h:9", 0, incarnation=9)
+    for cluster.now in range(101, 112):
+        cluster.scheduler.pulse()
+    assert cluster.scheduler.register("h:9", 0, incarnation=9).shard == 0
+
+
+def test_a_restarted_scheduler_goes_on_where_it_was() -> None:
+    first = FakeCluster()
+    first.register_both()
+    first.scheduler.create_table(SPEC)
+    first.scheduler.leave(1, 101)
+    first.scheduler.register("host:1", 1, incarnation=201)  # moves the cluster version
+    version = first.scheduler.describe().cluster_version
+    second = FakeCluster(store=first.store)
+    view = second.scheduler.describe()
+    assert (view.cluster_version, [entry.incarnation for entry in view.shards]) == (version, [100, 201])
+    assert [entry.state for entry in view.shards] == ["silent", "silent"]
+    assert not second.scheduler.heartbeat(0, 100).unknown
+    assert second.scheduler.heartbeat(1, 101).replaced
+    assert states(second) == ["up", "silent"]
+    with pytest.raises(errors.ShardRestarted, match=r"shards \[1\]"):
+        second.scheduler.create_table(SPEC, reuse=True)
+
+
+def test_a_restarted_scheduler_gives_no_shard_away_before_a_whole_lease_unless_it_was_free() -> None:
+    first = FakeCluster()
+    first.register_both()
+    first.scheduler.leave(1, 101)
+    second = FakeCluster(store=first.store)
+    assert second.scheduler.register("new:1", None, incarnation=9).shard == 1
+    with pytest.raises(errors.ClusterNotReady, match=r"shard 0 may live on at host:0; it is free in 10\.0 s"):
+        second.scheduler.register("new:0", 0, incarnation=10)
+    second.now = 10.1
+    assert second.scheduler.register("new:0", 0, incarnation=10).shard == 0
+
+
+def test_every_table_has_a_higher_incarnation_than_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FakeCluster()
+    first.register_both()
+    made = first.scheduler.create_table(SPEC)
+    assert first.scheduler.create_table(SPEC, reuse=True) == (made.spec, True)
+    assert [request.spec.incarnation for _, request in first.asked] == [made.spec.incarnation] * 2  # type: ignore[attr-defined]
+    second = FakeCluster(store=first.store)
+    second.register_both()
+    assert [spec.incarnation for spec in second.scheduler.describe().tables] == [made.spec.incarnation]
+    monkeypatch.setattr(time, "time_ns", lambda: 1)  # the clock was set back
+    second.scheduler.drop_table("t")
+    second.scheduler.create_table(replace(SPEC, name="u"))
+    again = second.scheduler.create_table(SPEC)
+    assert again.spec == made.spec
+    assert again.spec.incarnation > made.spec.incarnation
+    second.asked.clear()
+    second.scheduler.drop_table("t")
+    assert [request for _, request in second.asked] == [DropTable(table="t", incarnation=again.spec.incarnation)] * 2
+
+
+def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = FakeCluster()
+    held = replace(SPEC, incarnation=7)
+    cluster.scheduler.register("host:0", 0, incarnation=100, cluster_version=1, tables=[held])
+    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[replace(SPEC, incarnation=5)])
+    assert cluster.scheduler.describe().tables == ()  # not of one table
+    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[held])
+    assert [spec.incarnation for spec in cluster.scheduler.describe().tables] == [7]
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    assert cluster.scheduler.create_table(replace(SPEC, name="u")).spec.incarnation == 8
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_table_whose_making_was_cut_short_is_made_anew(kept: int) -> None:
+    store = FailingStore()
+    first = FakeCluster(store=store)
+    first.register_both()
+    store.writes_left = kept
+    with pytest.raises(errors.StateFailed):
+        first.scheduler.create_table(SPEC)
+    store.writes_left = 1_000
+    second = FakeCluster(store=store)
+    assert second.scheduler.describe().tables == ()
+    other = TableSpec(name="t", dim=8, optimizer=SGD(0.1))
+    assert not second.scheduler.create_table(other).existed
+    dropped_first = [DropTable(table="t")] * 2 * (kept == 2)  # what the shards may still hold
+    assert [request for _, request in second.asked] == [*dropped_first, *[CreateTable(spec=other)] * 2]
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_table_whose_dropping_was_cut_short_is_whole_or_gone(kept: int) -> None:
+    store = FailingStore()
+    first = FakeCluster(store=store)
+    first.register_both()
+    first.scheduler.create_table(SPEC)
+    first.asked.clear()
+    store.writes_left = kept
+    with pytest.raises(errors.StateFailed):
+        first.scheduler.drop_table("t")
+    assert len(first.asked) == 2 * kept
+    store.writes_left = 1_000
+    assert FakeCluster(store=store).scheduler.describe().tables == (() if kept else (SPEC,))
+
+
+def test_the_state_of_another_cluster_is_refused() -> None:
+    first = FakeCluster(num_shards=2)
+    with pytest.raises(errors.ConfigError, match=r"num_shards is 3, but .* num_shards 2; start it with that"):
+        FakeCluster(num_shards=3, store=first.store)
+    first.store.write({"cluster": b'{"format": 2, "num_shards": 2}'})
+    with pytest.raises(errors.ConfigError, match="is of format 2, this Geartrain reads up to 1; upgrade"):
+        FakeCluster(num_shards=2, store=first.store)
+
+
+def test_a_shard_that_misses_heartbeats_is_silent_before_it_is_lost() -> None:
+    cluster = FakeCluster()
+    cluster.scheduler.register("host:0", 0, 100, heartbeat_seconds=1.0)
+    cluster.scheduler.register("host:1", 1, 101, heartbeat_seconds=2.0)
+    cluster.now = 3.5
+    assert states(cluster) == ["silent", "up"]
+    cluster.now = 6.5
+    assert states(cluster) == ["silent", "silent"]
+    cluster.now = 10.5
+    assert states(cluster) == ["lost", "lost"]
+
+
+def test_a_shard_that_cannot_be_reached_at_first_is_told_of_a_table_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tell_shards_module, "_PAUSE_SECONDS", 0.0)
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.unreachable["host:1"] = 2
+    cluster.scheduler.create_table(SPEC)
+    assert [address for address, request in cluster.asked if isinstance(request, CreateTable)] == ["host:0", "host:1"]
+
+
+def test_one_that_stays_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tell_shards_module, "_PATIENCE_SECONDS", 0.0)
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.unreachable["host:1"] = 1
+    with pytest.raises(errors.ShardUnavailable, match=r"shard 1 cannot be told of the table.*'geartrain status'"):
+        cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.create_table(SPEC)

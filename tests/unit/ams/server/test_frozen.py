@@ -1,0 +1,59 @@
+"""A freeze that was ended gives nothing: neither an empty snapshot nor rows of the next one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.server import frozen
+from geartrain.ams.server.frozen import FrozenTables
+from geartrain.ams.storage.snapshot.folder import Staging, new_staging
+from geartrain.ams.storage.snapshot.manifest import FileEntry
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import SnapshotFailed
+from geartrain.ams.values.specs import SGD, TableSpec
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> RowTable:
+    table = RowTable(TableSpec(name="t", dim=4, optimizer=SGD(1.0), num_rows=1000), np.arange(4096))
+    table.assign(np.arange(1000), np.ones((1000, 4), np.float32))
+    monkeypatch.setattr(frozen, "_READ_BYTES", 24 * 100)
+    monkeypatch.setattr(frozen, "BLOCK_BYTES", 24 * 100)  # ten blocks
+    return table
+
+
+def frozen_for(staging: Staging, table: RowTable) -> FrozenTables:
+    return FrozenTables(staging.id, {"t": table}, marks={})
+
+
+def test_what_was_ended_before_it_was_written_is_no_empty_snapshot(table: RowTable, tmp_path: Path) -> None:
+    staging = new_staging(tmp_path, "a")
+    ended = frozen_for(staging, table)
+    ended.thaw(kept=False)
+    with pytest.raises(SnapshotFailed, match="given up, or another one of the same tables was begun"):
+        ended.write(staging.path, 0)
+
+
+def test_a_writer_that_was_superseded_takes_no_rows_of_the_next(
+    table: RowTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = new_staging(tmp_path, "a"), new_staging(tmp_path, "b")
+    old = frozen_for(first, table)
+    following: list[FrozenTables] = []
+    whole = frozen.write_block
+
+    def superseding(*args: Any, **keywords: Any) -> FileEntry:
+        if not following:
+            old.thaw(kept=False)
+            following.append(frozen_for(second, table))
+        return whole(*args, **keywords)
+
+    monkeypatch.setattr(frozen, "write_block", superseding)
+    with pytest.raises(SnapshotFailed, match="another one of the same tables"):
+        old.write(first.path, 0)
+    old.thaw(kept=False)  # late, and of no effect on the next
+    assert sum(entry.num_rows for entry in following[0].write(second.path, 0)) == 1000

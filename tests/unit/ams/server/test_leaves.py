@@ -1,0 +1,56 @@
+"""A shard of the caller's own process, whose requests' arrays are the caller's again once it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.values.errors import ShardUnavailable
+from geartrain.ams.values.interrupts import Leave
+from geartrain.ams.values.messages import CallContext, CreateTable, Pull, Push, SyncGroup
+from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.specs import SGD, Constant, TableSpec
+
+IDS = np.arange(4)
+ONES = np.ones((4, 2), np.float32)
+
+
+@pytest.fixture
+def shard() -> Iterator[Shard]:
+    one = Shard(0, buckets_of_shard(even_placement(1), 0), incarnation=1)
+    spec = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=4, initializer=Constant(0))
+    one.submit(CallContext(), CreateTable(spec=spec)).result(20)
+    yield one
+    one.close()
+
+
+def rows(shard: Shard) -> np.ndarray:
+    out = np.empty_like(ONES)
+    shard.submit(CallContext(), Pull(table="t", ids=IDS, out=out)).result(20)
+    return out
+
+
+def test_a_joint_push_does_not_read_what_an_interrupted_rank_holds_by_now(shard: Shard) -> None:
+    leave, gradients = Leave(), ONES.copy()
+
+    def push(rank: int, gradients: np.ndarray, leave: Leave | None = None) -> Push:
+        group = SyncGroup(job="j", rank=rank, world_size=2, sequence=1, sample_count=1)
+        return Push(table="t", ids=IDS, gradients=gradients, group=group, leave=leave)
+
+    contexts = [CallContext(stream=f"j/rank{rank}", incarnation=1, sequence=1) for rank in range(2)]
+    first = shard.submit(contexts[0], push(0, gradients, leave))
+    rows(shard)  # it waits for the other rank
+    leave.end()
+    gradients[:] = 1000
+    second = shard.submit(contexts[1], push(1, ONES))
+    for refused in (first, second):
+        with pytest.raises(ShardUnavailable, match="the caller has gone"):
+            refused.result(20)
+    assert (rows(shard) == 0).all()
+    again = [shard.submit(contexts[rank], push(rank, ONES)) for rank in range(2)]  # as clients repeat a call
+    for one in again:
+        one.result(20)
+    assert (rows(shard) == -1).all()

@@ -1,0 +1,122 @@
+"""A request that finds its shard idle runs on the thread that brought it; still one at a time, in one order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.messages import CallContext, CreateTable, Done, Pull, Push, SyncGroup
+from geartrain.ams.values.specs import SGD, Constant, TableSpec
+
+SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))
+
+
+@pytest.fixture
+def shard() -> Iterator[Shard]:
+    shard = Shard(0, np.arange(4096), incarnation=1)
+    shard.submit(CallContext(), CreateTable(spec=SPEC)).result(timeout=10)
+    yield shard
+    shard.close()
+
+
+def push(sequence: int, group: SyncGroup | None = None) -> tuple[CallContext, Push]:
+    gradients = -np.ones((8, 2), np.float32)
+    context = CallContext(stream=threading.current_thread().name, incarnation=1, sequence=sequence)
+    return context, Push(table="t", ids=np.arange(8), gradients=gradients, group=group)
+
+
+def rows(shard: Shard) -> np.ndarray[Any, Any]:
+    out = np.empty((8, 2), np.float32)
+    shard.submit(CallContext(), Pull(table="t", ids=np.arange(8), out=out)).result(timeout=10)
+    return out
+
+
+@pytest.fixture
+def who(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that pushes run on."""
+    seen: list[int] = []
+    whole = RowTable.push
+
+    def noting(self: RowTable, *args: Any, **keywords: Any) -> int:
+        seen.append(threading.get_ident())
+        return whole(self, *args, **keywords)
+
+    monkeypatch.setattr(RowTable, "push", noting)
+    return seen
+
+
+def on_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(timeout=30)
+
+
+def test_an_idle_shard_is_done_when_run_returns(shard: Shard, who: list[int]) -> None:
+    def work() -> tuple[int, bool]:
+        future = shard.run(*push(1))
+        return threading.get_ident(), future.done()
+
+    ident, done = on_a_thread(work)
+    assert done
+    assert who == [ident]
+    assert (rows(shard) == 1).all()
+
+
+def test_the_main_thread_which_signals_interrupt_runs_nothing_itself(shard: Shard, who: list[int]) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    shard.run(*push(1)).result(timeout=10)
+    assert who != [threading.get_ident()]
+
+
+def test_what_arrives_behind_a_queued_request_waits_its_turn(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    at_work, go_on = threading.Event(), threading.Event()
+    whole = RowTable.push
+
+    def slow(self: RowTable, *args: Any, **keywords: Any) -> int:
+        order.append("push")
+        at_work.set()
+        assert go_on.wait(30)
+        return whole(self, *args, **keywords)
+
+    monkeypatch.setattr(RowTable, "push", slow)
+    queued = shard.submit(*push(1))
+    assert at_work.wait(30)
+    out = np.zeros((8, 2), np.float32)
+    later = on_a_thread(lambda: shard.run(CallContext(), Pull(table="t", ids=np.arange(8), out=out)))
+    assert not later.done()
+    go_on.set()
+    assert queued.result(timeout=10) == Done(created=8)
+    later.result(timeout=10)
+    assert (out == 1).all(), "the pull overtook the push"
+
+
+def test_a_synchronous_push_waits_on_the_shards_own_thread(shard: Shard, who: list[int]) -> None:
+    def part(rank: int) -> SyncGroup:
+        return SyncGroup(job="j", world_size=2, rank=rank, sequence=1, sample_count=1)
+
+    first = on_a_thread(lambda: shard.run(*push(1, part(0))))
+    assert not first.done()
+    second = shard.run(CallContext(stream="other", incarnation=1, sequence=1), push(1, part(1))[1])
+    assert first.result(timeout=10) == second.result(timeout=10)
+    assert len(who) == 1
+
+
+def test_threads_that_run_and_submit_at_once_lose_nothing(shard: Shard) -> None:
+    def work() -> None:
+        for sequence in range(1, 101):
+            send = shard.run if sequence % 3 else shard.submit
+            send(*push(sequence)).result(timeout=30)
+
+    threads = [threading.Thread(target=work, name=f"stream-{i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (rows(shard) == 400).all()

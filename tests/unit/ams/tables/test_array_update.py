@@ -1,0 +1,75 @@
+"""Rows in arrays of the caller's: the same bits as those of a table, and nothing half done."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from geartrain.ams.kernels import ops
+from geartrain.ams.tables import array_update as given_rows
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.specs import SGD, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+
+LENGTH, DIM = 200, 19
+
+OPTIMIZERS = [
+    SGD(0.1, weight_decay=0.01),
+    Momentum(0.1, momentum=0.8),
+    Momentum(0.1, momentum=0.8, nesterov=True),
+    SparseMomentum(0.1, weight_decay=0.02),
+]
+
+
+def given(spec: TableSpec) -> tuple[np.ndarray, np.ndarray | None]:
+    rows = np.random.default_rng(0).normal(size=(LENGTH, DIM)).astype(np.float32)
+    return rows, np.zeros_like(rows) if spec.has_slots else None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_they_move_as_the_rows_of_a_table_do(optimizer: RowOptimizerSpec, all_of_them: bool) -> None:
+    spec = TableSpec(name="t", dim=DIM, optimizer=optimizer, num_rows=LENGTH)
+    rows, slots = given(spec)
+    table = RowTable(spec, np.arange(ops.NUM_BUCKETS))
+    table.assign(np.arange(LENGTH), rows)
+    random = np.random.default_rng(1)
+    for step in range(4):
+        numbers = np.arange(LENGTH) if all_of_them else random.permutation(LENGTH)[:77]
+        gradients = random.normal(size=(len(numbers), DIM)).astype(np.float32)
+        settings = {"lr": 0.1 / (step + 1), "scale": 0.5}
+        assert given_rows.update(spec, rows, slots, None if all_of_them else numbers, gradients, **settings) == 0
+        table.push(numbers, gradients, **settings)
+    expected = np.empty_like(rows)
+    table.pull(np.arange(LENGTH), expected)
+    np.testing.assert_array_equal(rows, expected)
+    order = random.permutation(LENGTH)
+    out = np.empty_like(rows)
+    given_rows.gather(rows, order, out)
+    np.testing.assert_array_equal(out, rows[order])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_row_that_would_not_be_finite_stays_as_it_is_and_is_counted(bad: float) -> None:
+    spec = TableSpec(name="t", dim=DIM, optimizer=SparseMomentum(10.0), num_rows=LENGTH)
+    rows, slots = given(spec)
+    assert slots is not None
+    gradients = np.ones((3, DIM), np.float32)
+    gradients[1, 7] = bad
+    before = rows.copy()
+    assert given_rows.update(spec, rows, slots, np.array([5, 9, 2]), gradients, lr=10.0, scale=1.0) == 1
+    np.testing.assert_array_equal(rows[9], before[9])
+    assert not slots[9].any()
+    assert (rows[[5, 2]] != before[[5, 2]]).all() and (slots[[5, 2]] == 1).all()
+
+
+@pytest.mark.parametrize("number", [-1, LENGTH])
+def test_a_number_outside_is_refused_before_anything_changes(number: int) -> None:
+    spec = TableSpec(name="t", dim=DIM, optimizer=SGD(1.0), num_rows=LENGTH)
+    rows, _ = given(spec)
+    before = rows.copy()
+    numbers = np.array([3, number])
+    with pytest.raises(ValueError, match="outside the rows"):
+        given_rows.update(spec, rows, None, numbers, np.ones((2, DIM), np.float32), lr=1.0, scale=1.0)
+    with pytest.raises(ValueError, match="outside the rows"):
+        given_rows.gather(rows, numbers, np.empty((2, DIM), np.float32))
+    np.testing.assert_array_equal(rows, before)

@@ -1,0 +1,184 @@
+"""Rows as they were at one moment, read while writes go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.values.specs import SGD, Ids, RowOptimizerSpec, SparseMomentum, TableSpec
+
+DIM = 3
+ALL_BUCKETS = np.arange(4096)
+State = dict[int, tuple[list[float], list[float]]]
+Frozen = tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]
+
+
+def make_table(num_rows: int | None, optimizer: RowOptimizerSpec | None = None, **spec: Any) -> RowTable:
+    optimizer = SparseMomentum(lr=0.5, momentum=0.5) if optimizer is None else optimizer
+    return RowTable(TableSpec(name="t", dim=DIM, optimizer=optimizer, num_rows=num_rows, **spec), ALL_BUCKETS)
+
+
+def rest_of(table: RowTable, most: int = 7) -> State:
+    state: State = {}
+    while True:
+        ids, rows, slots, _ = table.read_frozen(most)
+        if not len(ids):
+            return state
+        slots = np.zeros_like(rows) if slots is None else slots
+        for i, row, slot in zip(ids.tolist(), rows.tolist(), slots.tolist(), strict=True):
+            assert i not in state, "a row was read twice"
+            state[i] = (row, slot)
+
+
+def state_now(table: RowTable) -> State:
+    table.freeze()
+    state = rest_of(table)
+    table.thaw(kept=True)
+    return state
+
+
+def write(table: RowTable, ids: list[int], seed: int, *, assigns: bool = False) -> None:
+    keys = np.array(sorted(set(ids)), np.int64)
+    values = np.random.default_rng(seed).standard_normal((len(keys), DIM)).astype(np.float32)
+    if assigns:
+        table.assign(keys, values)
+    else:
+        table.push(keys, values)
+
+
+IDS = st.lists(st.integers(0, 199), max_size=30)
+WRITES = st.lists(st.tuples(IDS, st.booleans(), st.integers(0, 5)), max_size=6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(num_rows=st.sampled_from([None, 200]), before=WRITES, during=WRITES, most=st.integers(1, 40))
+def test_what_is_read_is_what_was_there_when_it_froze(
+    num_rows: int | None, before: list[Any], during: list[Any], most: int
+) -> None:
+    table, twin = make_table(num_rows), make_table(num_rows)
+    for number, (ids, assigns, _) in enumerate(before):
+        for one in (table, twin):
+            write(one, ids, number, assigns=assigns)
+    expected = state_now(twin)
+    assert table.freeze() == len(expected)
+    found: State = {}
+    for number, (ids, assigns, reads) in enumerate(during):
+        for _ in range(reads):
+            ids_read, rows, slots, _ = table.read_frozen(most)
+            assert slots is not None
+            found.update(zip(ids_read.tolist(), zip(rows.tolist(), slots.tolist(), strict=True), strict=True))
+        for one in (table, twin):
+            write(one, ids, 100 + number, assigns=assigns)
+    found.update(rest_of(table, most))
+    table.thaw(kept=True)
+    assert found == expected
+    assert state_now(table) == state_now(twin), "the freeze changed what was written"
+
+
+@settings(deadline=None, max_examples=100)
+@given(num_rows=st.sampled_from([None, 200]), before=WRITES, between=WRITES, kept=st.booleans())
+def test_only_touched_rows_are_those_written_since_the_last_freeze_that_was_kept(
+    num_rows: int | None, before: list[Any], between: list[Any], kept: bool
+) -> None:
+    table = make_table(num_rows)
+    for number, (ids, assigns, _) in enumerate(before):
+        write(table, ids, number, assigns=assigns)
+    table.freeze()
+    table.thaw(kept=kept)
+    for number, (ids, assigns, _) in enumerate(between):
+        write(table, ids, 100 + number, assigns=assigns)
+    table.freeze(only_touched=True)
+    touched = {i for ids, _, _ in between + ([] if kept else before) for i in ids}
+    assert set(rest_of(table)) == touched
+
+
+@pytest.mark.parametrize("num_rows", [None, 200])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.5), SparseMomentum(lr=0.5)], ids=["sgd", "momentum"])
+def test_a_restored_table_goes_on_as_the_first_would_have(
+    num_rows: int | None, dtype: Any, optimizer: RowOptimizerSpec
+) -> None:
+    table, twin = (make_table(num_rows, optimizer, dtype=dtype, slot_dtype=dtype) for _ in range(2))
+    write(table, list(range(0, 200, 3)), 1)
+    table.freeze()
+    while len((part := table.read_frozen(11))[0]):
+        twin.restore(*part)
+    table.thaw(kept=True)
+    assert twin.freeze(only_touched=True) == 0, "restored rows count as written"
+    twin.thaw(kept=True)
+    for one in (table, twin):
+        write(one, list(range(0, 200, 2)), 2)
+    assert state_now(twin) == state_now(table)
+
+
+def test_bad_rows_are_refused_and_nothing_is_restored() -> None:
+    table = make_table(200)
+    rows = np.ones((2, DIM), np.float32)
+    bad = rows.copy()
+    bad[1, 1] = np.nan
+    ids = np.array([1, 2])
+    for args, error in (
+        ((ids, rows, None), InvalidRows),
+        ((ids, rows[:1], rows), InvalidRows),
+        ((ids, bad, rows), NonFinite),
+        ((ids, rows, bad), NonFinite),
+        ((np.array([1, 200]), rows, rows), InvalidIds),
+    ):
+        with pytest.raises(error):
+            table.restore(*args)
+    assert table.num_present == 0
+
+
+def test_a_table_is_frozen_once_at_a_time() -> None:
+    table = make_table(None)
+    table.freeze()
+    with pytest.raises(ValueError, match="frozen already"):
+        table.freeze()
+    table.thaw(kept=False)
+    table.thaw(kept=False)
+    assert table.freeze() == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(num_rows=st.sampled_from([None, 200]), rounds=st.lists(st.tuples(WRITES, st.booleans()), max_size=4))
+def test_one_moment_after_another_shows_its_own_rows(num_rows: int | None, rounds: list[Any]) -> None:
+    table, twin = make_table(num_rows), make_table(num_rows)
+    for number, (during, kept) in enumerate(rounds):
+        expected = state_now(twin)
+        table.freeze()
+        for step, (ids, assigns, _) in enumerate(during):
+            for one in (table, twin):
+                write(one, ids, 10 * number + step, assigns=assigns)
+        assert rest_of(table) == expected
+        table.thaw(kept=kept)
+    assert state_now(table) == state_now(twin)
+
+
+def test_memory_for_copies_serves_the_next_freeze_and_goes_when_it_is_not_needed() -> None:
+    count, dim = 40_000, 256  # 80 MB of rows and slots
+    table = RowTable(TableSpec(name="t", dim=dim, optimizer=SparseMomentum(lr=0.1), num_rows=count), ALL_BUCKETS)
+    ids, gradients = np.arange(count), np.ones((count, dim), np.float32)
+    table.push(ids, gradients)
+    process = psutil.Process()
+
+    def frozen_push(rows: int) -> tuple[int, int]:
+        """Bytes that the process grew by while frozen, and from before to after."""
+        before = process.memory_info().rss
+        table.freeze()
+        table.push(ids[:rows], gradients[:rows])
+        during = process.memory_info().rss
+        table.thaw(kept=True)
+        return during - before, process.memory_info().rss - before
+
+    first, second, small = frozen_push(count), frozen_push(count), frozen_push(10)
+    assert first[0] > 60e6
+    assert second[0] < 10e6, "the second freeze took fresh memory"
+    assert small[1] < -30e6, "memory that was not needed was kept"

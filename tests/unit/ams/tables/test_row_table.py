@@ -1,0 +1,260 @@
+"""Pull, push and assign against the dict of :mod:`geartrain.ams.kernels.reference.ops`, bit by bit."""
+
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.ams.kernels import ops
+from geartrain.ams.kernels.reference import ops as reference
+from geartrain.ams.kernels.reference.row_table import ReferenceTable
+from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.values.specs import (
+    DTYPES,
+    SGD,
+    DTypeName,
+    Momentum,
+    Normal,
+    RowOptimizerSpec,
+    SparseMomentum,
+    TableSpec,
+)
+
+ALL_BUCKETS = np.arange(4096)
+OPTIMIZERS: list[RowOptimizerSpec] = [
+    SGD(0.1),
+    SGD(0.1, weight_decay=0.01),
+    Momentum(0.1, 0.9, weight_decay=5e-4),
+    Momentum(0.1, 0.8, weight_decay=5e-4, nesterov=True),
+    SparseMomentum(0.1, 0.9, weight_decay=1e-3),
+]
+PLAIN = SGD(0.1)
+PRECISIONS: list[tuple[DTypeName, DTypeName]] = [
+    ("float32", "float32"),
+    ("float16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "float16"),
+]
+
+
+def make(
+    optimizer: RowOptimizerSpec = PLAIN,
+    *,
+    dim: int = 5,
+    num_rows: int | None = None,
+    dtype: DTypeName = "float32",
+    slot_dtype: DTypeName = "float32",
+    owned: np.ndarray = ALL_BUCKETS,
+) -> tuple[RowTable, ReferenceTable]:
+    spec = TableSpec(
+        name="t", dim=dim, optimizer=optimizer, num_rows=num_rows, dtype=dtype, slot_dtype=slot_dtype, seed=3
+    )
+    theirs = ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype, slot_dtype)
+    return RowTable(spec, owned), theirs
+
+
+def pulled(table: RowTable, ids: np.ndarray) -> np.ndarray:
+    out = np.full((len(ids), table.spec.dim), 77, table.spec.numpy_dtype)
+    table.pull(ids, out)
+    return out
+
+
+def assert_same_bits(ours: np.ndarray, theirs: np.ndarray) -> None:
+    assert ours.dtype == theirs.dtype
+    unsigned = f"u{ours.dtype.itemsize}"
+    np.testing.assert_array_equal(ours.view(unsigned), theirs.view(unsigned))
+
+
+@pytest.mark.parametrize("num_rows", [None, 20_000])
+@pytest.mark.parametrize("gradient_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "slot_dtype"), PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_every_update_equals_the_reference_bit_by_bit(
+    optimizer: RowOptimizerSpec,
+    dtype: DTypeName,
+    slot_dtype: DTypeName,
+    gradient_dtype: DTypeName,
+    num_rows: int | None,
+) -> None:
+    ours, theirs = make(optimizer, dim=37, num_rows=num_rows, dtype=dtype, slot_dtype=slot_dtype)
+    generator = np.random.default_rng(1)
+    for step in range(4):
+        ids = generator.permutation(200)[:120]
+        gradients = generator.standard_normal((len(ids), 37)).astype(DTYPES[gradient_dtype])
+        lr, scale = 0.3 / (step + 1), 0.7
+        assert ours.push(ids, gradients, lr=lr, scale=scale) == theirs.push(ids, gradients, lr, scale)
+    everything = np.arange(220)
+    assert_same_bits(pulled(ours, everything), theirs.pull(everything))
+    assert ours.num_present == len(theirs.rows)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_many_updates_stay_close_to_float64(optimizer: RowOptimizerSpec) -> None:
+    ours, _ = make(optimizer, dim=16)
+    ids, generator = np.arange(10), np.random.default_rng(2)
+    rows = pulled(ours, ids).astype(np.float64)
+    slots = np.zeros_like(rows)
+    for _ in range(50):
+        gradients = generator.standard_normal(rows.shape).astype(np.float32)
+        ours.push(ids, gradients, scale=0.5)
+        rows, slots = reference.update(optimizer, rows, slots, gradients, optimizer.lr, 0.5, np.float64)
+    np.testing.assert_allclose(pulled(ours, ids), rows, rtol=1e-4, atol=1e-5)
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "assign", "pull"]),
+        st.lists(st.integers(0, 40) | st.integers(0, 2**63 - 1), max_size=20, unique=True),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=operations)
+def test_any_sequence_of_calls_equals_the_reference(operations: list[tuple[str, list[int]]]) -> None:
+    ours, theirs = make(SparseMomentum(0.1, weight_decay=0.01))
+    for number, (verb, chosen) in enumerate(operations):
+        ids = np.array(chosen, np.int64)
+        values = np.random.default_rng(number).standard_normal((len(ids), 5)).astype(np.float32)
+        if verb == "push":
+            assert ours.push(ids, values) == theirs.push(ids, values, 0.1)
+        elif verb == "assign":
+            assert ours.assign(ids, values) == theirs.assign(ids, values)
+        assert_same_bits(pulled(ours, ids), theirs.pull(ids))
+    assert ours.num_present == len(theirs.rows)
+
+
+def test_pull_creates_nothing_and_says_what_is_there() -> None:
+    for num_rows in (None, 100):
+        table, theirs = make(num_rows=num_rows)
+        table.assign(np.array([7, 3]), np.ones((2, 5), np.float32))
+        out, present = np.zeros((6, 5), np.float32), np.zeros(6, bool)
+        table.pull(np.array([3, 50, 7, 50]), out, positions=np.array([5, 1, 0, 2]), present=present)
+        assert present.tolist() == [True, False, False, False, False, True]
+        assert_same_bits(out[[1, 2]], theirs.pull(np.array([50, 50])))
+        assert out[[0, 5]].min() == 1 and not out[[3, 4]].any()
+        assert table.num_present == 2
+
+
+def test_assign_forgets_the_momentum() -> None:
+    table, _ = make(SparseMomentum(1.0, momentum=0.5))
+    ids, ones = np.array([9]), np.ones((1, 5), np.float32)
+    table.push(ids, ones)
+    table.assign(ids, ones * 0)
+    table.push(ids, ones)
+    np.testing.assert_array_equal(pulled(table, ids), -ones)
+
+
+def test_rows_outside_a_push_are_frozen() -> None:
+    table, _ = make(SparseMomentum(0.1, weight_decay=0.1))
+    ids = np.arange(10)
+    table.push(ids, np.ones((10, 5), np.float32))
+    before = pulled(table, ids)
+    table.push(ids[:4], np.ones((4, 5), np.float32))
+    assert_same_bits(pulled(table, ids[4:]), before[4:])
+
+
+def owned_ids(owned: np.ndarray, dense: bool) -> Iterator[int]:
+    keep = set(owned.tolist())
+    return (i for i in itertools.count() if int(reference.bucket_of(np.array([i]), dense)[0]) in keep)
+
+
+@pytest.mark.parametrize("num_rows", [None, 10_000])
+def test_a_shard_of_some_buckets_keeps_every_row_apart(num_rows: int | None) -> None:
+    owned = np.array([0, 5, 6, 900, 4095])
+    ours, theirs = make(num_rows=num_rows, owned=owned)
+    ids = np.array(list(itertools.islice(owned_ids(owned, num_rows is not None), 11)))
+    values = np.random.default_rng(0).standard_normal((len(ids), 5)).astype(np.float32)
+    assert ours.assign(ids, values) == theirs.assign(ids, values) == len(ids)
+    assert_same_bits(pulled(ours, ids), values)
+
+
+def test_repeated_ids_of_a_push_corrupt_nothing() -> None:
+    table, theirs = make()
+    assert table.push(np.array([4, 8, 4]), np.ones((3, 5), np.float32)) == 2
+    theirs.push(np.array([4, 8, 4]), np.ones((3, 5), np.float32), 0.1)
+    assert_same_bits(pulled(table, np.array([4, 8])), theirs.pull(np.array([4, 8])))
+
+
+def test_empty_calls_do_nothing() -> None:
+    for num_rows in (None, 10):
+        table, _ = make(num_rows=num_rows)
+        none, rows = np.empty(0, np.int64), np.empty((0, 5), np.float32)
+        assert table.push(none, rows) == table.assign(none, rows) == 0
+        table.pull(none, rows)
+        assert table.num_present == 0
+
+
+def test_read_only_and_strided_arrays_are_accepted() -> None:
+    table, theirs = make()
+    ids = np.frombuffer(np.arange(6).tobytes(), np.int64)
+    gradients = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32).T
+    unaligned = np.frombuffer(b"x" + np.ascontiguousarray(gradients).tobytes(), np.float32, 30, 1).reshape(6, 5)
+    for values in (gradients, unaligned):
+        table.push(ids, values)
+        theirs.push(ids, values, 0.1)
+    table.push(np.arange(12)[::2][:2], gradients[:2])
+    theirs.push(np.array([0, 2]), gradients[:2], 0.1)
+    assert_same_bits(pulled(table, np.arange(6)), theirs.pull(np.arange(6)))
+
+
+def test_another_thread_runs_while_a_pull_works() -> None:
+    """Where switches happen on request only, a second thread runs before the pull ends if the pull lets go."""
+    table, _ = make(dim=1024)
+    ids, out = np.arange(20_000), np.empty((20_000, 1024), np.float32)
+    pull_ended, seen, gate = [False], list[bool](), threading.Semaphore(0)
+
+    def look() -> None:
+        gate.acquire()
+        seen.append(pull_ended[0])
+
+    second = threading.Thread(target=look)
+    second.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        gate.release()
+        table.pull(ids, out)
+        pull_ended[0] = True
+    finally:
+        sys.setswitchinterval(interval)
+    second.join()
+    assert seen == [False]
+
+
+def test_threads_that_break_the_single_writer_rule_corrupt_no_memory() -> None:
+    table, theirs = make(dim=8)
+    gradients = np.ones((500, 8), np.float32)
+    parts = [np.arange(i * 500, (i + 1) * 500) for i in range(8)]
+    threads = [threading.Thread(target=table.push, args=(part, gradients)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for part in parts:
+        theirs.push(part, gradients, 0.1)
+    everything = np.arange(4000)
+    assert_same_bits(pulled(table, everything), theirs.pull(everything))
+    assert ops.all_finite(pulled(table, everything))
+
+
+@pytest.mark.parametrize("offset", [0, 4, 16, 32])
+def test_a_pull_larger_than_the_caches_writes_every_row(offset: int) -> None:
+    """Such a pull writes past the caches where the output is aligned; the first and last bytes of a row are apart."""
+    table, theirs = make(dim=116)
+    count = 24 * 2**20 // (116 * 4) + 100
+    ids = np.arange(count)
+    rows = np.random.default_rng(0).standard_normal((count - 1, 116)).astype(np.float32)
+    table.assign(ids[1:], rows)
+    memory = np.zeros(count * 116 + 32, np.float32)
+    first = (-memory.ctypes.data % 64 + offset) // 4
+    out = memory[first : first + count * 116].reshape(count, 116)
+    table.pull(ids, out)
+    assert_same_bits(out[1:], rows)
+    assert_same_bits(out[:1], theirs.pull(ids[:1]))

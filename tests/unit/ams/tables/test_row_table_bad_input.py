@@ -1,0 +1,190 @@
+"""Whatever is wrong with a call, the table says what and where, and no row changes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.kernels.reference import ops as reference
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.values.specs import SGD, DTypeName, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+
+ALL_BUCKETS = np.arange(4096)
+IDS = np.arange(6)
+SPARSE = SparseMomentum(0.1)
+ONES = np.ones((6, 4), np.float32)
+
+
+def make(
+    optimizer: RowOptimizerSpec = SPARSE,
+    *,
+    num_rows: int | None = None,
+    dtype: DTypeName = "float32",
+    slot_dtype: DTypeName = "float32",
+    owned: np.ndarray = ALL_BUCKETS,
+) -> RowTable:
+    spec = TableSpec(name="sku", dim=4, optimizer=optimizer, num_rows=num_rows, dtype=dtype, slot_dtype=slot_dtype)
+    return RowTable(spec, owned)
+
+
+def pulled(table: RowTable, ids: np.ndarray = IDS) -> np.ndarray:
+    out = np.empty((len(ids), 4), table.spec.numpy_dtype)
+    table.pull(ids, out)
+    return out
+
+
+def assert_refused(table: RowTable, error: type[Exception], message: str, ids: Any, rows: Any, **how: Any) -> None:
+    """Push, its check and assign must all raise and change nothing, then go on working."""
+    before, present = pulled(table), table.num_present
+    for call in (table.check_push, table.push):
+        with pytest.raises(error, match=message):
+            call(ids, rows, **how)
+    if not how:
+        with pytest.raises(error, match=message):
+            table.assign(ids, rows)
+    np.testing.assert_array_equal(pulled(table), before)
+    assert table.num_present == present
+
+
+@pytest.mark.parametrize("num_rows", [None, 100])
+def test_illegal_ids_are_named_with_their_place(num_rows: int | None) -> None:
+    table = make(num_rows=num_rows)
+    table.push(IDS, ONES)
+    bad = IDS.copy()
+    bad[4] = -9
+    assert_refused(table, InvalidIds, r"ids\[4\] of table 'sku' is -9; ids must be >= 0", bad, ONES)
+    with pytest.raises(InvalidIds, match=r"ids\[4\]"):
+        pulled(table, bad)
+    if num_rows is not None:
+        bad[4], bad[5] = 100, 2**62
+        assert_refused(table, InvalidIds, r"ids\[4\] of table 'sku' is 100; ids must lie in \[0, 100\)", bad, ONES)
+
+
+@pytest.mark.parametrize("num_rows", [None, 100_000])
+def test_ids_of_foreign_buckets_are_refused(num_rows: int | None) -> None:
+    buckets = reference.bucket_of(np.arange(50_000), num_rows is not None)
+    ours, foreign = np.flatnonzero(buckets < 2048)[:6], np.flatnonzero(buckets >= 2048)[0]
+    table = make(num_rows=num_rows, owned=np.arange(2048))
+    table.push(ours, ONES)
+    ids = ours.copy()
+    ids[2] = foreign
+    with pytest.raises(
+        InvalidIds, match=rf"ids\[2\] of table 'sku' is {foreign}, whose bucket this shard does not own"
+    ):
+        table.push(ids, ONES)
+    assert table.num_present == 6
+
+
+@pytest.mark.parametrize(
+    "ids", [IDS.astype(np.int32), IDS.astype(np.float64), IDS[None], list(range(6)), IDS.astype(">i8"), None]
+)
+def test_ids_of_another_type_or_shape_are_refused(ids: Any) -> None:
+    assert_refused(make(), InvalidIds, "must be a numpy int64 vector", ids, ONES)
+
+
+@pytest.mark.parametrize(
+    "rows", [ONES[:5], ONES[:, :3], ONES[0], ONES.astype(np.float64), ONES.astype(np.int32), ONES.tolist(), None]
+)
+def test_rows_of_another_type_or_shape_are_refused(rows: Any) -> None:
+    assert_refused(make(), InvalidRows, "of table 'sku' is", IDS, rows)
+
+
+def test_assign_takes_only_the_tables_dtype() -> None:
+    with pytest.raises(InvalidRows, match="float16; it must be a numpy array of float32"):
+        make().assign(IDS, ONES.astype(np.float16))
+
+
+def test_outputs_that_do_not_fit_are_refused_untouched() -> None:
+    table, out = make(), np.zeros((6, 4), np.float32)
+    for bad_out in (out[:5], np.zeros((6, 5), np.float32), out.astype(np.float16), np.zeros((4, 6), np.float32).T):
+        with pytest.raises(InvalidRows):
+            table.pull(IDS, bad_out)
+    out.setflags(write=False)
+    with pytest.raises(InvalidRows, match="writable"):
+        table.pull(IDS, out)
+    out.setflags(write=True)
+    for position in (-1, 6):
+        with pytest.raises(InvalidRows, match=rf"positions\[5\] is {position}"):
+            table.pull(IDS, out, positions=np.array([0, 1, 2, 3, 4, position]))
+    with pytest.raises(InvalidRows, match="5 positions for 6 ids"):
+        table.pull(IDS, out, positions=np.arange(5))
+    with pytest.raises(InvalidRows, match="present is"):
+        table.pull(IDS, out, present=np.zeros(5, bool))
+    assert not out.any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_non_finite_value_refuses_the_whole_request(dtype: DTypeName, bad: float) -> None:
+    table = make(dtype=dtype)
+    table.assign(IDS, ONES.astype(table.spec.numpy_dtype))
+    rows = ONES.astype(table.spec.numpy_dtype)
+    rows[3, 2] = bad
+    new_ids = IDS + 3
+    assert_refused(table, NonFinite, r"of id 6 \(index 3\) in table 'sku'", new_ids, rows)
+
+
+def test_a_scale_that_overflows_a_gradient_refuses_the_push() -> None:
+    gradients = ONES.copy()
+    gradients[1, 0] = 1e30
+    assert_refused(make(), NonFinite, r"of id 1 \(index 1\)", IDS, gradients, scale=1e10)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
+def test_rates_must_be_finite(value: float) -> None:
+    assert_refused(make(), InvalidArgument, "lr is", IDS, ONES, lr=value)
+    assert_refused(make(), InvalidArgument, "scale is", IDS, ONES, scale=value)
+    assert_refused(make(), InvalidArgument, "lr is -1", IDS, ONES, lr=-1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "slot_dtype", "gradient", "lr"),
+    [
+        (SGD(1.0), "float16", "float32", 3e4, 1.0),
+        (Momentum(1.0, nesterov=True), "bfloat16", "float32", 1e38, 1.0),
+        (SparseMomentum(1.0), "float32", "float16", 6e4, 1e-3),
+        (SGD(1.0), "float32", "float32", 3e38, 1.0),
+    ],
+)
+def test_an_update_that_would_overflow_its_storage_is_refused(
+    optimizer: RowOptimizerSpec, dtype: DTypeName, slot_dtype: DTypeName, gradient: float, lr: float
+) -> None:
+    """Small gradients for most ids, a large one for id 4 only: at some push its row or slot would become infinite."""
+    table = make(optimizer, dtype=dtype, slot_dtype=slot_dtype)
+    gradients = ONES * np.float32(1e-3)
+    gradients[4] = gradient
+    pushes = 0
+    while pushes < 10:
+        before = pulled(table)
+        try:
+            table.push(IDS, gradients, lr=lr)
+        except NonFinite as error:
+            assert "would carry id 4 (index 4)" in str(error)
+            break
+        pushes += 1
+        assert np.all(np.isfinite(pulled(table).astype(np.float64)))
+    assert 1 <= pushes < 10
+    np.testing.assert_array_equal(pulled(table), before)
+    table.push(IDS, ONES * np.float32(1e-3))
+
+
+def test_a_refused_push_to_missing_rows_creates_none() -> None:
+    table = make(SGD(1.0), dtype="float16")
+    gradients = ONES.copy()
+    gradients[5] = 1e5
+    assert_refused(table, NonFinite, "would carry id 5", IDS, gradients, scale=2.0)
+    assert table.num_present == 0
+
+
+@pytest.mark.parametrize("owned", [[3, 2], [0, 0], [-1, 4], [5, 4096]])
+def test_owned_buckets_must_ascend_within_range(owned: list[int]) -> None:
+    with pytest.raises(InvalidArgument, match="must ascend"):
+        make(owned=np.array(owned))
+
+
+def test_a_shard_without_buckets_owns_nothing() -> None:
+    table = make(owned=np.empty(0, np.int64), num_rows=50)
+    with pytest.raises(InvalidIds, match="does not own"):
+        table.push(IDS, ONES)
+    assert table.num_present == 0

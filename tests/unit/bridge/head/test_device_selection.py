@@ -1,0 +1,215 @@
+"""Classes chosen by tensor operations, as on a device: those that the C++ chooses, and no number is asked back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.kernels.reference import ops as reference
+from geartrain.ams.kernels.sampling import sample_ids
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.specs import Normal, SparseMomentum
+from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
+from geartrain.bridge.head.backends.ranks.rank_place import RankPlace
+from geartrain.bridge.head.backends.ranks.rank_table import class_range
+from geartrain.bridge.head.backends.ranks.selector import RankSelector
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.rank_processes import run_ranks
+
+CPU = torch.device("cpu")
+SEEDS = st.integers(-(2**63), 2**64 - 1)
+STEPS = st.integers(0, 2**40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_ids=st.integers(1, 80) | st.integers(1, 70_000), share=st.floats(0, 1), seed=SEEDS, step=STEPS)
+def test_the_sample_is_that_of_every_process(num_ids: int, share: float, seed: int, step: int) -> None:
+    count = int(num_ids * share)
+    found = sample_ids_on(CPU, num_ids, count, seed, step)
+    np.testing.assert_array_equal(found.numpy(), sample_ids(num_ids, count, seed, step))
+
+
+@st.composite
+def graphs(draw: st.DrawFn, num_classes: int) -> NeighbourTable:
+    """Lists of any lengths, none or all empty among them; a class may come twice, or be in its own."""
+    k = draw(st.integers(1, 6))
+    lists = st.lists(st.integers(0, num_classes - 1), max_size=k)
+    return NeighbourTable.of_lists(draw(st.lists(lists, min_size=num_classes, max_size=num_classes)), k)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_classes=st.integers(2, 40), seed=SEEDS, step=STEPS)
+def test_the_chosen_classes_are_those_of_the_specification(
+    data: st.DataObject, num_classes: int, seed: int, step: int
+) -> None:
+    table = data.draw(graphs(num_classes))
+    labels = np.array(data.draw(st.lists(st.integers(0, num_classes - 1), max_size=30)), np.int64)
+    distinct = np.unique(labels)
+    wanted = data.draw(st.integers(1, num_classes - 1))
+    budget = max(wanted, len(distinct))
+    if budget >= num_classes:
+        return
+    found = select_on(torch.from_numpy(distinct), TorchGraph.of(table, CPU), num_classes, budget, seed=seed, step=step)
+    np.testing.assert_array_equal(found.numpy(), table.select(labels, wanted, seed=seed, step=step))
+    lists = (table.offsets, table.neighbours)
+    np.testing.assert_array_equal(found.numpy(), reference.select_neighbours(*lists, labels, wanted, seed, step))
+
+
+def knn_of(table: NeighbourTable, budget: float, living: LivingClasses, seed: int) -> KNNSelection:
+    """A selection that has this graph."""
+    knn = KNNSelection(
+        KNNSoftmax(budget, k=table.k, seed=seed),
+        SimpleNamespace(spec=SimpleNamespace(num_rows=living.num_classes, name="t")),  # type: ignore[arg-type]
+        None,
+        lambda: 0,
+    )
+    knn.living = living
+    knn._install(table, 0)
+    return knn
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), num_classes=st.integers(2, 40), world_size=st.integers(1, 4), step=STEPS)
+def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
+    data: st.DataObject, num_classes: int, world_size: int, step: int
+) -> None:
+    retired = np.array(sorted(data.draw(st.sets(st.integers(0, num_classes - 1), max_size=num_classes - 1))), np.int64)
+    living = LivingClasses(num_classes).without(retired)
+    labels = np.array(data.draw(st.lists(st.sampled_from(living.all_ids.tolist()), max_size=20)), np.int64)
+    share, seed = data.draw(st.floats(0.01, 1)), data.draw(st.integers(0, 2**64 - 1))
+    for select in (
+        FullSoftmax(),
+        PartialFC(share, seed=seed),
+        knn_of(data.draw(graphs(living.num_living)), share, living, seed),
+    ):
+        for rank in range(world_size):
+            first, stop = class_range(num_classes, world_size, rank)
+            table: Any = SimpleNamespace(
+                device=CPU, link=SimpleNamespace(world_size=world_size), first=first, stop=stop, num_local=stop - first
+            )
+            selector = RankSelector(table, select)
+            num_host, host = selector.choose(labels, living, step)
+            enlarged = select.enlarged if isinstance(select, KNNSelection) else 0
+            selector.on_device = True
+            num_device, device = selector.choose(labels, living, step)
+            assert isinstance(host, HostActive) and isinstance(device, DeviceActive)
+            assert num_host == num_device and host.num == device.num
+            everything = torch.arange(stop - first)
+            for one in (host.places(CPU).numbers_A, device.places(CPU).numbers_A):
+                np.testing.assert_array_equal(everything if one is None else one, host_numbers(host))
+            targets = device.targets(labels - first)
+            np.testing.assert_array_equal(targets.positions_B.numpy(), host.positions(labels - first))
+            if isinstance(select, KNNSelection):
+                assert select.enlarged == 2 * enlarged
+                select.enlarged = 0
+
+
+def host_numbers(active: HostActive) -> np.ndarray[Any, Any]:
+    return np.arange(active.num) if active.numbers_A is None else active.numbers_A
+
+
+class NoAnswers(TorchDispatchMode):
+    """Refuse what a host would wait for a device by, or what has a shape that only the device knows."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "_to_copy")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        converts = name == "_to_copy" and (kwargs or {}).get("device") is None
+        assert converts or not name.startswith(self.WAITS), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
+    random = np.random.default_rng(0)
+    graph = NeighbourTable(np.arange(1001) * 5, random.integers(0, 1000, 5000), 5)
+    living = LivingClasses(1010, [[300, 310]])
+    table: Any = SimpleNamespace(device=CPU, link=SimpleNamespace(world_size=1), first=0, stop=1010, num_local=1010)
+    labels = random.integers(0, 300, 64)
+    for select in (FullSoftmax(), PartialFC(0.2), knn_of(graph, 0.2, living, 1)):
+        selector = RankSelector(table, select)
+        selector.on_device = True
+        with NoAnswers():
+            num, active = selector.choose(labels, living, 3)
+            targets = active.targets(labels)
+        assert isinstance(active, DeviceActive) and num == select.budget(1000) == active.num
+        assert isinstance(targets.positions_B, torch.Tensor)  # type: ignore[union-attr]
+    with NoAnswers(), pytest.raises(AssertionError, match="waits for the device"):
+        torch.arange(3).sum().item()
+
+
+SELECTIONS = [FullSoftmax(), PartialFC(0.3, seed=4), KNNSoftmax(0.3, k=4, rebuild=2, seed=4)]
+
+
+def train(select: Any, share: slice, *, on_device: bool) -> tuple[list[float], torch.Tensor]:
+    """Losses and rows of some steps, one of them of two micro-batches, classes going meanwhile."""
+    head = ClassHead(
+        None,
+        "t",
+        num_classes=90,
+        dim=8,
+        select=select,
+        margin=ArcFace(scale=8, margin=0.2),
+        optimizer=SparseMomentum(lr=0.5, momentum=0.9),
+        initializer=Normal(std=1.0),
+        rows="ranks",
+    )
+    assert isinstance(head._place, RankPlace)
+    head._place.selector.on_device = on_device
+    rows, losses = RowOptimizer(head), []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        if step == 2:
+            head.retire_classes(torch.arange(40, 47))
+        for _ in range(2 if step == 3 else 1):
+            features = torch.randn(12, 8, generator=generator)[share].requires_grad_()
+            labels = torch.randint(40, (12,), generator=generator)[share]
+            loss = head(features, labels)
+            loss.backward()
+            assert features.grad is not None
+            losses += [loss.item(), float(features.grad.abs().sum())]
+        rows.step()
+        rows.zero_grad()
+    return losses, head.weights()
+
+
+def train_on_ranks(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    share = slice(0, 5) if rank == 0 else slice(5, 12)
+    found = {
+        f"{number}{on_device}": train(select, share, on_device=on_device)
+        for number, select in enumerate(SELECTIONS)
+        for on_device in (False, True)
+    }
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def require_equal(found: dict[str, tuple[list[float], torch.Tensor]]) -> None:
+    for number in range(len(SELECTIONS)):
+        (losses, weights), (expected_losses, expected) = found[f"{number}True"], found[f"{number}False"]
+        assert losses == pytest.approx(expected_losses, rel=1e-4)
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_trains_alike_wherever_its_classes_are_chosen(tmp_path: Path) -> None:
+    train_on_ranks(0, 1, tmp_path)
+    require_equal(torch.load(tmp_path / "0.pt"))
+    (tmp_path / "0.pt").unlink()
+    run_ranks(train_on_ranks, 2, tmp_path)
+    for rank in range(2):
+        require_equal(torch.load(tmp_path / f"{rank}.pt"))

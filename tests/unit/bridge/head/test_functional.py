@@ -1,0 +1,183 @@
+"""The head's maths as plain functions: the formula, its gradient, and classes that are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.bridge.head.loss.functional import _MarginCrossEntropy
+
+MARGINS = {
+    "arcface": (1.0, 0.5, 0.0),
+    "cosface": (1.0, 0.0, 0.35),
+    "sphereface": (1.35, 0.0, 0.0),
+    "all": (1.1, 0.2, 0.1),
+}
+SCALE = 12.0
+CLASSES = 11
+BOUNDS = (0, 3, 11)
+"""Of the classes of two ranks."""
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines [7, 11] float64 and labels [7]; class 10 and class 0 among them."""
+    generator = torch.Generator().manual_seed(seed)
+    cosines = torch.rand(7, CLASSES, generator=generator, dtype=torch.float64) * 1.9 - 0.95
+    return cosines, torch.tensor([0, 10, 3, 3, 2, 7, 5])
+
+
+def plain(cosines: torch.Tensor, labels: torch.Tensor, m1: float, m2: float, m3: float) -> torch.Tensor:
+    """Losses [B], written out sample by sample."""
+    losses = []
+    for row, label in zip(cosines, labels.tolist(), strict=True):
+        angle = m1 * torch.acos(row[label]) + m2
+        k = math.floor(float(angle.detach()) / math.pi)
+        target = (-1) ** k * torch.cos(angle) - 2 * k - m3
+        logits = SCALE * torch.cat([row[:label], target[None], row[label + 1 :]])
+        losses.append(torch.logsumexp(logits, 0) - logits[label])
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("margins", MARGINS.values(), ids=MARGINS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_and_gradient_are_those_of_the_formula(margins: tuple[float, float, float], reduction: Any) -> None:
+    cosines, labels = batch()
+    ours, theirs = cosines.clone().requires_grad_(), cosines.clone().requires_grad_()
+    found = gt.margin_cross_entropy(ours, labels, *margins, SCALE, reduction=reduction)
+    losses = plain(theirs, labels, *margins)
+    expected = losses if reduction == "none" else getattr(losses, reduction)()
+    torch.testing.assert_close(found, expected)
+    weights = torch.arange(1.0, 8.0, dtype=torch.float64) if reduction == "none" else torch.tensor(2.0)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_the_gradient_is_that_of_the_loss() -> None:
+    cosines, labels = batch(1)
+    assert torch.autograd.gradcheck(
+        lambda x: gt.margin_cross_entropy(x, labels, 1.1, 0.2, 0.1, SCALE), (cosines.requires_grad_(),)
+    )
+
+
+def test_16_bit_logits_are_computed_in_float32() -> None:
+    cosines, labels = batch()
+    narrow = cosines.to(torch.bfloat16).requires_grad_()
+    loss = gt.margin_cross_entropy(narrow, labels, *MARGINS["all"], SCALE)
+    wide = gt.margin_cross_entropy(narrow.detach().double(), labels, *MARGINS["all"], SCALE)
+    assert loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(float(wide), rel=1e-6)
+    loss.backward()
+    assert narrow.grad is not None
+    assert narrow.grad.dtype == torch.bfloat16
+
+
+def test_a_label_that_nobody_could_look_at_poisons_its_sample_alone() -> None:
+    cosines, labels = batch()
+    labels[2] = CLASSES  # as on a GPU, where looking would stall
+    cosines.requires_grad_()
+    losses = _MarginCrossEntropy.apply(cosines, labels, gt.CombinedMargin(SCALE), None)
+    losses.sum().backward()
+    assert cosines.grad is not None
+    for found in (losses, cosines.grad[:, 0]):
+        assert found.isnan().tolist() == [False, False, True, False, False, False, False]
+
+
+def test_samples_are_the_positives_and_the_classes_of_partial_fc() -> None:
+    labels = torch.tensor([900, 5, 5, 17])
+    remapped, sampled = gt.class_center_sample(labels, 1000, 50, seed=3, step=8)
+    assert sampled[remapped].tolist() == labels.tolist()
+    active = gt.PartialFC(0.05, seed=3).select(labels.numpy(), 1000, 8)
+    assert sampled.tolist() == active.ids.tolist()
+    assert len(sampled) == 50
+
+
+@pytest.mark.parametrize(("num_samples", "found"), [(1, 3), (2000, 1000)])
+def test_positives_are_all_kept_and_there_are_no_more_classes_than_all(num_samples: int, found: int) -> None:
+    remapped, sampled = gt.class_center_sample(torch.tensor([900, 5, 17]), 1000, num_samples, seed=0, step=0)
+    assert len(sampled) == found
+    assert sampled[remapped].tolist() == [900, 5, 17]
+
+
+def train_one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    cosines, labels = batch()
+    own = cosines[:, BOUNDS[rank] : BOUNDS[rank + 1]].clone().requires_grad_()
+    loss = gt.margin_cross_entropy(own, labels, *MARGINS["all"], SCALE, group)
+    loss.backward()
+    width = BOUNDS[rank + 1] - BOUNDS[rank]
+    remapped, sampled = gt.class_center_sample(labels, width, 3, seed=1, step=2, group=group)
+    try:
+        gt.margin_cross_entropy(own, labels + 1, group=group)
+        refused = ""
+    except InvalidIds as error:
+        refused = str(error)
+    assert own.grad is not None
+    np.savez(
+        f"{folder}/rank{rank}.npz",
+        loss=loss.detach().numpy(),
+        gradient=own.grad.numpy(),
+        remapped=remapped.numpy(),
+        sampled=sampled.numpy(),
+        refused=refused,
+    )
+    dist.destroy_process_group()
+
+
+def test_classes_on_two_ranks_are_one_layer(tmp_path: Path) -> None:
+    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    ranks = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
+    cosines, labels = batch()
+    whole = cosines.clone().requires_grad_()
+    expected = plain(whole, labels, *MARGINS["all"]).mean()
+    expected.backward()
+    expected = expected.detach()
+    for rank in ranks:
+        np.testing.assert_allclose(rank["loss"], float(expected), rtol=1e-12)
+        assert "label 11 at index 1 is outside [0, 11)" in str(rank["refused"])
+    assert whole.grad is not None
+    np.testing.assert_allclose(np.concatenate([rank["gradient"] for rank in ranks], 1), whole.grad.numpy(), rtol=1e-9)
+    joint = np.concatenate([rank["sampled"] + BOUNDS[number] for number, rank in enumerate(ranks)])
+    for rank in ranks:
+        assert joint[rank["remapped"]].tolist() == labels.tolist()
+    assert [len(rank["sampled"]) for rank in ranks] == [3, 4]  # of the first rank all, of the second four positives
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "error", "message"),
+    [
+        (torch.zeros(2, 3), torch.tensor([0, 3]), InvalidIds, r"label 3 at index 1 is outside \[0, 3\)"),
+        (torch.zeros(2, 3), torch.tensor([-1, 0]), InvalidIds, "label -1 at index 0"),
+        (torch.zeros(2, 3), torch.tensor([0]), InvalidIds, r"int64 \[1\]; they must be a torch.int64 tensor \[2\]"),
+        (torch.zeros(2, 3), torch.tensor([0.0, 1.0]), InvalidIds, "float32"),
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), InvalidRows, r"\[0, 3\]"),
+        (torch.zeros(3), torch.tensor([0]), InvalidRows, r"\[3\]"),
+        (torch.zeros(1, 3, dtype=torch.int64), torch.tensor([0]), InvalidRows, "int64"),
+    ],
+)
+def test_what_cannot_be_is_refused(logits: Any, labels: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        gt.margin_cross_entropy(logits, labels)
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    cosines, labels = batch()
+    with pytest.raises(InvalidArgument, match="reduction is 'max'"):
+        gt.margin_cross_entropy(cosines, labels, reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="scale is -1"):
+        gt.margin_cross_entropy(cosines, labels, scale=-1)
+    with pytest.raises(InvalidArgument, match="num_samples is 0"):
+        gt.class_center_sample(labels, CLASSES, 0, seed=0, step=0)
+    with pytest.raises(InvalidIds, match="label 10 at index 1 is outside"):
+        gt.class_center_sample(labels, 10, 5, seed=0, step=0)

@@ -1,0 +1,78 @@
+"""Neighbour lists when classes come and go, against plain Python lists of ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
+
+K = 3
+
+
+def lists_of(table: NeighbourTable, living: LivingClasses) -> dict[int, list[int]]:
+    ids = living.all_ids.tolist()
+    return {ids[number]: [ids[one] for one in table.row(number)] for number in range(table.num_classes)}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[LivingClasses, list[list[int]], list[int], list[int]]:
+    """Living classes, a list of numbers for each, ids to retire, and how many then to add."""
+    num = draw(st.integers(6, 14))
+    free = draw(st.lists(st.integers(0, num - 1), max_size=num - 5, unique=True))
+    living = LivingClasses(num).without(np.array(sorted(free), np.int64))
+    count = living.num_living
+    rows = [
+        draw(st.lists(st.integers(0, count - 1).filter(lambda one, me=me: one != me), max_size=K, unique=True))
+        for me in range(count)
+    ]
+    retired = draw(st.lists(st.sampled_from(living.all_ids.tolist()), max_size=count - 4, unique=True))
+    later = living.without(np.array(sorted(retired), np.int64))
+    spare = num - later.num_living
+    new = later.free_ids(draw(st.integers(0, spare))).tolist()
+    return living, rows, retired, new
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_lists_change_as_plain_lists_do(
+    case: tuple[LivingClasses, list[list[int]], list[int], list[int]], random: Any
+) -> None:
+    before, rows, retired, new = case
+    table = NeighbourTable.of_lists(rows, K)
+    plain = lists_of(table, before)
+    middle = before.without(np.array(sorted(retired), np.int64))
+    table = renumbered(table, before, middle)
+    gone = set(retired)
+    plain = {one: [other for other in near if other not in gone] for one, near in plain.items() if one not in gone}
+    assert lists_of(table, middle) == plain
+    if not new:
+        return
+    after = middle.with_added(np.array(new, np.int64))
+    table = renumbered(table, middle, after)
+    nearest = {one: random.sample([other for other in after.all_ids.tolist() if other != one], K) for one in new}
+    numbers = np.array([after.numbers(np.array(nearest[one])) for one in new])
+    table = with_new(table, after.numbers(np.array(new)), numbers)
+    for rank in reversed(range(K)):
+        for one in reversed(new):
+            if nearest[one][rank] not in new:
+                plain[nearest[one][rank]].insert(0, one)
+    expected = {one: near[:K] for one, near in plain.items()} | nearest
+    assert lists_of(table, after) == expected
+
+
+@given(st.integers(2, 30), st.integers(1, 5), st.integers(0, 1000))
+def test_the_nearest_classes_are_those_of_float64(num: int, k: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).normal(size=(num, 5)).astype(np.float32)
+    numbers = np.unique(np.random.default_rng(seed + 1).integers(0, num, 3))
+    found = nearest_classes(lambda ids: rows[ids], num, 5, numbers, k)
+    unit = rows / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    cosines = unit[numbers] @ unit.T
+    cosines[np.arange(len(numbers)), numbers] = -2
+    kept = min(k, num - 1)
+    best = -np.sort(-cosines, axis=1)[:, :kept]
+    np.testing.assert_allclose(np.take_along_axis(cosines, found, 1), best, atol=1e-6)

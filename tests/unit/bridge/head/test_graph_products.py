@@ -1,0 +1,66 @@
+"""Half-precision products of blocks: within their bound, and exact graphs from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.rows import Floats
+from geartrain.ams.kernels.reference import ops as reference
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.selection.graph_products import TorchProducts
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def rows_of(num_rows: int, dim: int) -> Floats:
+    """Among them copies, zeros, near copies and rows that lean on one coordinate."""
+    random = np.random.default_rng(num_rows)
+    rows: Floats = random.standard_normal((num_rows, dim)).astype(np.float32)
+    rows[1::7] = rows[0::7][: len(rows[1::7])]
+    rows[2::31] = 0
+    rows[3::11] = rows[5] + 1e-5 * rows[3::11]
+    rows[4::13, 1:] *= 1e-6
+    return rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("memory", [1 << 30, 120_000])
+def test_the_graph_is_that_of_exact_products(dtype: torch.dtype, memory: int) -> None:
+    rows = rows_of(500, 20)
+    table = build_neighbours(ArrayRows(rows), 7, products=TorchProducts("cpu", dtype), memory_bytes=memory)
+    np.testing.assert_array_equal(table.neighbours.reshape(500, 7), reference.nearest_neighbours(rows, 7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 3, 128, 700])
+def test_no_product_exceeds_the_error_bound(dtype: torch.dtype, dim: int) -> None:
+    engine = TorchProducts("cpu", dtype)
+    rows = np.concatenate([rows_of(150, dim), rows_of(100, dim) + 1]).astype(np.float32)
+    unit = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)).astype(np.float32)
+    block = engine.load(unit, 0)
+    true = unit.astype(np.float64) @ unit.astype(np.float64).T
+    error = np.abs(engine.scores(block.rows_ND, block.rows_ND).numpy() - true).max()
+    assert error <= engine.error_bound(dim)
+    assert engine.error_bound(dim) < (0.005 if dtype == torch.float16 else 0.02)  # a bound of 2 would be one too
+
+
+def test_a_recall_goes_on_from_its_saved_state() -> None:
+    engine, rows = TorchProducts("cpu"), rows_of(90, 8)
+    blocks = [engine.load(rows[at : at + 30], at) for at in (0, 30, 60)]
+    whole, first, second = (engine.begin(0, 90, 12) for _ in range(3))
+    pairs = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
+    for number, (a, b) in enumerate(pairs):
+        whole.compare_inside(blocks[a], blocks[b])
+        if number == 3:
+            second.restore(first.arrays())
+        (first if number < 3 else second).compare_inside(blocks[a], blocks[b])
+    for mine, theirs in zip(second.candidates(), whole.candidates(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_only_half_precision_is_an_engine() -> None:
+    with pytest.raises(InvalidArgument, match="float64"):
+        TorchProducts("cpu", torch.float64)

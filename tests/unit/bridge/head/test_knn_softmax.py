@@ -1,0 +1,381 @@
+"""KNN softmax: which classes it chooses, when its graph is built, and what a resumed head goes on with."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import CombinedMargin, CosFace
+from geartrain.bridge.head.selection import knn_selection
+from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.plain_graph import plain_build, use_plain_graphs
+from tests.support.rank_processes import run_ranks
+from tests.support.reference import UNIT_SGD, FakeCluster, plain_gradients
+
+CLASSES, DIM = 60, 6
+LABELS = np.array([7, 3, 7, 41], np.int64)
+
+
+@pytest.fixture(autouse=True)
+def plain_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_plain_graphs(monkeypatch)
+
+
+def make_head(select: KNNSoftmax, *, cluster: Any = None, classes: int = CLASSES, **settings: Any) -> ClassHead:
+    return ClassHead(
+        cluster or FakeCluster(),
+        "classes",
+        num_classes=classes,
+        dim=DIM,
+        select=select,
+        margin=CosFace(8, 0.2),
+        optimizer=UNIT_SGD,
+        **settings,
+    )
+
+
+def selection(head: ClassHead) -> KNNSelection:
+    assert isinstance(head.select, KNNSelection)
+    return head.select
+
+
+def version(head: ClassHead) -> int:
+    graph = selection(head).graph
+    return 0 if graph is None else graph.version
+
+
+def train(head: ClassHead, steps: int = 1) -> list[float]:
+    rows, losses = RowOptimizer(head, lr=0.1), []
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(head.step)
+        loss = head(torch.randn(4, DIM, generator=generator), torch.randint(CLASSES, (4,), generator=generator))
+        loss.backward()
+        rows.step()
+        rows.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_the_labels_nearest_classes_are_active_and_only_then_random_ones() -> None:
+    head = make_head(KNNSoftmax(active=0.25, k=2))
+    active = selection(head).select(LABELS, CLASSES, 0)
+    graph = selection(head).graph
+    assert graph is not None
+    near = {int(one) for label in LABELS for one in [label, *graph.table.row(label)]}
+    assert near < set(active.ids.tolist())
+    assert active.num == 15
+    other = selection(head).select(LABELS, CLASSES, 1)
+    assert near < set(other.ids.tolist()) != set(active.ids.tolist())
+    np.testing.assert_array_equal(selection(head).select(LABELS[::-1], CLASSES, 0).ids, active.ids)
+
+
+def test_a_small_budget_takes_the_nearest_of_each_label_first() -> None:
+    head = make_head(KNNSoftmax(active=4 / CLASSES, k=5))
+    ids = selection(head).select(np.array([10], np.int64), CLASSES, 0).ids
+    graph = selection(head).graph
+    assert graph is not None
+    assert set(ids.tolist()) == {10, *graph.table.row(10)[:3].tolist()}
+
+
+def test_the_graph_is_that_of_the_normalised_rows() -> None:
+    cluster = FakeCluster()
+    head = make_head(KNNSoftmax(k=3), cluster=cluster)
+    rows = cluster.tables["classes"].rows
+    rows[5] = 0.001 * rows[9]  # the same direction, another length
+    head.rebuild_graph()
+    graph = selection(head).graph
+    assert graph is not None and graph.table.row(5)[0] == 9
+
+
+def test_loss_and_gradients_are_those_of_a_softmax_over_the_active_classes() -> None:
+    cluster = FakeCluster()
+    head = make_head(KNNSoftmax(active=0.3, k=4), cluster=cluster)
+    table = cluster.tables["classes"]
+    before = torch.from_numpy(table.rows.copy())
+    features = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    loss = head(features, torch.from_numpy(LABELS))
+    active = selection(head).select(LABELS, CLASSES, 0)
+    margin = CombinedMargin(8, 1, 0, 0.2)
+    positions = torch.from_numpy(active.positions(LABELS))
+    expected, features_gradient, rows_gradient = plain_gradients(features, before[active.ids], positions, margin)
+    loss.backward()
+    RowOptimizer(head).step()
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    assert features.grad is not None
+    torch.testing.assert_close(features.grad.double(), features_gradient, rtol=1e-4, atol=1e-6)
+    moved = before[active.ids].double() - torch.from_numpy(table.rows)[active.ids].double()
+    torch.testing.assert_close(moved, rows_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_that_are_more_than_the_budget_enlarge_it() -> None:
+    head = make_head(KNNSoftmax(active=0.02, k=4))
+    labels = np.arange(0, 20, 2, dtype=np.int64)
+    np.testing.assert_array_equal(selection(head).select(labels, CLASSES, 0).ids, labels)
+    assert selection(head).enlarged == 1
+
+
+def test_more_neighbours_than_classes_are_all_of_them() -> None:
+    head = make_head(KNNSoftmax(active=0.5, k=1000))
+    assert selection(head).select(LABELS, CLASSES, 0).num == 30
+
+
+@pytest.mark.parametrize(("classes", "active"), [(1, 0.1), (60, 1.0)])
+def test_a_head_whose_classes_are_all_active_builds_no_graph(classes: int, active: float) -> None:
+    head = make_head(KNNSoftmax(active=active), classes=classes)
+    head(torch.randn(2, DIM), torch.zeros(2, dtype=torch.int64)).backward()
+    assert version(head) == 0
+    assert selection(head).select(np.zeros(1, np.int64), classes, 0).num == classes
+
+
+def test_by_epochs_the_graph_is_built_by_the_first_step_of_each() -> None:
+    head = make_head(KNNSoftmax())
+    assert selection(head).graph_age is None
+    train(head, 3)
+    assert (version(head), selection(head).graph_age) == (1, 3)
+    head.next_epoch()
+    assert version(head) == 1
+    train(head, 2)
+    assert (version(head), selection(head).graph_age) == (2, 2)
+
+
+def test_by_steps_the_graph_is_built_after_so_many() -> None:
+    head = make_head(KNNSoftmax(rebuild=3))
+    seen = []
+    for _ in range(7):
+        train(head)
+        seen.append(version(head))
+    assert seen == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_micro_batches_of_one_step_share_their_graph() -> None:
+    head = make_head(KNNSoftmax())
+    train(head)
+    head(torch.randn(2, DIM), torch.tensor([1, 2])).backward()
+    head.next_epoch()
+    head(torch.randn(2, DIM), torch.tensor([3, 4])).backward()
+    assert version(head) == 1
+
+
+def test_evaluation_neither_builds_anew_nor_moves_on() -> None:
+    head = make_head(KNNSoftmax())
+    train(head)
+    head.next_epoch()
+    head.eval()
+    head(torch.randn(2, DIM), torch.tensor([1, 2]))
+    assert version(head) == 1
+    train(head.train())
+    assert version(head) == 2
+
+
+def test_in_the_background_the_old_graph_is_used_until_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head(KNNSoftmax(rebuild="background"))
+    train(head)
+    may_build, built = threading.Event(), threading.Event()
+
+    def build_when_told(*arguments: Any) -> NeighbourTable:
+        assert may_build.wait(30)
+        try:
+            return plain_build(*arguments)
+        finally:
+            built.set()
+
+    monkeypatch.setattr(knn_selection, "_build", build_when_told)
+    head.next_epoch()
+    train(head, 3)
+    assert version(head) == 1
+    pending = selection(head)._pending
+    assert pending is not None
+    may_build.set()
+    pending.result.result(30)
+    train(head)
+    graph = selection(head).graph
+    assert graph is not None and (graph.version, graph.step) == (2, 1)  # it was begun after one update
+
+
+def test_an_epoch_that_ends_while_a_graph_is_built_begins_the_next_one() -> None:
+    head = make_head(KNNSoftmax(rebuild="background"))
+    train(head)
+    head.next_epoch()
+    train(head)
+    first = selection(head)._pending
+    assert first is not None
+    head.next_epoch()
+    first.result.result(30)
+    train(head)
+    second = selection(head)._pending
+    assert version(head) == 2 and second is not None and second.step == 2
+
+
+def test_a_build_that_fails_in_the_background_is_told_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head(KNNSoftmax(rebuild="background"))
+    train(head)
+
+    def fail(*_: Any) -> NeighbourTable:
+        raise InvalidArgument("no memory for the graph")
+
+    monkeypatch.setattr(knn_selection, "_build", fail)
+    head.next_epoch()
+    train(head)
+    pending = selection(head)._pending
+    assert pending is not None and isinstance(pending.result.exception(30), InvalidArgument)
+    with pytest.raises(InvalidArgument, match="no memory"):
+        train(head)
+
+
+def test_a_head_that_was_given_its_graph_goes_on_as_if_it_had_not_stopped() -> None:
+    cluster = FakeCluster()
+    head = make_head(KNNSoftmax(active=0.2, k=4), cluster=cluster)
+    train(head, 3)
+    state, graph = head.get_extra_state(), selection(head).graph_to_bytes()
+    rows = cluster.tables["classes"].rows.copy()
+    assert graph is not None
+    expected = train(head, 3)
+
+    again_cluster = FakeCluster()
+    again = make_head(KNNSoftmax(active=0.2, k=4), cluster=again_cluster)
+    again_cluster.tables["classes"].rows[:] = rows
+    selection(again).graph_from_bytes(graph)
+    again.set_extra_state(state)
+    assert train(again, 3) == expected
+    assert (version(again), selection(again).graph_age) == (1, 6)
+
+
+def test_a_head_without_the_graph_of_its_state_says_so_and_builds_one(caplog: pytest.LogCaptureFixture) -> None:
+    head = make_head(KNNSoftmax())
+    train(head, 2)
+    again = make_head(KNNSoftmax())
+    train(again, 3)
+    again.rebuild_graph()
+    assert version(again) == 2
+    with caplog.at_level(logging.WARNING):
+        again.set_extra_state(head.get_extra_state())
+    assert "graph version 1 of step 0 is not in this process" in caplog.text
+    train(again)
+    assert (version(again), selection(again).graph_age) == (1, 1)
+
+
+def test_an_epoch_that_ended_before_the_save_is_not_forgotten() -> None:
+    head = make_head(KNNSoftmax())
+    train(head)
+    head.next_epoch()
+    graph = selection(head).graph_to_bytes()
+    assert graph is not None
+    again = make_head(KNNSoftmax())
+    selection(again).graph_from_bytes(graph)
+    again.set_extra_state(head.get_extra_state())
+    train(again)
+    assert version(again) == 2
+
+
+def test_a_graph_of_other_classes_is_refused() -> None:
+    head = make_head(KNNSoftmax())
+    head.rebuild_graph()
+    graph = selection(head).graph_to_bytes()
+    assert graph is not None
+    other = make_head(KNNSoftmax(), classes=61)
+    with pytest.raises(SpecMismatch, match="60 classes"):
+        selection(other).graph_from_bytes(graph)
+    with pytest.raises(InvalidArgument, match="graph_to_bytes"):
+        selection(other).graph_from_bytes(gt.state_to_bytes({"offsets": 1}))
+
+
+def test_progress_is_told() -> None:
+    head = make_head(KNNSoftmax())
+    told: list[tuple[int, int]] = []
+    selection(head).on_progress = lambda done, total: told.append((done, total))
+    train(head)
+    assert told == [(30, 60), (60, 60)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"active": 0.0}, "active"),
+        ({"active": 1.5}, "active"),
+        ({"active": float("nan")}, "active"),
+        ({"k": 0}, "k is"),
+        ({"k": 2.5}, "k is"),
+        ({"rebuild": "daily"}, "rebuild"),
+        ({"rebuild": 0}, "rebuild"),
+        ({"rebuild": True}, "rebuild"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(InvalidArgument, match=word):
+        KNNSoftmax(**settings)
+
+
+def test_only_knn_softmax_has_a_graph_to_rebuild() -> None:
+    head = make_head(gt.PartialFC(0.5))  # type: ignore[arg-type]
+    head.next_epoch()
+    with pytest.raises(InvalidArgument, match="KNNSoftmax"):
+        head.rebuild_graph()
+
+
+def run_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    builds = 0
+
+    def counted_build(*arguments: Any) -> NeighbourTable:
+        nonlocal builds
+        builds += 1
+        return plain_build(*arguments)
+
+    knn_selection._build = counted_build  # type: ignore[assignment]
+    cluster = FakeCluster(seed=rank)  # ranks that built for themselves would find other neighbours
+    head = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background"), cluster=cluster, sync=True)
+    rows, active = RowOptimizer(head), []
+    with pytest.raises(InvalidArgument, match="ranks build it together"):
+        head.eval()(torch.zeros(1, DIM), torch.tensor([0]))
+    head.train()
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step)
+        labels = torch.randint(CLASSES, (8,), generator=generator)[4 * rank : 4 * rank + 4]
+        head(torch.randn(4, DIM, generator=generator), labels).backward()
+        rows.step()
+        rows.zero_grad()
+        active.append(cluster.tables["classes"].pushes[-1].ids)
+        if step == 2:
+            head.next_epoch()
+        pending = selection(head)._pending
+        if step == 6 and pending is not None and rank == 0:
+            pending.result.result(30)
+    graph = selection(head).graph
+    assert graph is not None
+    np.savez(
+        f"{folder}/rank{rank}.npz",
+        active=np.stack(active),
+        neighbours=graph.table.neighbours,
+        facts=[graph.version, graph.step, builds],
+    )
+
+
+def test_ranks_share_one_graph_that_the_first_one_builds(tmp_path: Path) -> None:
+    run_ranks(run_rank, 2, tmp_path)
+    first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
+    np.testing.assert_array_equal(first["active"], second["active"])
+    np.testing.assert_array_equal(first["neighbours"], second["neighbours"])
+    assert first["facts"].tolist() == [2, 3, 2]
+    assert second["facts"].tolist() == [2, 3, 0]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_an_embedded_run_with_the_same_seed_is_the_same_run(num_shards: int) -> None:
+    def losses() -> list[float]:
+        with gt.local(num_shards) as cluster:
+            head = make_head(KNNSoftmax(active=0.2, k=4, rebuild=3, seed=5), cluster=cluster)
+            return train(head, 8)
+
+    assert losses() == losses()

@@ -1,0 +1,297 @@
+"""A class table goes on anywhere: on another number of ranks, or in a cluster, as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from geartrain.ams.client.cluster import local
+from geartrain.ams.programs.selection import PartialFC
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.values.errors import (
+    InvalidArgument,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotFailed,
+    SpecMismatch,
+    SyncError,
+)
+from geartrain.ams.values.specs import Adam, DTypeName, RowOptimizerSpec, SparseMomentum
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.weights import export_class_weights, import_class_weights
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.launch import hosting
+from tests.support.rank_processes import run_ranks
+
+CLASSES, DIM, BATCH = 101, 8, 12
+LEGS = [(2, range(4)), (3, range(4, 8)), (1, range(8, 12))]
+"""Ranks, and the steps they train."""
+
+
+MOMENTUM = SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3)
+ELAPSED = SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3, untouched="elapsed")
+ADAM = Adam(0.05, weight_decay=1e-3)
+
+
+def make_head(
+    rows: str,
+    cluster: Any = None,
+    *,
+    dtype: DTypeName = "float32",
+    optimizer: RowOptimizerSpec = MOMENTUM,
+    **settings: Any,
+) -> ClassHead:
+    return ClassHead(
+        cluster,
+        "faces",
+        num_classes=CLASSES,
+        dim=DIM,
+        select=PartialFC(0.3),
+        margin=ArcFace(16, 0.3),
+        optimizer=optimizer,
+        rows=rows,
+        dtype=dtype,
+        slot_dtype="float32" if isinstance(optimizer, Adam) else dtype,
+        **settings,
+    )
+
+
+def train(head: ClassHead, steps: range, rank: int = 0, ranks: int = 1) -> list[float]:
+    """Sums of this rank's losses over the joint batch."""
+    optimizer = RowOptimizer(head)
+    losses = []
+    share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        features = torch.randn(BATCH, DIM, generator=generator)
+        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        loss = head(features[share], labels[share])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()) * len(features[share]) / BATCH)
+    return losses
+
+
+def train_leg(rank: int, ranks: int, folder: Path, leg: int, dtype: DTypeName, optimizer: RowOptimizerSpec) -> None:
+    head = make_head("ranks", dtype=dtype, optimizer=optimizer)
+    if leg > 0:
+        snapshot = head.restore(folder / f"leg{leg - 1}")
+        head.load_state_dict(state_from_bytes(snapshot.job_files()["head"]))
+    losses = train(head, LEGS[leg][1], rank, ranks)
+    files = {"head": state_to_bytes(head.state_dict())}
+    path = head.snapshot(folder, f"leg{leg}", values={"leg": leg}, files=files)
+    assert open_snapshot(path).verify() == []
+    np.save(folder / f"losses{leg}-{rank}.npy", losses)
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ELAPSED, ADAM], ids=["momentum", "elapsed", "adam"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_then_three_then_one_then_a_cluster_train_as_if_uninterrupted(
+    dtype: DTypeName, optimizer: RowOptimizerSpec, tmp_path: Path
+) -> None:
+    for leg, (ranks, _) in enumerate(LEGS):
+        run_ranks(train_leg, ranks, tmp_path, leg, dtype, optimizer)
+    resumed = [
+        sum(np.load(tmp_path / f"losses{leg}-{rank}.npy") for rank in range(ranks))
+        for leg, (ranks, _) in enumerate(LEGS)
+    ]
+    with local(num_shards=3) as cluster:
+        snapshot = cluster.restore(tmp_path / "leg2")
+        last = make_head("pull", cluster, dtype=dtype, optimizer=optimizer, reuse=True)
+        last.load_state_dict(state_from_bytes(snapshot.job_files()["head"]))
+        resumed.append(np.array(train(last, range(12, 15))))
+        rows = last.weights()
+    head = make_head("ranks", dtype=dtype, optimizer=optimizer)
+    losses = train(head, range(15))
+    tolerance = 5e-6 if dtype == "float32" else 2e-2  # every step rounds the rows to 8 bits
+    np.testing.assert_allclose(np.concatenate(resumed), losses, rtol=tolerance)
+    atol = float(rows.abs().max()) * (1e-4 if dtype == "float32" else 3e-2)
+    torch.testing.assert_close(rows, head.weights(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_cluster_goes_on_with_rows_of_ranks_and_ranks_with_those_of_a_cluster(
+    dtype: DTypeName, tmp_path: Path
+) -> None:
+    head = make_head("ranks", dtype=dtype)
+    first = train(head, range(3))
+    run_ranks(train_leg, 3, tmp_path, 0, dtype, MOMENTUM)
+    with local(num_shards=2) as cluster:
+        cluster.restore(tmp_path / "leg0")
+        moved = make_head("pull", cluster, dtype=dtype, reuse=True)
+        moved.load_state_dict(state_from_bytes(open_snapshot(tmp_path / "leg0").job_files()["head"]))
+        expected = train(make_head("ranks", dtype=dtype), range(8))
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
+        assert train(moved, range(4, 8)) == pytest.approx(expected[4:], rel=tolerance)
+        assert first == pytest.approx(expected[:3], rel=tolerance)
+        # An increment rests on its parent; ranks read both.
+        cluster.snapshot(tmp_path, "whole", tables=["faces"]).result()
+        train(moved, range(8, 9))
+        cluster.snapshot(tmp_path, "more", tables=["faces"], parent="whole").result()
+        back = make_head("ranks", dtype=dtype)
+        back.restore(tmp_path / "more")
+        assert torch.equal(back.weights(), moved.weights())
+        back.load_state_dict(moved.state_dict())
+        assert train(back, range(9, 11)) == pytest.approx(train(moved, range(9, 11)), rel=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", [ELAPSED, ADAM], ids=["elapsed", "adam"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_steps_of_their_own_go_on_in_a_cluster_and_back_on_ranks(
+    dtype: DTypeName, optimizer: RowOptimizerSpec, tmp_path: Path
+) -> None:
+    head = make_head("ranks", dtype=dtype, optimizer=optimizer)
+    train(head, range(4))
+    head.snapshot(tmp_path, "ranks", files={"head": state_to_bytes(head.state_dict())})
+    with hosting.local(num_shards=2) as cluster:
+        cluster.restore(tmp_path / "ranks")
+        moved = make_head("hosted", cluster, dtype=dtype, optimizer=optimizer, reuse=True)
+        moved.load_state_dict(state_from_bytes(open_snapshot(tmp_path / "ranks").job_files()["head"]))
+        train(head, range(4, 8))
+        train(moved, range(4, 8))
+        torch.testing.assert_close(
+            moved.weights(), head.weights(), rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4
+        )
+        cluster.snapshot(tmp_path, "cluster", tables=["faces"]).result()
+        back = make_head("ranks", dtype=dtype, optimizer=optimizer)
+        back.restore(tmp_path / "cluster")
+        assert torch.equal(back.weights(), moved.weights())
+        assert torch.equal(back.table.steps_L, head.table.steps_L)
+        if optimizer is ELAPSED:
+            assert back.table.steps is not None and head.table.steps is not None
+            assert back.table.steps.state == head.table.steps.state
+            back.load_state_dict(moved.state_dict())
+            train(back, range(8, 10))
+            train(moved, range(8, 10))
+            torch.testing.assert_close(
+                moved.weights(), back.weights(), rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4
+            )
+
+
+def test_rows_nobody_touched_have_their_initial_value_after_a_restore(tmp_path: Path) -> None:
+    with local() as cluster:
+        theirs = make_head("pull", cluster)
+        train(theirs, range(1))
+        cluster.snapshot(tmp_path, "s").result()
+        head = make_head("ranks")
+        train(head, range(5))
+        head.restore(tmp_path / "s")
+        assert torch.equal(head.weights(), theirs.weights())
+
+
+def test_a_snapshot_of_another_table_or_a_damaged_one_leaves_initial_rows(tmp_path: Path) -> None:
+    head = make_head("ranks")
+    initial = head.weights()
+    train(head, range(2))
+    path = Path(head.snapshot(tmp_path, "s"))
+    with pytest.raises(SnapshotFailed, match="already exists"):
+        head.snapshot(tmp_path, "s")
+    with pytest.raises(SpecMismatch):
+        make_head("ranks", seed=4).restore(path)
+    block = next(path.glob("rows-*"))
+    data = bytearray(block.read_bytes())
+    data[-1] ^= 1
+    block.write_bytes(data)
+    with pytest.raises(SnapshotDamaged, match=block.name):
+        head.restore(path)
+    assert torch.equal(head.weights(), initial)
+
+
+def test_a_state_is_taken_with_the_rows_of_its_step_only(tmp_path: Path) -> None:
+    head = make_head("ranks")
+    train(head, range(3))
+    state = head.state_dict()
+    path = head.snapshot(tmp_path, step=70)  # the user's count, skipped steps included
+    assert Path(path).name == "step-000000070"
+    resumed = make_head("ranks")
+    with pytest.raises(SpecMismatch, match="step 3, these rows that of step 0"):
+        resumed.load_state_dict(state)
+    assert resumed.restore(path).manifest.step == resumed.step == 70
+    resumed.load_state_dict(state)
+    assert resumed.step == 3
+    train(resumed, range(3, 4))
+    with pytest.raises(SpecMismatch, match="step 3, these rows that of step 4"):
+        resumed.load_state_dict(state)
+
+
+def test_rows_in_a_cluster_have_snapshots_of_their_own(tmp_path: Path) -> None:
+    with local() as cluster, pytest.raises(InvalidArgument, match=r"Cluster\.snapshot"):
+        make_head("pull", cluster).snapshot(tmp_path, "s")
+
+
+def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    head = make_head("ranks")
+    with pytest.raises(SnapshotError if rank == 0 else SnapshotFailed):
+        head.snapshot(folder / "taken", "name", files={})
+    root = folder / "sound"
+    with pytest.raises(SpecMismatch if rank == 1 else SnapshotFailed):
+        head.snapshot(root if rank == 0 else folder / "another", "s")
+    path = head.snapshot(root, "s")
+    if rank == 1:
+        path = folder / "elsewhere"
+    with pytest.raises(SyncError if rank == 0 else SnapshotError):
+        head.restore(path)
+    assert [entry.name for entry in root.iterdir() if entry.name != "s"] == []
+
+
+def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+    (tmp_path / "taken" / "name").mkdir(parents=True)
+    run_ranks(fail_on_one_rank, 2, tmp_path)
+
+
+def predict_nonsense_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    head = make_head("ranks")
+    features = torch.randn(3, DIM, generator=torch.Generator().manual_seed(rank))
+    expected = head.predict(features, 2)
+    if rank == 1:
+        features[1] = torch.nan
+    scores, ids = head.predict(features, 2)  # were they refused there, the other would wait
+    whole = [0, 1, 2] if rank == 0 else [0, 2]
+    assert torch.equal(scores[whole], expected[0][whole]) and torch.equal(ids[whole], expected[1][whole])
+    assert scores[1].isnan().all() == (rank == 1)
+
+
+def test_features_of_one_rank_that_are_not_finite_strand_no_other(tmp_path: Path) -> None:
+    run_ranks(predict_nonsense_on_one_rank, 2, tmp_path)
+
+
+def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
+    head = make_head("ranks", dtype="float16")
+    if rank == 0:  # as partial FC saves them, of another number of ranks
+        for part, rows in enumerate(torch.tensor_split(head.weights(torch.arange(CLASSES)) * 2, ranks + 1)):
+            np.save(folder / f"rank:{part}_softmax_weight.npy", rows.numpy())
+    else:
+        head.weights()
+    dist.barrier()
+    expected = head.weights() * 2
+    told = import_class_weights(head, sorted(folder.glob("rank:*.npy")))
+    assert [count for _, count in told] == [34, 34, 33]
+    assert torch.equal(head.weights(), expected)
+    path = export_class_weights(head, folder / "out.safetensors")
+    assert torch.equal(load_file(path)["weight"], expected)
+    blocked = folder / "file" / "below.safetensors"
+    if rank == 0:
+        (folder / "file").write_bytes(b"")
+    with pytest.raises(OSError if rank == 0 else SyncError):
+        export_class_weights(head, blocked)
+    for wrong in range(ranks):
+        nowhere: Any = None
+        with pytest.raises(InvalidArgument if rank == wrong else SyncError):
+            export_class_weights(head, nowhere if rank == wrong else path)
+    with pytest.raises(InvalidArgument if rank == 1 else SyncError):
+        import_class_weights(head, path if rank == 0 else folder / "nowhere.npy")
+    assert torch.equal(head.weights(), expected)
+
+
+def test_files_of_class_weights_are_read_and_written_by_ranks_together(tmp_path: Path) -> None:
+    run_ranks(weights_of_files, 2, tmp_path)

@@ -1,0 +1,193 @@
+"""The rows of one rank."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from geartrain.ams.kernels.reference import rounding as reference_rounding
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.specs import SGD, Adam, DTypeName, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.bridge.head.backends.ranks import rank_table
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key
+from geartrain.bridge.head.batch import Arithmetic, Workspace
+from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("rank", "num_local"), [(0, 1), (1, 0)])
+def test_a_rank_may_have_no_class(dtype: DTypeName, rank: int, num_local: int) -> None:
+    spec = TableSpec(name="t", dim=5, num_rows=1, optimizer=SparseMomentum(0.1), dtype=dtype, slot_dtype=dtype)
+    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu"))
+    assert table.rows_LD.shape == (num_local, 5) and table.slots_LD is not None
+    table.assign(np.zeros(1, np.int64), np.ones((1, 5), spec.numpy_dtype))
+    assert (table.rows_LD == 1).all() and (table.slots_LD == 0).all()
+
+
+OPTIMIZERS = [
+    SGD(0.1, weight_decay=0.01),
+    Momentum(0.1, 0.9, nesterov=True),
+    SparseMomentum(0.1, 0.9, 1e-3),
+    SparseMomentum(0.1, 0.9, 1e-3, untouched="elapsed"),
+    SparseMomentum(0.1, 0.9, untouched="elapsed"),
+    Adam(0.01, weight_decay=1e-3),
+]
+
+
+def _shard_and_ranks(optimizer: RowOptimizerSpec, dtype: DTypeName) -> tuple[RowTable, list[RankTable]]:
+    slot_dtype: DTypeName = "float32" if isinstance(optimizer, Adam) else dtype
+    spec = TableSpec(name="t", dim=21, num_rows=50, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=5)
+    links = [cast(Any, SimpleNamespace(world_size=2, rank=rank)) for rank in range(2)]
+    return RowTable(spec, np.arange(4096)), [RankTable(spec, link, torch.device("cpu")) for link in links]
+
+
+def _push(ranks: list[RankTable], ids: np.ndarray, gradients: np.ndarray, *, by_number: bool, lr: float) -> None:
+    work = Workspace(Arithmetic.of(torch.empty(0, dtype=torch.from_numpy(gradients).dtype)), Scratch())
+    for rank in ranks:
+        places, numbers = rank.local(ids)
+        place: Any = numbers if by_number else slice(int(numbers[0]), int(numbers[-1]) + 1)
+        rank.update(work, place, torch.from_numpy(gradients[places]), lr, torch.tensor(0.5))
+        rank.end_step(lr)
+
+
+def _stored(shard: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
+    out = np.empty((50, 21), shard.spec.numpy_dtype)
+    shard.pull(np.arange(50), out)
+    rows = rank_table.as_tensor(out, TORCH_DTYPES[shard.spec.dtype])
+    shard.freeze()
+    slots = shard.read_frozen(50).slots
+    shard.thaw(kept=True)
+    return rows, torch.empty(0) if slots is None else torch.from_numpy(slots.astype(np.float32))
+
+
+@pytest.mark.parametrize("by_number", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_its_rows_have_the_bits_of_a_shards(dtype: DTypeName, optimizer: RowOptimizerSpec, by_number: bool) -> None:
+    shard, ranks = _shard_and_ranks(optimizer, dtype)
+    random = np.random.default_rng(0)
+    for step in range(8):
+        ids = np.sort(random.permutation(50)[:30]) if by_number else np.arange(step % 3, 50 - step)
+        gradients = random.standard_normal((len(ids), 21)).astype(np.float32)
+        shard.push(ids, gradients, lr=0.3 / (1 + step), scale=0.5)
+        _push(ranks, ids, gradients, by_number=by_number, lr=0.3 / (1 + step))
+        if step == 3:
+            values = random.standard_normal((50, 21)).astype(shard.spec.numpy_dtype)
+            shard.assign(np.arange(50), values)
+            for rank in ranks:
+                rank.assign(np.arange(50), values)
+    rows, slots = _stored(shard)
+    assert torch.equal(torch.cat([rank.current_rows(slice(None)) for rank in ranks]), rows)
+    if ranks[0].slots_LD is not None:
+        assert torch.equal(torch.cat([cast(Any, rank.slots_LD).float() for rank in ranks]), slots)
+
+
+@pytest.mark.parametrize("by_number", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_that_pytorch_updates_meet_the_draws_of_a_shards(
+    dtype: DTypeName, optimizer: RowOptimizerSpec, by_number: bool
+) -> None:
+    """In float64, as on a device in float32: values differ in their last bits, and few are rounded otherwise."""
+    shard, ranks = _shard_and_ranks(optimizer, dtype)
+    random = np.random.default_rng(0)
+    for step in range(5):
+        ids = np.sort(random.permutation(50)[:30]) if by_number else np.arange(step % 3, 50 - step)
+        gradients = random.standard_normal((len(ids), 21)).astype(np.float32)
+        shard.push(ids, gradients, lr=0.1, scale=0.5)
+        _push(ranks, ids, gradients.astype(np.float64), by_number=by_number, lr=0.1)
+    rows, slots = _stored(shard)
+    ours = torch.cat([rank.current_rows(slice(None)) for rank in ranks])
+    if dtype != "float32":
+        assert (ours == rows).double().mean() > 0.99
+    torch.testing.assert_close(ours.float(), rows.float(), atol=1e-2 if dtype == "bfloat16" else 1e-3, rtol=1e-2)
+    if ranks[0].slots_LD is not None:
+        ours = torch.cat([cast(Any, rank.slots_LD).float() for rank in ranks])
+        if len(slots) == 50:
+            torch.testing.assert_close(ours, slots, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_that_would_overflow_counts_no_update(dtype: DTypeName, compiled: bool) -> None:
+    _, (rank, _) = _shard_and_ranks(SGD(1.0), dtype)
+    before = rank.rows_LD.clone()
+    gradients = np.ones((3, 21), np.float32 if compiled else np.float64)
+    gradients[1, 4] = 3e38
+    if dtype == "bfloat16":
+        gradients[1, 4] = -3.4028e38
+    _push([rank], np.array([2, 5, 9]), gradients, by_number=True, lr=2.0)
+    assert rank.refused == 1 and rank.steps_L is not None
+    assert rank.steps_L[[2, 5, 9]].tolist() == [1, 0, 1]
+    assert torch.equal(rank.rows_LD[5], before[5]) and not torch.equal(rank.rows_LD[2], before[2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [1, 8, 37])
+def test_pytorch_rounds_any_value_as_the_reference_does(dtype: DTypeName, dim: int) -> None:
+    random = np.random.default_rng(dim)
+    values = random.integers(0, 2**32, (400, dim), dtype=np.uint32).view(np.float32)
+    values[:50] = random.standard_normal((50, dim)) * 2.0 ** random.integers(-45, 17, (50, dim))
+    ids, numbers = random.integers(0, 2**63 - 1, 400), random.integers(1, 2**40, 400)
+    key = rounding_key(2**64 - 5, 77)
+    for part in (ROW, SLOT):
+        ours = round_rows(
+            torch.from_numpy(values),
+            TORCH_DTYPES[dtype],
+            key=key,
+            ids_N=torch.from_numpy(ids),
+            numbers_N=torch.from_numpy(numbers),
+            part=part,
+        )
+        theirs = np.stack(
+            [
+                reference_rounding.stored(row, dtype, key=key, row_id=int(i), number=int(t), part=part)
+                for row, i, t in zip(values, ids, numbers, strict=True)
+            ]
+        )
+        # As float32: NaN of bfloat16 does not count as equal to itself.
+        np.testing.assert_array_equal(as_numpy(ours).astype(np.float32), theirs.astype(np.float32))
+
+
+class _InputsOfSums(TorchDispatchMode):
+    """Notes of which types the sums are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten.sum.dim_IntList:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sixteen_bits_are_summed_in_scratch_and_not_in_a_copy_of_pytorchs(dtype: torch.dtype) -> None:
+    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
+    values = torch.arange(12, dtype=dtype).view(3, 4)
+    with _InputsOfSums() as noted:
+        sums = rank_table._sums(work, values)
+    assert (sums.dtype, sums.tolist()) == (torch.float32, [6, 22, 38])
+    assert noted.dtypes == [torch.float32]  # of another type it would make a copy of all
+
+
+def test_rows_that_move_leave_no_memory_behind_on_the_old_device() -> None:
+    spec = TableSpec(name="t", dim=4, num_rows=3, optimizer=SparseMomentum(0.1))
+    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+    buffer = table.pool.take(1000, table.device)
+    left = weakref.ref(buffer)
+    table.pool.give_back(buffer)
+    del buffer
+    assert left() is not None
+    table.move_to(torch.device("meta"))
+    assert left() is None

@@ -1,0 +1,280 @@
+"""Rows as an optimizer: what is pushed, when, and with which factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from geartrain.ams.client.cluster import local
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
+from geartrain.ams.values.specs import SGD
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
+
+HELD, STREAMED = 1 << 30, 0
+
+
+def make_head(
+    cluster: FakeCluster | None = None, name: str = "classes", **settings: Any
+) -> tuple[ClassHead, FakeTable]:
+    cluster = cluster or FakeCluster()
+    defaults = {"num_classes": 60, "dim": 5, "margin": CosFace(8, 0.1), "optimizer": UNIT_SGD}
+    head = ClassHead(cluster, name, **{**defaults, **settings})
+    return head, cluster.tables[name]
+
+
+def batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 5, generator=generator), torch.randint(60, (size,), generator=generator)
+
+
+@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
+def test_micro_batches_equal_one_big_batch(cache_bytes: int) -> None:
+    features, labels = batch(24)
+    parts, parts_table = make_head(select=FullSoftmax(), rows_cache_bytes=cache_bytes)
+    whole, whole_table = make_head(select=FullSoftmax(), rows_cache_bytes=cache_bytes)
+    for some in (slice(0, 8), slice(8, 16), slice(16, 24)):
+        (parts(features[some], labels[some]) / 3).backward()
+    whole(features, labels).backward()
+    for head in (parts, whole):
+        RowOptimizer(head).step()
+    assert len(parts_table.pushes) == 1
+    expected = merged_gradient(whole_table)
+    np.testing.assert_allclose(merged_gradient(parts_table), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
+def test_micro_batches_with_other_active_classes_are_summed_by_class(cache_bytes: int) -> None:
+    together, together_table = make_head(select=PartialFC(0.2), rows_cache_bytes=cache_bytes)
+    total = np.zeros((60, 5))
+    for seed in range(3):
+        features, labels = batch(9, seed)
+        together(features, labels).backward()
+        alone, alone_table = make_head(select=PartialFC(0.2), rows_cache_bytes=cache_bytes)
+        alone(features, labels).backward()
+        RowOptimizer(alone).step()
+        total += merged_gradient(alone_table)
+    RowOptimizer(together).step()
+    assert len(together_table.pushes) == 1
+    np.testing.assert_allclose(merged_gradient(together_table), total, rtol=0, atol=1e-6 * np.abs(total).max())
+
+
+def test_micro_batches_with_other_active_classes_on_a_rank_are_summed_by_class() -> None:
+    def changes(seeds: Sequence[int]) -> torch.Tensor:
+        head = ClassHead(
+            None,
+            "classes",
+            num_classes=9000,
+            dim=5,
+            margin=CosFace(8, 0.1),
+            optimizer=SGD(1.0),
+            rows="ranks",
+            select=PartialFC(0.5),  # two chunks
+        )
+        assert isinstance(head.table, RankTable)
+        before = head.table.rows_LD.clone()
+        for seed in seeds:
+            head(*batch(9, seed)).backward()
+        RowOptimizer(head).step()
+        return head.table.rows_LD - before
+
+    total = sum(changes([seed]) for seed in range(3))
+    torch.testing.assert_close(changes(range(3)), total, rtol=0, atol=1e-5)
+
+
+def test_two_heads_in_one_model_are_pushed_each_to_its_table() -> None:
+    cluster = FakeCluster()
+    first, first_table = make_head(cluster, "first")
+    second, second_table = make_head(cluster, "second", num_classes=70, optimizer=SGD(lr=0.5))
+    rows = RowOptimizer(first, second)
+    features, labels = batch(10)
+    (first(features, labels) + 2 * second(features, labels)).backward()
+    rows.step()
+    assert [len(table.pushes) for table in (first_table, second_table)] == [1, 1]
+    assert [table.pushes[0].lr for table in (first_table, second_table)] == [1.0, 0.5]
+    assert (first.step, second.step) == (1, 1)
+
+
+def test_a_scheduler_sets_the_rate_of_the_next_push() -> None:
+    head, table = make_head(optimizer=SGD(lr=0.8))
+    rows = RowOptimizer(head)
+    scheduler = torch.optim.lr_scheduler.StepLR(rows, step_size=1, gamma=0.5)
+    for _ in range(3):
+        head(*batch(4)).backward()
+        rows.step()
+        scheduler.step()
+    assert [push.lr for push in table.pushes] == [0.8, 0.4, 0.2]
+    resumed = RowOptimizer(head)
+    resumed.load_state_dict(rows.state_dict())
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_dropped_gradients_are_never_pushed() -> None:
+    head, table = make_head()
+    rows = RowOptimizer(head)
+    head(*batch(4)).backward()
+    rows.zero_grad()
+    rows.step()
+    assert table.pushes == []
+    assert head.step == 0
+
+
+def test_grad_scaler_unscales_the_push() -> None:
+    head, table = make_head()
+    plain, plain_table = make_head()
+    rows, scaler = RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    features, labels = batch(6)
+    scaler.scale(head(features, labels)).backward()
+    scaler.step(rows)
+    scaler.update()
+    plain(features, labels).backward()
+    RowOptimizer(plain).step()
+    assert table.pushes[0].scale == pytest.approx(1 / 1024)
+    np.testing.assert_allclose(merged_gradient(table), merged_gradient(plain_table), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
+def test_grad_scaler_skips_a_step_that_overflowed(cache_bytes: int) -> None:
+    head, table = make_head(rows_cache_bytes=cache_bytes)
+    rows, scaler = RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    (scaler.scale(head(*batch(6))) * 1e10).backward()
+    scaler.step(rows)
+    scaler.update()
+    assert table.pushes == []
+    assert head.step == 0
+    assert scaler.get_scale() == 2.0**126
+    scaler.update(1024.0)
+    scaler.scale(head(*batch(6))).backward()  # nothing is left of what overflowed, also without zero_grad
+    scaler.step(rows)
+    assert head.step == 1
+    assert all(push.scale == pytest.approx(1 / 1024) for push in table.pushes)
+
+
+@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused_before_any_push(cache_bytes: int, bad: float) -> None:
+    cluster = FakeCluster()
+    good_head, good_table = make_head(cluster, "good")
+    head, table = make_head(cluster, "bad", rows_cache_bytes=cache_bytes)
+    rows = RowOptimizer([good_head, head])
+    good_head(*batch(4)).backward()
+    (head(*batch(4)) * bad).backward()
+    with pytest.raises(NonFinite, match="'bad'"):
+        rows.step()
+    assert good_table.pushes == table.pushes == []
+    rows.zero_grad()
+    head(*batch(4)).backward()
+    rows.step()
+    assert len(table.pushes) == 1
+
+
+@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
+def test_a_failed_step_can_be_tried_again(cache_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 16)
+    cluster = FakeCluster()
+    head, table = make_head(cluster, select=FullSoftmax(), rows_cache_bytes=cache_bytes)
+    other, other_table = make_head(FakeCluster(), select=FullSoftmax(), rows_cache_bytes=cache_bytes)
+    rows = RowOptimizer(head)
+    head(*batch(4)).backward()
+    if cache_bytes == STREAMED:
+        monkeypatch.setattr(table, "apply", _failing_once_after_two(table))
+    else:
+        table.failures.append(ShardUnavailable("shard 0 is away"))
+    with pytest.raises(ShardUnavailable):
+        rows.step()
+    assert head.step == 0
+    with pytest.raises(InvalidArgument, match="stopped"):
+        head(*batch(4)).backward()
+    rows.step()
+    assert head.step == 1
+    other(*batch(4)).backward()
+    RowOptimizer(other).step()
+    np.testing.assert_array_equal(table.rows, other_table.rows)
+
+
+def _failing_once_after_two(table: FakeTable) -> Any:
+    apply, calls = table.apply, 0
+
+    def failing(write: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ShardUnavailable("shard 0 is away")
+        apply(write)
+
+    return failing
+
+
+@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
+def test_clipping_bounds_the_joint_norm(cache_bytes: int) -> None:
+    cluster = FakeCluster()
+    pairs = [make_head(cluster, name, rows_cache_bytes=cache_bytes) for name in ("a", "b")]
+    rows = RowOptimizer(head for head, _ in pairs)
+    features, labels = batch(6)
+    for head, _ in pairs:
+        head(features, labels).backward()
+    norm = float(rows.clip_grad_norm_(0.1))
+    assert norm > 0.1
+    assert float(rows.clip_grad_norm_(100.0)) == pytest.approx(0.1, rel=1e-4)
+    rows.step()
+    pushed = np.sqrt(sum(np.square(merged_gradient(table)).sum() for _, table in pairs))
+    assert pushed == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_rate_that_is_not_finite_pushes_nothing() -> None:
+    head, table = make_head()
+    rows = RowOptimizer(head)
+    rows.param_groups[0]["lr"] = float("nan")
+    head(*batch(4)).backward()
+    with pytest.raises(InvalidArgument, match="lr of table 'classes' is nan"):
+        rows.step()
+    assert table.pushes == []
+
+
+def test_only_heads_are_trained() -> None:
+    with pytest.raises(InvalidArgument, match="ClassHead"):
+        RowOptimizer()
+    with pytest.raises(InvalidArgument, match="ClassHead"):
+        RowOptimizer(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="rows only"):
+        RowOptimizer(make_head()[0]).add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+
+
+def test_streamed_micro_batches_of_different_types_are_refused() -> None:
+    head, _ = make_head(select=FullSoftmax(), rows_cache_bytes=0)
+    labels = torch.tensor([0, 1])
+    head(torch.randn(2, head.dim), labels).backward()
+    with pytest.raises(InvalidArgument, match="same autocast, dtype and device"):
+        head(torch.randn(2, head.dim, dtype=torch.float64), labels).backward()
+
+
+def test_what_only_the_storage_type_makes_infinite_is_found_before_anything_is_pushed() -> None:
+    with local(2) as cluster:  # a shard that finds it alone would leave the other with its half of the step
+        head = ClassHead(cluster, "wide", num_classes=64, dim=4, margin=None, select=FullSoftmax(), optimizer=SGD(0.1))
+        rows = RowOptimizer(head)
+        before = head.table.pull(np.arange(64))
+        (head(torch.ones(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)) * 1e39).backward()
+        with pytest.raises(NonFinite, match="nothing was pushed"):
+            rows.step()
+        np.testing.assert_array_equal(head.table.pull(np.arange(64)), before)
+
+
+def test_gradients_made_finite_by_their_carrier_alone_are_not_taken_for_finite() -> None:
+    with local(2) as cluster:
+        head = ClassHead(cluster, "odd", num_classes=64, dim=4, margin=None, select=FullSoftmax(), optimizer=SGD(0.1))
+        rows = RowOptimizer(head)
+        before = head.table.pull(np.arange(64))
+        (head(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)) * torch.inf).backward()
+        torch.nan_to_num_(rows.param_groups[0]["params"][0].grad)
+        with pytest.raises(NonFinite, match="finite"):
+            rows.step()
+        np.testing.assert_array_equal(head.table.pull(np.arange(64)), before)

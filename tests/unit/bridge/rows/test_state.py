@@ -1,0 +1,91 @@
+"""State of PyTorch objects goes into a snapshot's files and comes back the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
+
+
+def test_an_optimizer_goes_on_as_if_it_had_never_been_saved() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers: list[Any] = [torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True) for model in models]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20) for optimizer in optimizers]
+    inputs = torch.randn(12, 4)
+
+    def train(which: int, steps: range) -> None:
+        for step in steps:
+            optimizers[which].zero_grad()
+            models[which](inputs[step]).square().sum().backward()
+            optimizers[which].step()
+            schedules[which].step()
+
+    train(0, range(12))
+    train(1, range(5))
+    parts = (models[1].state_dict(), optimizers[1].state_dict(), schedules[1].state_dict())
+    saved = state_to_bytes({"model": parts[0], "optimizer": parts[1], "schedule": parts[2]})
+    models[1] = nn.Linear(4, 3)
+    optimizers[1] = torch.optim.AdamW(models[1].parameters(), lr=7.0, amsgrad=True)
+    schedules[1] = torch.optim.lr_scheduler.OneCycleLR(optimizers[1], 0.2, total_steps=20)
+    state = state_from_bytes(saved)
+    models[1].load_state_dict(state["model"])
+    optimizers[1].load_state_dict(state["optimizer"])
+    schedules[1].load_state_dict(state["schedule"])
+    train(1, range(5, 12))
+    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees)
+def test_whatever_a_state_holds_comes_back_as_it_was(tree: Any) -> None:
+    found = state_from_bytes(state_to_bytes(tree))
+    assert found == tree
+    assert type(found) is type(tree)
+
+
+def test_tensors_keep_dtype_and_shape_and_views_are_stored_whole() -> None:
+    base = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    state = {"transposed": base.T, "scalar": torch.tensor(3), "empty": torch.empty(0, 2), "same": base, "again": base}
+    found = state_from_bytes(state_to_bytes(state))
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+
+
+def test_what_is_no_state_is_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"state\['a'\]\[1\] is object"):
+        state_to_bytes({"a": [1, object()]})
+    with pytest.raises(InvalidArgument, match="not a state"):
+        state_from_bytes(b"torn")
+    with pytest.raises(InvalidArgument, match="not a state"):
+        state_from_bytes(state_to_bytes({"a": torch.ones(3)})[:-4])
+
+
+def test_random_numbers_go_on() -> None:
+    device = torch.device("cpu")
+    state = state_from_bytes(state_to_bytes(random_state(device)))
+    expected = torch.rand(3)
+    set_random_state(state, device)
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.workers.data.bitmaps import Preprocessing, bright_ink, crop_ink, open_picture
+
+INK = Preprocessing(kind="ink", size=32)
+
+
+def letter(character: str = "R", *, paper: int = 255, pen: int = 0, offset: int = 20, em: int = 60) -> Image.Image:
+    picture = Image.new("L", (160, 140), paper)
+    ImageDraw.Draw(picture).text((offset, 10), character, pen, ImageFont.load_default(size=em))
+    return picture
+
+
+def difference(a: Image.Image, b: Image.Image) -> float:
+    return float(np.abs(INK.bitmap(a).astype(int) - INK.bitmap(b).astype(int)).mean())
+
+
+def test_dark_on_light_and_light_on_dark_give_the_same_bitmap() -> None:
+    assert difference(letter(), letter(paper=0, pen=255)) < 1
+
+
+def test_faint_ink_is_brought_to_full_contrast() -> None:
+    assert difference(letter(), letter(paper=200, pen=120)) < 3
+
+
+def test_position_and_size_of_the_ink_do_not_matter() -> None:
+    assert difference(letter(), letter(offset=70)) < 1
+    assert difference(letter(em=60), letter(em=90)) < 8
+    assert difference(letter("R"), letter("X")) > 20
+
+
+def test_colour_and_transparent_pictures_are_read_like_grey_ones() -> None:
+    clear = Image.new("RGBA", (160, 140), (0, 0, 0, 0))
+    ImageDraw.Draw(clear).text((20, 10), "R", (0, 0, 0, 255), ImageFont.load_default(size=60))
+    assert difference(letter(), letter().convert("RGB")) == 0
+    assert difference(letter(), clear) < 3
+    assert difference(letter(), letter().convert("P")) == 0
+
+
+def test_a_sixteen_bit_picture_is_read_at_its_own_range() -> None:
+    deep = Image.fromarray(np.asarray(letter(), dtype=np.uint16) * 200)
+    assert difference(letter(), deep) < 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_photo_of_sixteen_bits_is_that_of_eight(channels: int, tmp_path: Path) -> None:
+    photo = Preprocessing(kind="photo", size=32, channels=channels)  # type: ignore[arg-type]
+    grey = Image.fromarray(np.linspace(40, 120, 64 * 64).astype(np.uint8).reshape(64, 64))
+    Image.fromarray(np.asarray(grey).astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    np.testing.assert_array_equal(photo.bitmap(open_picture(tmp_path / "deep.png")), photo.bitmap(grey))
+
+
+def test_the_ink_fills_the_bitmap_but_for_a_margin() -> None:
+    bitmap = INK.bitmap(letter("H"))[0]
+    rows, columns = np.flatnonzero(bitmap.max(1) > 40), np.flatnonzero(bitmap.max(0) > 40)
+    assert (rows[0], rows[-1], columns[0], columns[-1]) == (1, 30, 1, 30)
+
+
+def test_a_flat_stroke_stays_flat() -> None:
+    stroke = np.zeros((100, 100), np.uint8)
+    stroke[48:52, 5:95] = 255
+    bitmap = crop_ink(stroke, 32)
+    assert bitmap is not None
+    assert 0 < np.count_nonzero(bitmap.max(1) > 40) <= 5
+
+
+def test_a_blank_picture_has_no_ink() -> None:
+    assert crop_ink(bright_ink(np.full((20, 20), 250, np.uint8)), 32) is None
+    with pytest.raises(InvalidArgument, match="blank"):
+        INK.bitmap(Image.new("L", (50, 50), 250))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_photo_is_scaled_as_a_whole(channels: int) -> None:
+    look = Preprocessing(kind="photo", size=64, channels=channels)  # type: ignore[arg-type]
+    bitmap = look.bitmap(Image.new("RGB", (300, 100), (200, 200, 200)))
+    assert bitmap.shape == (channels, 64, 64)
+    assert np.all(bitmap == 200)
+
+
+def test_impossible_preprocessing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="image size is 48"):
+        Preprocessing(size=48)
+    with pytest.raises(ConfigError, match="channels is 3"):
+        Preprocessing(kind="ink", channels=3)
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    letter().save(broken)
+    broken.write_bytes(broken.read_bytes()[:200])
+    text = tmp_path / "text.png"
+    text.write_text("not an image")
+    for path in (broken, text, tmp_path / "absent.png"):
+        with pytest.raises(InvalidArgument, match=path.name):
+            open_picture(path)

@@ -1,0 +1,73 @@
+import pytest
+import torch
+from torch import nn
+
+import geartrain as gt
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.workers.data.augment import Augmentation
+from geartrain.workers.data.images import ImageSet
+from geartrain.workers.recipes.recipe import Recipe
+
+
+def test_distortion_is_a_function_of_seed_and_step_and_not_of_the_ranks() -> None:
+    images = torch.rand(6, 1, 32, 32)
+    distort = Augmentation().distort
+    joint = distort(images, 0, 6, 1, 9)
+    assert torch.equal(joint, distort(images, 0, 6, 1, 9))
+    assert not torch.equal(joint, distort(images, 0, 6, 1, 10))
+    halves = [distort(images[first : first + 3], first, 6, 1, 9) for first in (0, 3)]
+    assert torch.equal(joint, torch.cat(halves))
+
+
+def test_no_distortion_leaves_the_image_as_it_is() -> None:
+    images = torch.rand(2, 3, 32, 32)
+    still = Augmentation(affine=0, shift=0, elastic=0).distort(images, 0, 2, 0, 0)
+    assert torch.allclose(still, images, atol=1e-4)
+
+
+def test_ranks_share_out_the_images() -> None:
+    images = ImageSet(torch.zeros(7, 1, 32, 32, dtype=torch.uint8), torch.arange(7))
+    parts = [images.part(rank, 2).labels.tolist() for rank in (0, 1)]
+    assert sorted(parts[0] + parts[1]) == list(range(7))
+
+
+def test_batches_can_be_read_again() -> None:
+    """A head whose sums do not fit into memory is imprinted all the same."""
+    images = ImageSet(torch.zeros(5, 1, 32, 32, dtype=torch.uint8), torch.arange(5))
+    batches = images.batches(2, torch.device("cpu"))
+    for _ in range(2):
+        assert [labels.tolist() for _, labels in batches] == [[0, 1], [2, 3], [4]]
+
+    with gt.local() as cluster:
+        head = gt.ClassHead(cluster, "h", num_classes=5, dim=1024)
+        assert head.imprint(batches, Scaled(), memory_bytes=1) == 0  # black pictures have no direction
+        white = ImageSet(images.bitmaps + 255, images.labels).batches(2, torch.device("cpu"))
+        assert head.imprint(white, Scaled(), memory_bytes=2 * 4 * 1024) == 5
+
+
+class Scaled(nn.Module):
+    """Bitmaps as features."""
+
+    def forward(self, bitmaps: torch.Tensor) -> torch.Tensor:
+        return bitmaps.float().flatten(1) / 255
+
+
+def test_a_recipe_survives_json_and_refuses_nonsense() -> None:
+    recipe = Recipe(steps=7, augmentation=Augmentation(elastic=0.2))
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    with pytest.raises(ConfigError, match="newer"):
+        Recipe.from_json({**recipe.to_json(), "dropout": 0.1})
+    with pytest.raises(ConfigError, match="sample_rate is 0"):
+        Recipe(sample_rate=0)
+    with pytest.raises(ConfigError, match="steps is 0"):
+        Recipe(steps=0)
+    with pytest.raises(InvalidArgument, match="elastic"):
+        Augmentation(elastic=-1)
+
+
+def test_the_rate_rises_then_falls_to_nothing() -> None:
+    factors = [Recipe(warmup_steps=10).rate_factor(step, 100) for step in range(100)]
+    assert factors[0] < 0.11
+    assert max(factors) > 0.95
+    assert factors[-1] < 0.001
+    assert factors[20:] == sorted(factors[20:], reverse=True)

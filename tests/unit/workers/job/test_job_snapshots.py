@@ -1,0 +1,40 @@
+"""What a job makes of snapshots that fail, without a cluster."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.values.errors import SnapshotFailed
+from geartrain.workers.job import snapshots as job_snapshots
+from geartrain.workers.job.snapshots import JobSnapshots
+from geartrain.workers.job.state import Progress
+
+
+def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise SnapshotFailed("the folder is read-only")
+
+    def snapshot(*_: Any, **__: Any) -> PendingSnapshot:
+        work: Future[Any] = Future()
+        work.set_result(tmp_path)
+        return PendingSnapshot(tmp_path, work)
+
+    monkeypatch.setattr(job_snapshots, "prune", refuse)
+    told: list[str] = []
+    progress = Progress(step=5, stage_start=0, stage_steps=10, table="job")
+    state: Any = SimpleNamespace(progress=progress, values=dict, files=dict)
+    cluster: Any = SimpleNamespace(snapshot=snapshot)
+    snapshots = JobSnapshots(cluster, str(tmp_path), keep=2, say=told.append)
+    snapshots.require(state)
+    assert snapshots.last is not None and snapshots.last.progress == progress
+    snapshots.begin(state)
+    snapshots.settle()
+    assert told == ["Old snapshots stay for now, training goes on: the folder is read-only"]

@@ -1,0 +1,85 @@
+"""A saved model is read back whole, or the damaged file is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.models.saved_model import Model, load_model, save_model
+
+FILES = ("backbone.safetensors", "centers.safetensors", "classes.json", "config.json")
+FLIPS = 12
+
+
+def saved(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"channels": 3, "image_size": 32, "dim": 16, "width": 8}
+    look = Preprocessing(kind="photo", size=32, channels=3)
+    names = ["A", "B\u2028", "\N{GREEK SMALL LETTER ALPHA}"]
+    save_model(folder, Model(build_backbone("stroke_net", settings).eval(), settings, torch.randn(3, 16), names, look))
+    return folder
+
+
+def test_a_model_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    first = load_model(saved(tmp_path / "model"))
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(FILES)
+    save_model(tmp_path / "again", first)
+    second = load_model(tmp_path / "again")
+    assert (second.class_names, second.preprocessing) == (first.class_names, first.preprocessing)
+    torch.testing.assert_close(second.centers, first.centers, rtol=0, atol=0)
+    for name, tensor in first.backbone.state_dict().items():
+        torch.testing.assert_close(second.backbone.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_changed_byte_is_found_and_the_file_named(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "model") / name
+    whole, chance = path.read_bytes(), random.Random(name)
+    for at in [0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(FLIPS))]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+        with pytest.raises(ModelDamaged) as caught:
+            load_model(path.parent)
+        assert str(path) in str(caught.value), at
+    for damaged in (whole[:-1], whole + b"x", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ModelDamaged) as caught:
+            load_model(path.parent)
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_a_file_that_is_missing_or_of_another_model_is_named(name: str, tmp_path: Path) -> None:
+    model, other = saved(tmp_path / "model"), saved(tmp_path / "other", seed=1)
+    (other / "classes.json").write_text("[]")
+    shutil.copy(other / name, model / name)
+    with pytest.raises(ModelDamaged, match=f"{name} is damaged"):
+        load_model(model)
+    (model / name).unlink()
+    with pytest.raises(ModelDamaged, match=f"{name} is missing"):
+        load_model(model)
+
+
+def test_a_model_saved_without_checksums_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load_model(saved(tmp_path / "model"))
+    config = tmp_path / "model" / "config.json"
+    old = {key: value for key, value in json.loads(config.read_text()).items() if not key.startswith("xxh3")}
+    config.write_text(json.dumps({**old, "format": 1}))
+    assert load_model(config.parent).class_names == first.class_names
+    assert "was saved without checksums" in caplog.text
+    config.write_text(json.dumps({**old, "format": 3}))
+    with pytest.raises(ConfigError, match="has format 3; this version reads formats 1 and 2"):
+        load_model(config.parent)
+    config.unlink()
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        load_model(config.parent)

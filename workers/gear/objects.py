@@ -1,0 +1,117 @@
+"""What a slow gear is told by name: functions of the user's modules, sources of samples, optimizers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.specs import SGD, Adam, Ids, Momentum, RowOptimizerSpec
+from geartrain.bridge.gear.samples import Decode, SampleSource
+
+SAMPLES_NAMESPACE = "samples"
+"""Of samples in a store: write them with ``open_store(URL, namespace="samples")``."""
+_OPTIMIZERS: dict[str, Callable[[float], RowOptimizerSpec]] = {
+    "sgd": SGD,
+    "momentum": lambda lr: Momentum(lr, momentum=0.9),
+    "adam": Adam,
+}
+_FOLDER_STORE = "lmdb:"
+_STORES = (_FOLDER_STORE, "redis://", "rediss://", "unix://")
+
+
+def load_object(place: str, what: str) -> Any:
+    """Return what ``"mypkg.image:build"`` names; modules of the current folder are found, too. Raises ConfigError."""
+    module, _, attribute = place.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{what} is {place!r}; it must be 'module:name', as 'mypkg.image:build'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(
+            f"{what} is {place!r}; {module!r} must be the name of a module, not a file: 'image:build' for the function "
+            "'build' of image.py in the current folder, or in one on PYTHONPATH"
+        )
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"{what} {place!r} cannot be loaded: {exc}; is its folder on PYTHONPATH?") from exc
+    except AttributeError as exc:
+        raise ConfigError(
+            f"{what} {place!r} cannot be loaded: {exc}; what is behind ':' must be in that module"
+        ) from exc
+    except Exception as exc:  # whatever the user's module raises
+        words = f"{type(exc).__name__}: {exc}"
+        raise ConfigError(f"{what} {place!r} cannot be loaded: {words}") from exc
+    return found
+
+
+def load_function(place: str, what: str) -> Callable[..., Any]:
+    """Return the function that ``place`` names. Raises ConfigError."""
+    found = load_object(place, what)
+    if not callable(found):
+        raise ConfigError(f"{what} {place!r} is {type(found).__name__}; it must be a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def open_samples(place: str, decode: str | None) -> tuple[SampleSource, Decode | None]:
+    """Return where samples come from and what makes a tensor of their bytes. Raises ConfigError."""
+    decoder = None if decode is None else load_function(decode, "decode")
+    if place.startswith("folder:"):
+        return SampleFolder(place.removeprefix("folder:")), decoder or decode_image
+    if place.startswith(_STORES):
+        folder = place.removeprefix(_FOLDER_STORE)
+        if folder != place and not Path(folder).is_dir():
+            raise ConfigError(f"samples are to be in the store in the folder {folder!r}, which is not there")
+        return open_store(place, namespace=SAMPLES_NAMESPACE), decoder or decode_image
+    return load_object(place, "samples"), decoder
+
+
+class SampleFolder:
+    """Files named by id: ``12``, ``12.png``. Implements :class:`geartrain.bridge.gear.samples.SampleStore`."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises ConfigError: there is no such folder."""
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise ConfigError(f"samples are to be in the folder {folder!r}, which is not there")
+
+    def read(self, ids: Ids) -> list[bytes | None]:
+        """The bytes of each file; None: there is none."""
+        return [self._read(int(one)) for one in ids]
+
+    def _read(self, one: int) -> bytes | None:
+        plain = self._folder / str(one)
+        found = plain if plain.is_file() else next(iter(sorted(self._folder.glob(f"{one}.*"))), None)
+        return None if found is None else found.read_bytes()
+
+
+def decode_image(raw: bytes) -> Tensor:
+    """An image file as float32 [channels, height, width] in [0, 1]."""
+    from PIL import Image
+
+    with Image.open(BytesIO(raw)) as image:
+        pixels = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"), np.float32) / 255.0
+    return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
+
+
+def optimizer_named(text: str) -> RowOptimizerSpec:
+    """``"adam:0.001"`` -> ``Adam(0.001)``. Raises ConfigError."""
+    name, _, rate = text.partition(":")
+    try:
+        return _OPTIMIZERS[name](float(rate))
+    except (KeyError, ValueError, InvalidArgument) as exc:
+        known = ", ".join(f"{one}:RATE" for one in _OPTIMIZERS)
+        raise ConfigError(f"optimizer is {text!r}; it must be one of {known}, as 'adam:0.001'") from exc

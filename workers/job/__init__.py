@@ -1,0 +1,1 @@
+"""One training job: the loop, its state and snapshots, and its recovery."""

@@ -1,0 +1,146 @@
+"""Whether a folder holds a training run, and how one makes room for the next.
+
+run.json       which job this is, where its snapshots are, who launched it
+snapshots/     what it goes on from, unless they are elsewhere
+model/         see :mod:`geartrain.workers.models.saved_model`
+events/        TensorBoard
+report.json    of a finished run
+mistakes.png   of a finished run
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.atomic import previous_folder, write_json
+
+_FOLDERS = ("model", "events", "snapshots")
+_RUN = "run.json"
+_FILES = (_RUN, "report.json", "mistakes.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What ``run.json`` says."""
+
+    job: str
+    """Name of the job's table, which no other job has."""
+    snapshots: str
+    """Absolute folder, or URL."""
+    launch: str | None
+    """Names the launcher that began the run, if it can start it again."""
+    began: float = 0.0
+    """Unix time."""
+    stage_end: int = 0
+    """Step at which its current or last stage ends."""
+    ended: bool = True
+    """Whether that stage was trained, evaluated and reported."""
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Note which run ``folder`` holds. Snapshots inside it are found again where the folder is moved to."""
+    inside = Path(run.snapshots).is_relative_to(folder.absolute())
+    snapshots = str(Path(run.snapshots).relative_to(folder.absolute())) if inside else run.snapshots
+    write_json(folder / _RUN, asdict(run) | {"snapshots": snapshots})
+
+
+def read_run(folder: Path) -> Run:
+    """Return which run ``folder`` holds. Raises ConfigError if none can be read."""
+    path = folder / _RUN
+    try:
+        run = Run(**json.loads(path.read_text(encoding="utf-8")))
+        is_url = "://" in run.snapshots
+        return run if is_url else replace(run, snapshots=str((folder / run.snapshots).absolute()))
+    except FileNotFoundError as exc:
+        raise ConfigError(
+            f"{path} does not exist; is {folder} the folder of a run? One that ended before it began is started again "
+            "with --overwrite"
+        ) from exc
+    except (OSError, ValueError, TypeError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+
+
+def has_snapshot(run: Run) -> bool:
+    """Whether there is something to go on from."""
+    return bool(list_snapshots(run.snapshots))
+
+
+def require_new_run(folder: Path) -> None:
+    """Raise ConfigError, with the remedies, if ``folder`` holds a finished or interrupted run or is no folder."""
+    require_folder(folder, "--out")
+    if not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
+        return
+    can_go_on = (folder / _RUN).exists() and has_snapshot(read_run(folder))
+    go_on = f"go on with it (--resume {folder}), " if can_go_on else ""
+    raise ConfigError(
+        f"{folder} already holds a run{'' if can_go_on else ' that took no snapshot'}; "
+        f"{go_on}give another --out, or replace it with --overwrite"
+    )
+
+
+def require_new_snapshots(root: str) -> None:
+    """Raise ConfigError if ``root`` holds snapshots: those of another job are never gone on with, or removed."""
+    if listed := list_snapshots(root):
+        raise ConfigError(
+            f"{root} already holds snapshots ({listed[0].name!r} is the newest); give another --snapshots, or move "
+            "them away"
+        )
+
+
+@contextmanager
+def sole_trainer(folder: Path) -> Iterator[None]:
+    """Hold the run folder against other processes of this machine, making it if it is not there.
+
+    Raises ConfigError if one holds it, or if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"the run folder {folder} cannot be made ({exc.strerror or exc}); give an --out where you may write"
+        ) from exc
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ConfigError(
+                f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give "
+                "another --out"
+            ) from exc
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def require_folder(path: Path, flag: str) -> None:
+    """Raise ConfigError if ``path``, given as ``flag``, is no folder and cannot be made one: a file is in its way."""
+    existing = next((place for place in (path, *path.parents) if place.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise ConfigError(f"{flag} is {path}, but {existing} is not a folder; give a folder, or one to be made")
+
+
+def put_aside(folder: Path) -> Path | None:
+    """Move the run in ``folder`` to the folder NAME.previous beside it, in the place of one put aside before.
+
+    No part of it is then taken for the next run's; other files stay. Returns that folder, None if there was no run.
+    """
+    aside = folder.with_name(f"{folder.name}.previous")
+    parts = [*_FOLDERS, *(previous_folder(Path(name)).name for name in _FOLDERS), *_FILES]
+    there = [name for name in parts if (folder / name).exists()]
+    if not there:
+        return None
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for name in there:
+        (folder / name).rename(aside / name)
+    return aside

@@ -1,0 +1,165 @@
+"""A whole training job: data in, a run folder out, whatever dies on the way.
+
+A job goes back to its last snapshot *as a whole* when a role of its cluster is lost: by itself if it is one process;
+if it is several, torchrun starts them again and they find the snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import psutil
+from rich.console import Console
+
+from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.programs.models import hosted_models
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
+from geartrain.workers.job.interruption import interruption
+from geartrain.workers.job.ranks import Ranks, joined_ranks
+from geartrain.workers.job.run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
+
+_CLOCKS_DIFFER_SECONDS = 5.0
+
+
+def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Console) -> JobResult:
+    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks.
+
+    Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
+    """
+    started = time.perf_counter()
+    if not options.resume and not options.overwrite and not _is_restart():
+        require_new_run(options.out)
+    recoveries = 0
+    loss: Loss | None = None
+    while True:
+        try:
+            return _run_once(options, load, console, started, loss)
+        except (GoBack, *LOST) as exc:
+            # Once there is something to go back to, a role that is not back yet is worth another attempt too. Under
+            # torchrun the ranks come back together: torchrun starts them again.
+            if isinstance(exc, GoBack) and "WORLD_SIZE" not in os.environ:
+                loss = exc.loss
+            if loss is None or recoveries == options.max_recoveries:
+                raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
+            recoveries += 1
+            options = replace(options, resume=True, overwrite=False)
+
+
+def _run_once(
+    options: JobOptions, load: Callable[[Console], JobData], console: Console, started: float, loss: Loss | None
+) -> JobResult:
+    with ExitStack() as stack:
+        ranks = stack.enter_context(joined_ranks(options.device))
+        console = console if ranks.is_first else Console(quiet=True)
+        if ranks.world_size > 1 and options.scheduler is None:
+            raise ConfigError(
+                f"{ranks.world_size} ranks train the same rows, so these must be in a cluster: "
+                f"give --scheduler HOST:PORT ('geartrain up' starts one)"
+            )
+        options = _after_restart(options, ranks)
+        if options.scheduler is None:
+            stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
+        data = _load_in_turn(load, ranks, console)
+        job = _job_name(options, ranks)
+        cluster = stack.enter_context(_open_cluster(options, ranks, job, goes_on=loss is not None or _is_restart()))
+        if options.resume and ranks.is_first:
+            # A process of this job that was only stopped must not go on beside it.
+            cluster.fence(job, cluster.write_stream.incarnation)
+        stop = stack.enter_context(interruption())
+        again = loss is not None or _is_restart()
+        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), again=again, loss=loss)
+        return run.execute(stop, {"data": time.perf_counter() - started})
+
+
+def _open_cluster(options: JobOptions, ranks: Ranks, job: str, *, goes_on: bool) -> Cluster:
+    """The cluster of the job, or one in this process; all ranks have the incarnation that the first one was given."""
+    if options.scheduler is None:
+        return local(num_shards=1, models=hosted_models())
+    config = _client_config(options, goes_on=goes_on)
+    open_as = partial(connect, options.scheduler, config=config, stream=f"{job}/rank{ranks.rank}")
+    if not ranks.is_first:
+        return open_as(incarnation=ranks.share(0))
+    cluster = open_as()
+    try:
+        ranks.share(cluster.write_stream.incarnation)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
+    """A job that goes on after a loss waits for the scheduler, which may be what was lost, as for a shard."""
+    config = ClientConfig(graph=options.graph)
+    if not goes_on:
+        return config
+    seconds = config.recovery_timeout_seconds
+    return config.model_copy(update={"connect_timeout_seconds": seconds, "refused_timeout_seconds": seconds})
+
+
+def _job_name(options: JobOptions, ranks: Ranks) -> str:
+    """The job of the run that is gone on with, or a name that no other job has."""
+    if options.resume:
+        return read_run(options.out).job
+    return f"{options.out.name or 'run'}-{ranks.new_job_id()}"
+
+
+def _load_in_turn(load: Callable[[Console], JobData], ranks: Ranks, console: Console) -> JobData:
+    """The data; the first rank fills the caches, the others find them filled."""
+    if not ranks.is_first:
+        ranks.any(False)
+    data = load(console)
+    if ranks.is_first:
+        ranks.any(False)
+    return data
+
+
+def launch_name() -> str | None:
+    """Name the torchrun that started this process, the same after it started it again; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    name = os.environ["TORCHELASTIC_RUN_ID"]
+    # Agents of several nodes share the name alone. It may be that of yesterday's torchrun, too, and torchrun gives none
+    # unless told ("none"): so an agent whose processes are the whole job goes by its process.
+    if name != "none" and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return name
+    agent = psutil.Process(os.getppid())
+    return f"{platform.node()}:{agent.pid}:{agent.create_time():.2f}"
+
+
+def _agent_began() -> float:
+    """Unix time at which what started this process began, less what clocks of several nodes may differ by."""
+    return psutil.Process(os.getppid()).create_time() - _CLOCKS_DIFFER_SECONDS
+
+
+def _is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _after_restart(options: JobOptions, ranks: Ranks) -> JobOptions:
+    """Go on with what this very torchrun began, if it started us again. Any other run stays as it is."""
+    if options.resume or not _is_restart():
+        return options
+    is_ours = can_go_on = False
+    if ranks.is_first:
+        try:
+            run = read_run(options.out)
+            is_ours = run.launch is not None and run.launch == launch_name() and run.began >= _agent_began()
+            can_go_on = is_ours and has_snapshot(run)
+        except ConfigError:
+            pass  # it died before it had written anything
+    if ranks.any(can_go_on):
+        return replace(options, resume=True, overwrite=False)
+    if ranks.any(is_ours):
+        return replace(options, overwrite=False)  # what little is there is our own
+    if not options.overwrite:
+        require_new_run(options.out)
+    return options

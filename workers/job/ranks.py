@@ -1,0 +1,114 @@
+"""The processes of one job, as torchrun's environment variables describe them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from geartrain.ams.values.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of its job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files and speaks to the person."""
+        return self.rank == 0
+
+    def share(self, value: int) -> int:
+        """Rank 0's ``value`` (below 2^63), on every rank."""
+        if self.world_size == 1:
+            return value
+        shared = torch.tensor([value], device=self._device())
+        dist.broadcast(shared, src=0)
+        return int(shared.item())
+
+    def any(self, value: bool) -> bool:
+        """Whether ``value`` is true on some rank."""
+        return self.any_of(value)[0]
+
+    def any_of(self, *values: bool) -> tuple[bool, ...]:
+        """For each value, whether it is true on some rank."""
+        if self.world_size == 1:
+            return values
+        shared = torch.tensor([int(value) for value in values], device=self._device())
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return tuple(bool(value) for value in shared.tolist())
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The ``data`` of all ranks in rank order, on every rank; lengths may differ."""
+        if self.world_size == 1:
+            return [data]
+        device = self._device()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+        lengths = [int(size.item()) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        if data:  # torch makes no tensor of nothing
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded)
+        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def new_job_id(self) -> str:
+        """Eight hexadecimal digits, the same on all ranks, that no other job has."""
+        return f"{self.share(secrets.randbits(32)):08x}"
+
+    @staticmethod
+    def _device() -> torch.device:
+        nccl = "nccl" in str(dist.get_backend())
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+@contextmanager
+def joined_ranks(device: str) -> Iterator[Ranks]:
+    """Join the process group that torchrun set up, and leave it at the end; alone without torchrun.
+
+    Raises ConfigError if torchrun's variables are incomplete.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Ranks()
+        return
+    try:
+        ranks = Ranks(int(os.environ["RANK"]), world_size, int(os.environ.get("LOCAL_RANK", "0")))
+    except KeyError as exc:
+        raise ConfigError(f"WORLD_SIZE is {world_size}, but {exc} is not set; start the worker with torchrun") from exc
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_cuda:
+        torch.cuda.set_device(ranks.local_rank)
+    store = _store_of_this_start(ranks)
+    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=ranks.rank, world_size=world_size)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _store_of_this_start(ranks: Ranks) -> Any:
+    """The store through which the ranks find each other, without what earlier starts left in it.
+
+    torchrun keeps one store over its restarts, so that a rank may find the address that a dead one wrote and wait for
+    it (pytorch issue 135712). Agents of several nodes count restarts each for themselves: there, set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.
+    """
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != ranks.world_size:
+        return store
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )

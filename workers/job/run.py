@@ -1,0 +1,423 @@
+"""One training run, from its first step or its last snapshot to the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import place
+from geartrain.ams.values.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
+from geartrain.ams.values.specs import SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.text import counted
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.selection.knn_selection import KNNSelection
+from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to_bytes
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.data.images import ImageSet
+from geartrain.workers.devices import choose_device
+from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
+from geartrain.workers.job.live import Events, LiveLine
+from geartrain.workers.job.loop import Trainer
+from geartrain.workers.job.ranks import Ranks
+from geartrain.workers.job.report import Evaluation, write_report
+from geartrain.workers.job.row_timing import TimedCluster
+from geartrain.workers.job.snapshots import JobSnapshots, Moment
+from geartrain.workers.job.state import JobState, Progress, find_state, state_of
+from geartrain.workers.models.backbones import StrokeNet, build_backbone
+from geartrain.workers.models.saved_model import Model, save_model
+from geartrain.workers.recipes.recipe import PLACES, Recipe
+from geartrain.workers.recipes.selections import GraphLines, selection_of
+
+LOST = (ShardRestarted, Unavailable, StaleCluster)
+"""What it means for a job that a role of its cluster died."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """When a role of the cluster was lost."""
+
+    step: int
+    unix_seconds: float
+
+
+class GoBack(Exception):
+    """A role was lost, and this job has a snapshot of its own to go on from; the cause says which."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.loss = loss
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What a job trains on."""
+
+    class_names: list[str]
+    train: ImageSet
+    held_out: dict[str, ImageSet]
+    """Name -> images of a test; training never sees them."""
+    source: dict[str, Any]
+    """How to find the same data again when the run is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Where and how a job runs."""
+
+    out: Path
+    """Run folder."""
+    recipe: Recipe
+    preprocessing: Preprocessing
+    resume: bool = False
+    """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
+    resume_steps: int | None = None
+    """Steps of that other stage; as many as before by default."""
+    allow_fallback: bool = False
+    """When resuming, take the newest sound snapshot if the newest one is damaged."""
+    overwrite: bool = False
+    """Start over where ``out`` holds a run already."""
+    snapshots: str | None = None
+    """Folder or URL for the snapshots, which the shards see as this process does; ``out``/snapshots by default."""
+    snapshot_minutes: float | None = None
+    """Take one at least so often, besides those every ``recipe.save_every`` steps."""
+    keep_snapshots: int = 2
+    """Snapshots that stay, with those they add to."""
+    increments: int = 0
+    """Snapshots of only the rows written since the one before, between two of all rows."""
+    scheduler: str | None = None
+    """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
+    graph: str | None = None
+    """host:port of the cluster's graph service; by default a head that selects by a graph builds it here."""
+    max_recoveries: int = 10
+    """How often the job goes back to its last snapshot when shards were lost, before it gives up."""
+    rows: str | None = None
+    """Where the work on the class centers is done from now on; None: where the recipe, or the resumed run, says."""
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.keep_snapshots < 1:
+            raise ConfigError(f"keep_snapshots is {self.keep_snapshots}; it must be at least 1")
+        if self.increments < 0:
+            raise ConfigError(f"increments is {self.increments}; it must be >= 0")
+        if self.rows not in (None, *PLACES):
+            raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
+        if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:
+            raise ConfigError(f"snapshot_minutes is {self.snapshot_minutes}; it must be > 0")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended."""
+
+    finished: bool
+    """False: it was interrupted, and can be resumed."""
+    report: dict[str, Any] | None
+    step: int
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a run goes on from."""
+
+    snapshot: Snapshot
+    state: JobState
+
+
+class TrainingRun:
+    """The pieces of one job, put together."""
+
+    def __init__(
+        self,
+        job: str,
+        options: JobOptions,
+        data: JobData,
+        cluster: Cluster,
+        ranks: Ranks,
+        console: Console,
+        *,
+        launch: str | None,
+        again: bool = False,
+        loss: Loss | None = None,
+    ) -> None:
+        """``job`` is its name, also that of its table.
+
+        ``launch`` names the launcher; ``again``: nobody asked for more, this job itself begins once more, and ``loss``
+        is what made it go back, if that was it.
+        """
+        self._job = job
+        self._options = options
+        self._data = data
+        self._cluster = cluster
+        self._ranks = ranks
+        self._console = console
+        self._launch = launch
+        self._again = again
+        self._loss = loss
+        self._device = choose_device(options.device, ranks.local_rank)
+        self._saved = self._find_saved()
+        progress = self._first_progress()
+        recipe = options.recipe if self._saved is None else self._saved.state.recipe
+        self._recipe = recipe = replace(recipe, rows=options.rows or recipe.rows)
+        self._settings, backbone = self._build_backbone()
+        self._restore_rows()
+        timed = TimedCluster(cluster)
+        self._head = ClassHead(
+            timed,
+            progress.table,
+            num_classes=len(data.class_names),
+            dim=recipe.dim,
+            select=selection_of(recipe),
+            margin=CosFace(scale=recipe.scale, margin=recipe.margin),
+            optimizer=_row_optimizer(recipe),
+            rows=recipe.rows,
+            seed=recipe.seed,
+            reuse=self._saved is not None,
+            sync=ranks.world_size > 1,
+        )
+        if isinstance(self._head.select, KNNSelection):
+            self._head.select.on_progress = GraphLines(len(data.class_names), self._say)
+        self._trainer = Trainer(
+            backbone=backbone,
+            head=self._head,
+            recipe=recipe,
+            images=data.train,
+            progress=progress,
+            ranks=ranks,
+            device=self._device,
+            row_times=timed.times,
+        )
+        root = self._new_root() if self._saved is None else read_run(options.out).snapshots
+        self._snapshots = JobSnapshots(
+            cluster, root, keep=options.keep_snapshots, increments=options.increments, say=self._say
+        )
+
+    def _new_root(self) -> str:
+        return str(place(self._options.snapshots or self._options.out / "snapshots"))
+
+    def _find_saved(self) -> _Saved | None:
+        if not self._options.resume:
+            return None
+        run, fallback = read_run(self._options.out), self._options.allow_fallback
+        # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
+        newest = find_state(run.snapshots, self._job, allow_fallback=fallback) if self._ranks.is_first else None
+        name = self._ranks.gather(newest[0].name.encode() if newest else b"")[0].decode()
+        snapshot, state = newest or state_of(run.snapshots, name, self._job)
+        if state.class_names != self._data.class_names:
+            raise ConfigError(
+                f"the run knows {counted(len(state.class_names), 'class', 'classes')}, the data have others "
+                f"({len(self._data.class_names)}): bring the old ones back, or start a new run"
+            )
+        return _Saved(snapshot, state)
+
+    def _first_progress(self) -> Progress:
+        if self._saved is None:
+            return Progress(step=0, stage_start=0, stage_steps=self._options.recipe.steps, table=self._job)
+        run, progress = read_run(self._options.out), self._saved.state.progress
+        if not progress.is_complete:
+            return progress
+        if run.stage_end > progress.step:  # another stage had begun, and saved nothing yet
+            return replace(progress, stage_start=progress.step, stage_steps=run.stage_end - progress.step)
+        if self._again or not run.ended:
+            return progress  # the training is done, and only the rest is left to do
+        steps = self._options.resume_steps or self._saved.state.recipe.steps
+        return replace(progress, stage_start=progress.step, stage_steps=steps)
+
+    def _build_backbone(self) -> tuple[dict[str, Any], StrokeNet]:
+        if self._saved is not None:
+            settings = self._saved.state.backbone_settings
+            backbone = build_backbone("stroke_net", settings)
+            backbone.load_state_dict(self._saved.state.backbone)
+            return settings, backbone
+        recipe, look = self._options.recipe, self._options.preprocessing
+        settings = {"channels": look.channels, "image_size": look.size, "dim": recipe.dim, "width": recipe.width}
+        torch.manual_seed(recipe.seed)
+        return settings, build_backbone("stroke_net", settings)
+
+    def _restore_rows(self) -> None:
+        """Put the rows of the snapshot in the place of whatever the cluster still has of this job's."""
+        if self._saved is not None and self._ranks.is_first:
+            self._cluster.restore(self._saved.snapshot.path, replace=True)
+        self._ranks.any(False)  # no rank may look for the table before it is there
+
+    def execute(self, stop: Callable[[], bool], seconds: dict[str, float]) -> JobResult:
+        """Start or go on, train, and finish."""
+        trainer, first = self._trainer, self._ranks.is_first
+        was_complete = trainer.progress.is_complete
+        if first:
+            if self._saved is None:
+                self._claim_folder()
+            else:
+                self._note_stage(ended=False)
+        events = Events(self._options.out / "events" / trainer.progress.table if first else None)
+        evaluation = Evaluation(self._data.held_out, trainer.backbone, self._head, self._device, events, self._say)
+        try:
+            self._begin(evaluation)
+            with LiveLine(self._console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
+                finished = trainer.run(
+                    stop=stop, due=self._is_due, save=self._save, line=line if first else None, events=events
+                )
+            if finished and not was_complete:
+                trainer.imprint()
+            self._save(last=True)
+            report = self._conclude(evaluation, seconds) if first and finished else None
+            if report is not None:
+                self._note_stage(ended=True)
+            if not finished:
+                self._say(self._stopped_line())
+            self._ranks.any(False)  # the other ranks keep the cluster's clients alive until the first is done
+            if first:
+                self._drop_rows()
+            return JobResult(finished, report, trainer.progress.step)
+        except LOST as exc:
+            what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
+            self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
+            self._go_back(exc)
+            raise
+        finally:
+            events.close()
+
+    def _claim_folder(self) -> None:
+        root = self._new_root()
+        goes_aside = self._options.overwrite and root == str((self._options.out / "snapshots").absolute())
+        if self._options.snapshots is not None and not goes_aside:
+            require_new_snapshots(root)
+        if self._options.overwrite and (aside := put_aside(self._options.out)) is not None:
+            self._say(f"The run that was in {self._options.out} is now in {aside}")
+        self._options.out.mkdir(parents=True, exist_ok=True)
+        write_run(self._options.out, Run(job=self._job, snapshots=root, launch=self._launch, began=time.time()))
+        self._note_stage(ended=False)
+
+    def _note_stage(self, *, ended: bool) -> None:
+        progress = self._trainer.progress
+        end = progress.stage_start + progress.stage_steps
+        write_run(self._options.out, replace(read_run(self._options.out), stage_end=end, ended=ended))
+
+    def _begin(self, evaluation: Evaluation) -> None:
+        if self._saved is None:
+            classes = counted(len(self._data.class_names), "class", "classes")
+            self._say(f"Training {classes} on {counted(len(self._data.train), 'image')}")
+            self._trainer.start()
+            state = self._state()
+            if self._ranks.is_first:
+                self._snapshots.require(state)  # something to go back to, or to go on from
+                evaluation.quick_look()
+            return
+        self._trainer.restore(self._saved.state)
+        self._snapshots.last = Moment(self._saved.state.progress, time.monotonic())
+        step, taken = self._trainer.progress.step, self._saved.snapshot.manifest.created
+        lost = ""
+        if self._loss is not None:
+            steps = counted(self._loss.step - step, "step")
+            lost = f": {steps} ({self._loss.unix_seconds - taken:.0f} s) were lost"
+        self._say(f"Going on at step {step}{lost}")
+        asked, stage = self._options.resume_steps, self._trainer.progress
+        if asked is not None and asked != stage.stage_steps:
+            self._say(
+                f"--steps {asked} is for a run that has ended; this one had not, and goes on to step "
+                f"{stage.stage_start + stage.stage_steps} as it was to"
+            )
+
+    def _is_due(self) -> bool:
+        """Whether the clock says that it is time for a snapshot; the first rank decides."""
+        minutes = self._options.snapshot_minutes
+        return minutes is not None and self._ranks.is_first and self._snapshots.age_seconds >= 60 * minutes
+
+    def _save(self, *, last: bool = False) -> None:
+        """Begin a snapshot; the ``last`` one is waited for, and a model for predictions written."""
+        state = self._state()
+        if not self._ranks.is_first:
+            return
+        failpoints.reach("job.save.before")
+        if not last:
+            self._snapshots.begin(state)
+            failpoints.reach("job.save.after")
+            return
+        self._snapshots.settle()
+        if self._snapshots.last is None or self._snapshots.last.progress != state.progress:
+            self._snapshots.begin(state)
+            self._snapshots.settle()
+        rows = self._head.weights()
+        model = Model(self._trainer.backbone, self._settings, rows, self._data.class_names, self._options.preprocessing)
+        save_model(self._options.out / "model", model)
+
+    def _state(self) -> JobState:
+        """Every rank calls this at the same step; the first one's is whole."""
+        trainer = self._trainer
+        random = self._ranks.gather(state_to_bytes(random_state(self._device)))
+        return JobState(
+            recipe=self._recipe,
+            preprocessing=self._options.preprocessing,
+            progress=trainer.progress,
+            cursor=trainer.cursor,
+            data=self._data.source,
+            class_names=self._data.class_names,
+            backbone_settings=self._settings,
+            backbone=trainer.backbone.state_dict(),
+            optimizer=trainer.optimizer_state(),
+            head=self._head.get_extra_state(),
+            graph=self._head.select.graph_to_bytes() if isinstance(self._head.select, KNNSelection) else None,
+            random=[state_from_bytes(of_rank) for of_rank in random],
+        )
+
+    def _conclude(self, evaluation: Evaluation, seconds: dict[str, float]) -> dict[str, Any]:
+        """Evaluate, draw the mistakes, write the report."""
+        trainer, started, out = self._trainer, time.perf_counter(), self._options.out
+        report = write_report(
+            out,
+            evaluation.answers(trainer.progress.step),
+            self._data.train,
+            self._data.class_names,
+            ink=self._options.preprocessing.kind == "ink",
+            started=started,
+            train_seconds=trainer.train_seconds,
+            samples_per_second=trainer.samples_per_second,
+            phases={**seconds, **trainer.phases.seconds},
+            device=self._device,
+        )
+        self._say(f"Trained in {trainer.train_seconds:.0f} s. Model, report and mistakes are in {out}")
+        return report
+
+    def _drop_rows(self) -> None:
+        """Leave the memory of the shards to others: a snapshot has the rows."""
+        last = self._snapshots.last
+        if last is None or last.progress != self._trainer.progress:
+            return
+        try:
+            self._cluster.drop_table(self._head.name)
+        except LOST as exc:
+            self._say(f"Table {self._head.name!r} may still be on the cluster: {exc}")
+
+    def _go_back(self, exc: Exception) -> None:
+        """Raise GoBack if there is a snapshot of this job."""
+        if self._snapshots.last is not None:
+            raise GoBack(Loss(self._trainer.progress.step, time.time())) from exc
+
+    def _stopped_line(self) -> str:
+        step, last = self._trainer.progress.step, self._snapshots.last
+        scheduler = f" --scheduler {self._options.scheduler}" if self._options.scheduler else ""
+        graph = f" --graph {self._options.graph}" if self._options.graph else ""
+        how = f"geartrain worker {self._data.source['job']} --resume {self._options.out}{scheduler}{graph}"
+        if last is None or last.progress.step != step:
+            return (
+                f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. Go on with: {how}"
+            )
+        return f"Stopped at step {step} and saved. Go on with: {how}"
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def _row_optimizer(recipe: Recipe) -> RowOptimizerSpec:
+    if recipe.row_momentum == 0:
+        return SGD(lr=recipe.row_lr)
+    return SparseMomentum(lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched)

@@ -1,0 +1,145 @@
+"""The snapshots of one job: when they are due, taken beside the training, and the old ones removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, count
+
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.storage.snapshot.folder import list_snapshots, prune
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    SchedulerUnavailable,
+    SnapshotError,
+    SnapshotFailed,
+    TableNotFound,
+)
+from geartrain.workers.job.state import JobState, Progress
+
+_WORTH_SAYING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step at which a snapshot was taken."""
+
+    progress: Progress
+    seconds: float
+    """On the clock."""
+
+
+class JobSnapshots:
+    """Takes snapshots of a job's table with the job's state. Used by the first rank only, from one thread.
+
+    One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
+    goes on, and the one before stays.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        root: str,
+        *,
+        keep: int,
+        increments: int = 0,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to.
+
+        After one that holds all rows, ``increments`` hold only the rows written since the one before.
+        """
+        self._cluster = cluster
+        self._root = root
+        self._keep = keep
+        self._increments = increments
+        self._chain: list[str] = []
+        """Names of the newest one and of those it adds to, as far as this object took them; the oldest first."""
+        self._say = say
+        self._clock = clock
+        self._pending: tuple[PendingSnapshot, str, Moment] | None = None
+        self._begun = clock()
+        self._failure: GeartrainError | None = None
+        self.last: Moment | None = None
+        """Of the newest whole snapshot that this object took."""
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the last one was begun."""
+        return self._clock() - self._begun
+
+    def begin(self, state: JobState) -> None:
+        """Hold this moment, and go on while it is written. Waits for the one before to be whole.
+
+        May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails.
+        """
+        self.settle()
+        moment = Moment(state.progress, self._clock())
+        self._begun = moment.seconds
+        try:
+            name = self._free_name(state.progress.step)
+            pending = self._cluster.snapshot(
+                self._root,
+                name,
+                parent=self._chain[-1] if 0 < len(self._chain) <= self._increments else None,
+                step=state.progress.step,
+                values=state.values(),
+                files=state.files(),
+                tables=[state.progress.table],
+                graphs=False,  # the head's own is among the files
+            )
+        except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
+            # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.
+            self._tell(moment, exc)
+            return
+        self._pending = pending, name, moment
+
+    def settle(self) -> None:
+        """Wait until what was begun is whole, or is known to have failed."""
+        if self._pending is None:
+            return
+        (pending, name, moment), self._pending = self._pending, None
+        started = self._clock()
+        try:
+            pending.result()
+        except SnapshotError as exc:
+            self._tell(moment, exc)
+        else:
+            self.last = moment
+            self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
+            self._prune()
+        if (waited := self._clock() - started) > _WORTH_SAYING_SECONDS:
+            self._say(f"Waited {waited:.0f} s for the snapshot of step {moment.progress.step}; take them less often")
+
+    def _prune(self) -> None:
+        try:
+            prune(self._root, self._keep)
+        except SnapshotError as exc:
+            self._say(f"Old snapshots stay for now, training goes on: {exc}")
+
+    def require(self, state: JobState) -> None:
+        """Take one that must succeed. Raises SnapshotFailed."""
+        say, self._say = self._say, lambda _: None
+        try:
+            self.begin(state)
+            self.settle()
+        finally:
+            self._say = say
+        if self.last is None or self.last.progress != state.progress:
+            raise SnapshotFailed(
+                f"a training begins with a snapshot, and there is none: {self._failure}. Snapshots are written by the "
+                "shards: give a folder or URL that they and this worker see alike (--snapshots)"
+            )
+
+    def _free_name(self, step: int) -> str:
+        """A name for this step. Another one has it if the job went back behind a damaged snapshot of it."""
+        name, taken = f"step-{step:09}", {listed.name for listed in list_snapshots(self._root)}
+        names = chain([name], (f"{name}-{again}" for again in count(2)))
+        return next(free for free in names if free not in taken)
+
+    def _tell(self, moment: Moment, exc: GeartrainError) -> None:
+        self._failure = exc
+        self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

@@ -1,0 +1,1 @@
+"""Backbones and saved models: how they are kept, used for prediction, and judged."""

@@ -1,0 +1,162 @@
+"""A trained model on disk: what prediction needs, and no cluster. No pickle.
+
+    model/config.json             backbone, preprocessing, class count, checksums (XXH3) of all the files
+    model/backbone.safetensors    parameters
+    model/centers.safetensors     class centers [C, D]
+    model/classes.json            name of each class
+
+The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
+snapshots (:mod:`geartrain.workers.job.state`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models.backbones import StrokeNet, build_backbone
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+_WITHOUT_CHECKSUMS = 1
+"""The format before, which can still be read."""
+_CONFIG = "config.json"
+_BACKBONE, _CENTERS, _CLASSES = "backbone.safetensors", "centers.safetensors", "classes.json"
+_FILES = (_BACKBONE, _CENTERS, _CLASSES)
+_CHUNK_BYTES = 1 << 20
+_REMEDY = "bring it back from a copy, or train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What prediction needs."""
+
+    backbone: StrokeNet
+    backbone_settings: dict[str, Any]
+    """Keyword arguments of the backbone's constructor."""
+    centers: Tensor
+    """[C, D] float32."""
+    class_names: list[str]
+    preprocessing: Preprocessing
+
+
+def save_model(folder: Path, model: Model) -> None:
+    """Replace ``folder`` with this model."""
+    config = {
+        "format": FORMAT,
+        "backbone": {"name": "stroke_net", "settings": model.backbone_settings},
+        "preprocessing": model.preprocessing.to_json(),
+        "num_classes": len(model.class_names),
+        "dim": model.centers.shape[1],
+        "score": "cosine of feature and class center",
+    }
+    with replacing_folder(folder) as staging:
+        save_file(_on_host(model.backbone.state_dict()), staging / _BACKBONE)
+        save_file({"centers": model.centers.detach().cpu().contiguous()}, staging / _CENTERS)
+        for tensors in staging.glob("*.safetensors"):
+            tensors.chmod(0o644)  # the library creates them for their owner alone; a model is made to be handed on
+        write_json(staging / _CLASSES, model.class_names)
+        checksums = {name: _checksum(staging / name) for name in _FILES}
+        (staging / _CONFIG).write_bytes(seal_json({**config, "xxh3_128_of": checksums}))
+
+
+def load_model(folder: Path) -> Model:
+    """Read what :func:`save_model` wrote; on the CPU, in eval().
+
+    One saved by a version without checksums is read unchecked, which is logged. Raises ConfigError (not the folder of a
+    model, or of a newer version), ModelDamaged (names the file). One more read of every file than without checksums.
+    """
+    folder = complete_folder(folder)
+    config = _read_config(folder / _CONFIG)
+    try:
+        if config["format"] != _WITHOUT_CHECKSUMS:
+            for name in _FILES:
+                _require_checksum(folder / name, config["xxh3_128_of"][name])
+        backbone = build_backbone(config["backbone"]["name"], config["backbone"]["settings"])
+        backbone.load_state_dict(_read_tensors(folder / _BACKBONE))
+        centers = _read_tensors(folder / _CENTERS)["centers"]
+        preprocessing = Preprocessing(**config["preprocessing"])
+        names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
+    except (KeyError, TypeError, RuntimeError, OSError, ValueError, SafetensorError) as exc:
+        raise ConfigError(f"{folder} is not a model of this version of Geartrain: {exc}") from exc
+    return Model(backbone.eval(), config["backbone"]["settings"], centers.float(), names, preprocessing)
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{path} does not exist; is {path.parent} the model folder of a run?") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    try:
+        config = unseal_json(data)
+    except ValueError as exc:
+        found = _without_checksum(data)
+        if "format" in found and found["format"] != _WITHOUT_CHECKSUMS:
+            raise ConfigError(
+                f"{path} has format {found['format']!r}; this version reads formats {_WITHOUT_CHECKSUMS} and {FORMAT}"
+            ) from exc
+        if found:
+            logger.warning(
+                "%s was saved without checksums: damage to its files would not be found. 'geartrain worker ... "
+                "--resume RUN' saves it anew, with them",
+                path.parent,
+            )
+            return found
+        raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
+    if config.get("format") != FORMAT:
+        raise ConfigError(f"{path} has format {config.get('format')!r}; this version reads format {FORMAT}")
+    return config
+
+
+def _without_checksum(data: bytes) -> dict[str, Any]:
+    """What a file that was written without a checksum says; nothing, if it is no such file."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    # With a checksum it is one of ours that is damaged, and its word counts for nothing.
+    return found if isinstance(found, dict) and "xxh3_128" not in found else {}
+
+
+def _require_checksum(path: Path, expected: str) -> None:
+    try:
+        found = _checksum(path)
+    except FileNotFoundError as exc:
+        raise ModelDamaged(f"{path} is missing; {_REMEDY}") from exc
+    except OSError as exc:
+        raise ModelDamaged(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    if found != expected:
+        raise ModelDamaged(f"{path} is damaged: its content does not match its checksum in {_CONFIG}; {_REMEDY}")
+
+
+def _checksum(path: Path) -> str:
+    """XXH3 (128 bits) of a file, as hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(tensor) for name, tensor in load_file(path).items()}

@@ -1,0 +1,125 @@
+"""Verification: do two pictures show the same? Accuracy by ten folds, and true accepts at a false accept rate.
+
+Legend: N pairs, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.workers.data.pairs import Pairs, read_pairs
+from geartrain.workers.models.saved_model import Model
+
+FOLDS = 10
+FALSE_ACCEPT_RATES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+_THRESHOLDS = np.arange(0, 4, 0.01)
+"""Of the squared distance of two unit vectors, as InsightFace searches them."""
+_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How well pairs are told apart."""
+
+    pairs: int
+    accuracy: float
+    """Mean over the folds."""
+    accuracy_std: float
+    """Over the folds."""
+    threshold: float
+    """Mean over the folds of the largest squared distance of a pair called the same."""
+    true_accepts: dict[float, float]
+    """False accept rate -> part of the same pairs accepted; only rates that so many different pairs can tell."""
+
+
+def verify_file(model: Model, path: Path, *, mirror: bool) -> Verification:
+    """Verify the pairs of a ``.bin`` file; see :func:`verify` and :func:`embed`. Raises InvalidArgument."""
+    pairs = read_pairs(path)
+    require_folds(pairs.same, str(path))
+    return verify(distances(embed(model, pairs, mirror=mirror)), pairs.same)
+
+
+@torch.no_grad()
+def embed(model: Model, pairs: Pairs, *, mirror: bool) -> Tensor:
+    """Unit features [2·N, D]; with ``mirror`` the sum of those of a picture and its mirror image (InsightFace)."""
+    features = []
+    for start in range(0, len(pairs.images), _AT_ONCE):
+        indices = range(start, min(start + _AT_ONCE, len(pairs.images)))
+        bitmaps = torch.from_numpy(np.stack([_bitmap(model, pairs, index) for index in indices]))
+        found = model.backbone(bitmaps)
+        features.append(found + model.backbone(bitmaps.flip(3)) if mirror else found)
+    return functional.normalize(torch.cat(features).float(), dim=1)
+
+
+def _bitmap(model: Model, pairs: Pairs, index: int) -> npt.NDArray[np.uint8]:
+    try:
+        return model.preprocessing.bitmap(pairs.picture(index))
+    except InvalidArgument as exc:
+        where = f"{pairs.path}, picture {index}"
+        raise (exc if where in str(exc) else InvalidArgument(f"{where}: {exc}")) from exc
+
+
+def distances(unit_features: Tensor) -> npt.NDArray[np.float64]:
+    """Squared distance [N] of rows 2·i and 2·i + 1 of [2·N, D]; 2 − 2 cos for unit rows."""
+    gap = unit_features[0::2].double() - unit_features[1::2].double()
+    return np.asarray(gap.square().sum(1).numpy())
+
+
+def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) -> Verification:
+    """Judge squared distances [N] of pairs of which ``same_N`` are the same.
+
+    Accuracy (Huang and Learned-Miller 2014, as InsightFace computes it): ten folds, in the order of the file; for each
+    the threshold that is best on the nine others, measured on itself. TAR@FAR: over all pairs, at the largest threshold
+    that accepts at most that part of the different pairs. Raises InvalidArgument for fewer pairs than folds, or only
+    one kind; NonFinite.
+    """
+    require_folds(same_N, "the pairs")
+    if len(wrong := np.flatnonzero(~np.isfinite(distances_N))):
+        raise NonFinite(
+            f"the distance of pair {int(wrong[0])} is {distances_N[wrong[0]]}, as are {len(wrong)} of {len(same_N)}: "
+            "the model's features are not finite; go back to a snapshot whose features are"
+        )
+    right = (distances_N[:, None] < _THRESHOLDS) == same_N[:, None]  # [N, thresholds]
+    folds = np.array_split(np.arange(len(same_N)), FOLDS)
+    accuracies, thresholds = [], []
+    for fold in folds:
+        others = np.ones(len(same_N), np.bool_)
+        others[fold] = False
+        best = int(right[others].mean(axis=0).argmax())
+        accuracies.append(float(right[fold, best].mean()))
+        thresholds.append(float(_THRESHOLDS[best]))
+    return Verification(
+        pairs=len(same_N),
+        accuracy=float(np.mean(accuracies)),
+        accuracy_std=float(np.std(accuracies)),
+        threshold=float(np.mean(thresholds)),
+        true_accepts=true_accept_rates(distances_N, same_N),
+    )
+
+
+def true_accept_rates(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) -> dict[float, float]:
+    """False accept rate -> part of the same pairs nearer than the pair at which that rate would be exceeded."""
+    different = np.sort(distances_N[~same_N])
+    rates = {}
+    for rate in FALSE_ACCEPT_RATES:
+        allowed = int(rate * len(different) + 1e-9)
+        if allowed >= 1:
+            rates[rate] = float((distances_N[same_N] < different[allowed]).mean())
+    return rates
+
+
+def require_folds(same_N: npt.NDArray[np.bool_], what: str) -> None:
+    """Raise InvalidArgument unless there are pairs of both kinds, one for each fold at least."""
+    if len(same_N) < FOLDS or same_N.all() or not same_N.any():
+        raise InvalidArgument(
+            f"{what}: {int(same_N.sum())} same and {int((~same_N).sum())} different; accuracy by {FOLDS} folds needs "
+            f"{FOLDS} pairs at least, some of each kind"
+        )

@@ -1,0 +1,120 @@
+"""The numbers of a training run: frozen, checked, saved beside the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, get_args
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.specs import Untouched
+from geartrain.workers.data.augment import Augmentation
+
+SELECTIONS = ("knn", "partial", "full")
+PLACES = ("pull", "hosted")
+UNTOUCHED = get_args(Untouched)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train. The defaults are those of the quickstart."""
+
+    steps: int = 600
+    """Updates of one stage of training; a resumed run that was complete does another stage."""
+    batch_size: int = 256
+    """Images of a step, over all ranks."""
+    lr: float = 0.2
+    """Peak learning rate of the backbone (SGD with Nesterov momentum)."""
+    row_lr: float = 0.2
+    """Peak learning rate of the class centers."""
+    row_momentum: float = 0.0
+    """Of the class centers' optimizer (SparseMomentum); 0 is plain SGD."""
+    row_momentum_untouched: Untouched = "freeze"
+    """What a step does to class centers that are not active in it: ``freeze`` (nothing) or ``elapsed`` (they move on by
+    their momentum, as under dense momentum)."""
+    warmup_steps: int = 50
+    """Steps over which both rates rise linearly; then they fall along a cosine to zero."""
+    momentum: float = 0.9
+    """Of the backbone's optimizer."""
+    weight_decay: float = 1e-4
+    """Of the backbone's parameters."""
+    select: str = "partial"
+    """Active classes: ``knn`` (the labels and their neighbours), ``partial`` (the labels and random ones), ``full``."""
+    sample_rate: float = 0.1
+    """Part of the classes that is active in a step; 1.0 is the full softmax."""
+    neighbours: int = 32
+    """Kept of each class by ``knn``."""
+    rebuild: str = "epoch"
+    """When ``knn`` builds its graph anew: ``epoch``, ``background`` or a number of steps."""
+    rows: str = "pull"
+    """Where the work on the class centers is done: ``pull`` (here; they travel) or ``hosted`` (beside them, on the
+    shards; features travel)."""
+    scale: float = 24.0
+    """Scale of the cosine margin loss (CosFace)."""
+    margin: float = 0.15
+    """Subtracted from the target's cosine."""
+    dim: int = 128
+    """Width of features and class centers."""
+    width: int = 64
+    """Channels of the backbone's trunk; a multiple of 8."""
+    seed: int = 0
+    """Decides initial weights, order of the images, distortions and sampled classes."""
+    save_every: int = 200
+    """Steps between snapshots."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    """Distortions of the training images."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "dim", "save_every", "neighbours"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
+        for name in ("lr", "row_lr", "weight_decay", "margin", "warmup_steps"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be finite and >= 0")
+        if not 0 <= self.row_momentum < 1:
+            raise ConfigError(f"row_momentum is {self.row_momentum!r}; it must lie in [0, 1)")
+        if self.row_momentum_untouched not in UNTOUCHED:
+            raise ConfigError(
+                f"row_momentum_untouched is {self.row_momentum_untouched!r}; it must be one of {', '.join(UNTOUCHED)}"
+            )
+        if self.row_momentum_untouched == "elapsed" and self.row_momentum == 0:
+            raise ConfigError(
+                "row_momentum_untouched is 'elapsed' and row_momentum is 0: without momentum nothing moves untouched "
+                "class centers; give row_momentum (0.9) too"
+            )
+        if self.width % 8 or self.width < 8:
+            raise ConfigError(f"width is {self.width!r}; it must be a positive multiple of 8")
+        if not 0 < self.sample_rate <= 1:
+            raise ConfigError(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
+        if self.select not in SELECTIONS:
+            raise ConfigError(f"select is {self.select!r}; it must be one of {', '.join(SELECTIONS)}")
+        if self.rows not in PLACES:
+            raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
+        if self.select == "knn" and self.sample_rate == 1:
+            raise ConfigError(
+                "select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (--active 0.1)"
+            )
+        if self.rebuild not in ("epoch", "background") and not (self.rebuild.isdecimal() and int(self.rebuild) >= 1):
+            raise ConfigError(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number of steps")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
+
+    def rate_factor(self, step: int, steps: int) -> float:
+        """Part of the peak learning rate at ``step`` (from 0) of a stage of ``steps``."""
+        warmup = min(1.0, (step + 1) / max(1, min(self.warmup_steps, steps // 4)))
+        return warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe that :meth:`to_json` wrote. Raises ConfigError for fields this version does not know."""
+        unknown = set(values) - {known.name for known in fields(cls)}
+        if unknown:
+            raise ConfigError(
+                f"the saved recipe has unknown fields {sorted(unknown)}; was it saved by a newer version?"
+            )
+        return cls(**{**values, "augmentation": Augmentation(**values["augmentation"])})
