@@ -55,10 +55,11 @@ class Processes:
 
     def _start(self, role: str, *arguments: str) -> tuple[str, Callable[[], None]]:
         """The address of a role that serves, and what kills it."""
+        here = Path(__file__).resolve().parent
         environ = {
             **os.environ,
             "GEARTRAIN_SCHEDULER__STREAM_LEASE_SECONDS": str(LEASE_SECONDS),
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "examples"), os.environ.get("PYTHONPATH", "")]),
         }
         command = [sys.executable, "-m", "geartrain", role, *arguments, "--end-with-parent", "--log-level", "error"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)

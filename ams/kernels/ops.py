@@ -1,4 +1,4 @@
-"""The compiled kernels, typed. Arrays are checked here; :mod:`geartrain.ams.kernels.reference.ops` is the specification.
+"""The compiled kernels, typed. Arrays are checked here; ``ams/kernels/reference/ops.py`` is the specification.
 
 Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. Rows are float32, float16 or bfloat16
 (ml_dtypes). Every function releases the GIL, keeps no state, and gives the same bits on every instruction set.
@@ -191,7 +191,7 @@ def select_neighbours(
     """Choose the active classes for ``labels`` [B] from lists of neighbours.
 
     See :func:`geartrain.ams.kernels.reference.ops.select_neighbours` for the definition and
-    :meth:`geartrain.ams.graph.building.neighbours.NeighbourTable.select` for the arguments. O(budget + B) time and memory, but
+    ``NeighbourTable.select`` of ``ams/graph/building`` for the arguments. O(budget + B) time and memory, but
     for sorting the labels (and the answer, where the table has more than 64 classes for each chosen one).
 
     Raises:

@@ -65,7 +65,7 @@ _DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
 class ClassHead(nn.Module):
     """Class centers in the AMS; ``head(features, labels)`` is the loss, its backward the exact feature gradient.
 
-    It has no parameters: the rows are trained by :class:`geartrain.bridge.rows.optimizer.RowOptimizer`. The classes sampled
+    It has no parameters: the rows are trained by :class:`geartrain.RowOptimizer`. The classes sampled
     for a batch are a function of (seed, ``step``), and ``step`` counts the updates applied. So the micro-batches
     between two steps share their negative classes, a skipped step tries the same ones again, and a resumed head goes on
     as it would have. In ``eval()`` the loss is over the same selection; features get their gradient, rows get none.

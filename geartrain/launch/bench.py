@@ -110,8 +110,9 @@ def _module(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and typing look a class's module up here
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # a bench may use a file beside it
+    for folder in (path.parent, path.parent.parent / "examples"):  # a bench may use a file beside it, or example data
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     spec.loader.exec_module(module)
     if not callable(getattr(module, "results", None)):
         raise BrokenBench(f"{path} has no function results(full=False) that yields its results")

@@ -11,51 +11,51 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("ams", "bridge", "workers", "geartrain")  # from the bottom layer to the top
-LEAVES = ("errors", "specs", "messages", "graph_messages", "gear_messages", "hosted", "config", "arrays", "words")
-LEAVES += ("failpoints", "aside", "arguments")
 
-# Inside ams: which parts (first folder or file below ams/) a part may use, beside itself and the leaves.
-PARTS_BELOW: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LEAVES, ()),
-    "core": (),
-    "sampling": ("core",),
-    "storage": ("core", "placement"),
-    "placement": ("core",),
-    "tables": ("storage", "core", "placement"),
+# Inside ams: which rooms (folders below ams/) a room may use, beside itself.
+ROOMS_BELOW: dict[str, tuple[str, ...]] = {
     "pb": (),
-    "transport": ("placement", "core", "pb"),
-    "server": ("tables", "storage", "core", "placement", "transport", "pb"),
-    "scheduler": ("tables", "storage", "core", "placement", "transport", "pb"),
-    "graph": ("tables", "storage", "core", "placement", "transport", "pb"),
-    "gear": ("core", "placement", "transport", "pb"),
-    "writes": (),
-    "streams": ("transport",),
-    "shard_calls": ("transport",),
-    "hosted_calls": ("shard_calls", "writes", "transport"),
-    "client": ("shard_calls", "hosted_calls", "writes", "placement", "core"),
-    # What gt.local embeds: the services on threads of the client's process.
-    "embedded": ("server", "scheduler", "storage", "placement", "transport", "core"),
-    "snapshot": ("shard_calls", "graph", "storage"),
-    "snapshot_restore": ("snapshot", "shard_calls", "graph", "storage"),
-    "cluster_status": ("gear", "transport"),
-    "cluster": (
-        *("client", "shard_calls", "snapshot", "snapshot_restore", "storage", "streams", "writes", "embedded"),
-        *("graph", "gear"),
-        *("transport", "cluster_status"),
-    ),
+    "values": (),
+    "kernels": ("values",),
+    "observe": ("values",),
+    "storage": ("values", "kernels", "observe"),
+    "tables": ("values", "kernels"),
+    "programs": ("values", "kernels"),
+    "rpc": ("values", "kernels", "pb"),
+    "server": ("values", "kernels", "observe", "storage", "tables", "programs", "rpc", "pb"),
+    "scheduler": ("values", "kernels", "observe", "storage", "rpc", "pb"),
+    "graph": ("values", "kernels", "observe", "storage", "rpc", "pb"),
+    "gear": ("values", "kernels", "rpc", "pb"),
+    "client": ("values", "kernels", "observe", "storage", "programs", "rpc", "graph", "gear"),
+}
+BRIDGE_USES = ("client", "values", "kernels", "programs")
+"""The rooms of ams that bridge may use."""
+
+# What single files or rooms may use beside that, each for a reason.
+ALSO: dict[str, tuple[str, ...]] = {
+    "ams/values/placement.py": ("kernels",),  # ids are routed by a kernel
+    "ams/client/embedded.py": ("server", "scheduler"),  # the services on threads of the client's process
+    "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
+    "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
+    "bridge/head/class_changes.py": ("tables",),
+    "bridge/head/memory.py": ("server",),
+    "bridge/rows/tables.py": ("rpc",),
+    "bridge/gear/*": ("storage",),  # cached features and pending gradients
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.
-SERVICES = ("server", "scheduler", "graph", "gear")
-GRPC_FILES = ("ams/rpc/grpc*.py", *(f"ams/{service}/service.py" for service in SERVICES))
+GRPC_FILES = (
+    *("ams/rpc/*", "ams/server/service.py", "ams/scheduler/service.py"),
+    *("ams/graph/service/role.py", "ams/gear/service/role.py"),
+)
 HOMES: dict[str, tuple[str, ...]] = {
     "grpc": GRPC_FILES,
     "grpc_health": GRPC_FILES,
     "grpc_reflection": GRPC_FILES,
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
-    "fsspec": ("ams/storage/*.py",),
-    "lmdb": ("ams/storage/lmdb*.py", "ams/storage/features/lmdb_features.py"),
-    "redis": ("ams/storage/redis*.py", "ams/storage/features/redis_features.py"),
+    "fsspec": ("ams/storage/snapshot/*",),
+    "lmdb": ("ams/storage/*/lmdb*.py",),
+    "redis": ("ams/storage/*/redis*.py",),
     "socket": ("ams/*", "geartrain/*"),
     "pickle": (),
 }
@@ -87,11 +87,6 @@ def layer_of(module: str) -> str:
     return second if second in FOLDERS else "geartrain"
 
 
-def part_of(path: Path) -> str:
-    """The part of ams that a file belongs to: its folder or file name below ``ams/``."""
-    return path.parts[1].removesuffix(".py")
-
-
 def violations(path: Path, source: str) -> list[str]:
     """Return what the file imports against the rules."""
     found = []
@@ -104,22 +99,28 @@ def violations(path: Path, source: str) -> list[str]:
         layer = layer_of(module)
         if FOLDERS.index(layer) > FOLDERS.index(path.parts[0]):
             found.append(f"{path} imports {module}, which lies above it")
-        elif path.parts[0] == layer == "ams" and len(path.parts) > 1 and path.name != "__init__.py":
-            found += ams_violations(path, module)
-        elif layer == "ams" and module.split(".")[2:3] == ["pb"]:
-            found.append(f"{path} imports the generated stubs; only {GRPC_FILES} may")
+        elif layer == "ams" and path.name != "__init__.py":
+            found += room_violations(path, module)
     return found
 
 
-def ams_violations(path: Path, module: str) -> list[str]:
-    part, used = part_of(path), module.split(".")[2]
-    if part not in PARTS_BELOW:
-        return [f"{path}: say in PARTS_BELOW what {part} may use"]
-    found = []
-    if used not in {part, *LEAVES, *PARTS_BELOW[part]}:
-        found.append(f"{path} imports {module}; inside ams, {part} may use {PARTS_BELOW[part]}")
-    if used == "pb" and part != "pb" and not any(fnmatch(path.as_posix(), home) for home in GRPC_FILES):
-        found.append(f"{path} imports the generated stubs; only {GRPC_FILES} may")
+def room_violations(path: Path, module: str) -> list[str]:
+    """What is wrong with an import of something in ams."""
+    used = module.split(".")[2]
+    if used == "pb" and path.parts[:2] != ("ams", "pb") and not any(fnmatch(path.as_posix(), h) for h in GRPC_FILES):
+        return [f"{path} imports the generated stubs; only {GRPC_FILES} may"]
+    also = tuple(room for where, rooms in ALSO.items() if fnmatch(path.as_posix(), where) for room in rooms)
+    if path.parts[0] == "bridge":
+        allowed = (*BRIDGE_USES, *also)
+    elif path.parts[0] == "ams":
+        if path.parts[1] not in ROOMS_BELOW:
+            return [f"{path}: say in ROOMS_BELOW what {path.parts[1]} may use"]
+        allowed = (path.parts[1], *ROOMS_BELOW[path.parts[1]], *also)
+    else:
+        return []
+    found = [] if used in allowed else [f"{path} imports {module}; it may use {allowed} of ams"]
+    if used == path.parts[1] and "client" in path.parts[2:3] and module.split(".")[3:4] == ["service"]:
+        found.append(f"{path} imports {module}: a client does not know its server")
     return found
 
 
@@ -140,10 +141,13 @@ def test_a_product_file_keeps_the_import_rules(path: Path) -> None:
         ("bridge/rows/optimizer.py", "import socket"),
         ("workers/job/loop.py", "from geartrain.launch.up import up"),
         ("ams/kernels/ops.py", "from geartrain.ams.tables import row_table"),
-        ("ams/storage/log.py", "from geartrain.ams.tables import row_table"),
+        ("ams/storage/log/segments.py", "from geartrain.ams.tables import row_table"),
         ("ams/tables/row_table.py", "from geartrain.ams.server import shard"),
         ("ams/client/table.py", "from geartrain.ams.server import shard"),
         ("ams/client/cluster.py", "from geartrain.ams.server import shard"),
+        ("ams/graph/client/remote.py", "from geartrain.ams.graph.service import graphs"),
+        ("bridge/dense/layout.py", "from geartrain.ams.storage.kv import store"),
+        ("ams/new/room.py", "from geartrain.ams.values import errors"),
         ("ams/rpc/local.py", "from geartrain.ams.client.table import Table"),
         ("ams/values/errors.py", "from geartrain.ams.kernels import ops"),
         ("ams/server/shard.py", "import grpc"),
@@ -152,7 +156,7 @@ def test_a_product_file_keeps_the_import_rules(path: Path) -> None:
         ("bridge/embedding.py", "from geartrain.ams.pb.v1 import types_pb2"),
         ("geartrain/cli/main.py", "import grpc"),
         ("ams/tables/row_table.py", "import lmdb"),
-        ("ams/storage/memory.py", "import redis"),
+        ("ams/storage/kv/memory.py", "import redis"),
         ("workers/job/loop.py", "import pickle"),
     ],
 )

@@ -112,7 +112,8 @@ def test_specs_and_errors_need_neither_torch_nor_grpc() -> None:
 
 def test_roles_never_import_torch() -> None:
     code = """
-import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.client.cluster, geartrain.ams.values.config
+import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.client.cluster
+import geartrain.ams.values.config
 import geartrain.cli.main, geartrain.cli.roles, geartrain.launch.up
 """
     assert "torch" not in modules_after(code)

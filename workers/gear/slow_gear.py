@@ -47,7 +47,7 @@ class Peer(Protocol):
 
 
 class SlowGearHandler:
-    """Implements :class:`geartrain.ams.values.gear_messages.GearHandler` over an engine of this process. Thread-safe."""
+    """Implements ``GearHandler`` of ``ams/values/gear_messages.py`` over an engine of this process. Thread-safe."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class StrokeNet(nn.Module):
     """Features = a linear projection of the gradient stem + what a small convolutional trunk adds to it.
 
     The trunk's last layer starts at zero. So training starts from a projection solved in closed form
-    (:mod:`geartrain.workers.models.discriminants`), and the trunk learns what no projection can express. GroupNorm keeps
+    (``discriminants.py``), and the trunk learns what no projection can express. GroupNorm keeps
     samples independent: any split of a batch over ranks gives the same features.
     """
 

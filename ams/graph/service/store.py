@@ -1,6 +1,6 @@
 """A table of neighbours on disk: cut per shard, versioned with the rows it was built from.
 
-Kept in a :class:`~geartrain.ams.storage.kv.store.KeyValueStore`: arrays in chunks under keys of their own (LMDB seals each
+Kept in a ``KeyValueStore`` of ``ams/storage/kv``: arrays in chunks under keys of their own (LMDB seals each
 with its XXH3 and names the one that is damaged), and a head that is written last, in one step with the removal of the
 older table. So a save that is cut short leaves the older table.
 

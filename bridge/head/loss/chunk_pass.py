@@ -63,7 +63,7 @@ def parts_for(num_rows: int, batch: int, dim: int) -> int:
 
 
 class CompiledPass:
-    """``ams/kernels/csrc/softmax/class_pass.hpp``: a tile of rows stays in the cache from its normalisation to its gradient."""
+    """``class_pass.hpp`` of the kernels: a tile of rows stays in the cache from its normalisation to its gradient."""
 
     chunk_rows = 3072
     keeps_logits = True

@@ -2,7 +2,7 @@
 
 Each rank holds its own unit rows and one visiting block, and makes the lists of its own classes; nobody has all rows.
 The table is that of ``build_neighbours`` over the rows put together, whatever the number of ranks. A first lap recalls
-candidates, the next ones serve the acceptance test of ``ams/graph/building/acceptance.py``: one for exact scores, two for every
+candidates, the next ones serve the acceptance test of the graph builder: one for exact scores, two for every
 8,192 rows whose recall is redone, one for every 256 that are compared exactly. A rank that is done passes blocks on.
 
 Cost per rank, with C classes, L = C / R of them here, width D, k neighbours: 2·C·L·D operations for the recall; a lap

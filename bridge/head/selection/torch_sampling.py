@@ -1,4 +1,4 @@
-"""The class sampling of ``ams/kernels/sampling.py`` in tensor operations: the same ids, on any device, and no host waits.
+"""The class sampling of ``ams/kernels`` in tensor operations: the same ids, on any device, and no host waits.
 
 The permutation of [0, C) is a Feistel network over [0, 2^bits), walked until it falls inside the range. How far a walk
 goes only the device knows; so that nobody has to ask it, all walks are done by pointer doubling: after r rounds

@@ -58,7 +58,7 @@ class RankPlace:
         return None
 
     def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
-        """See :class:`geartrain.bridge.head.backends.place.RowPlace`. Raises what :meth:`RankStep.begin` does."""
+        """See ``RowPlace`` in ``place.py``. Raises what :meth:`RankStep.begin` does."""
         step = RankStep(
             update=self.update,
             select=self.select,
@@ -71,7 +71,7 @@ class RankPlace:
         return HeadCall(rows, self.update, samples, self._logits_cache_bytes, want_rows=want_rows)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :class:`geartrain.bridge.head.backends.place.RowPlace`. Every rank calls it, with its own features [S, D]."""
+        """See ``RowPlace`` in ``place.py``. Every rank calls it, with its own features [S, D]."""
         normalised = self.margin is not None
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         arithmetic = Arithmetic.of(features)

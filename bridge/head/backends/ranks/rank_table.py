@@ -209,7 +209,7 @@ class RankTable:
     def update(self, work: Workspace, place: Place, gradient_ND: Tensor, lr: float, scale: Tensor) -> None:
         """One step of the optimizer with ``scale`` (0-dim) times the gradient, which is overwritten.
 
-        The formulas of ``ams/kernels/reference/ops.py``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
+        The formulas of ``ams/kernels/reference``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
         row that would leave the range of its storage type stays as it is, with its slot, and is counted in ``refused``.
         """
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
