@@ -71,17 +71,17 @@ class GrpcGearCarrier:
         return lambda: decode_features(reply(), len(ids), dim)
 
     def deliver(
-        self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float
+        self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
     ) -> Pending[Taken]:
         """Hand gradients over."""
-        reply = self._begin("PushFeatureGradients", encode_delivery(name, delivery, wait, former), timeout_seconds)
+        reply = self._begin("PushFeatureGradients", encode_delivery(name, delivery, wait, sent_to), timeout_seconds)
 
         def settle() -> Taken:
             told = framing.parse(reply(), gear_pb2.PushFeatureGradientsReply)
             return Taken(
                 account=account_from_pb(told.account),
                 dense_version=told.dense_version,
-                journal=told.journal,
+                process=told.process,
                 is_repeat=told.is_repeat,
             )
 
@@ -99,11 +99,11 @@ class GrpcGearCarrier:
         reply = self._begin("DescribeGear", request.SerializeToString(), timeout_seconds)
         return lambda: state_from_pb(framing.parse(reply(), gear_pb2.DescribeGearReply))
 
-    def hand_over(self, name: str, former: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
-        """Tell it what became of the gradients that ``former`` was given."""
+    def hand_over(self, name: str, process: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
+        """Tell it what became of the gradients that ``process`` was given."""
         request = gear_pb2.HandOverRequest(
             name=name,
-            former=former,
+            process=process,
             accounts=[
                 gear_pb2.SourceAccount(source=source, account=account_to_pb(account))
                 for source, account in accounts.items()
@@ -181,7 +181,7 @@ def decode_features(data: bytes, num_ids: int, dim: int) -> FeatureReply:
     )
 
 
-def encode_delivery(name: str, delivery: Delivery, wait: bool, former: str) -> bytes:
+def encode_delivery(name: str, delivery: Delivery, wait: bool, sent_to: str) -> bytes:
     """Encode gradients."""
     header = gear_pb2.PushFeatureGradientsRequest(
         name=name,
@@ -190,7 +190,8 @@ def encode_delivery(name: str, delivery: Delivery, wait: bool, former: str) -> b
         sequence=delivery.sequence,
         lr=delivery.lr,
         wait=wait,
-        former=former,
+        sent_to=sent_to,
+        lost=delivery.lost,
     )
     keys = np.concatenate([delivery.ids.astype("<i8"), delivery.versions.astype("<i8")])
     gradients_KD = np.ascontiguousarray(delivery.gradients_KD, _FLOAT32)
@@ -228,6 +229,7 @@ def decode_delivery(data: bytes, dim: int) -> tuple[gear_pb2.PushFeatureGradient
         gradients_KD=gradients_KD,
         versions=versions,
         lr=lr,
+        lost=header.lost,
     )
 
 
@@ -247,7 +249,7 @@ def state_to_pb(state: GearState) -> gear_pb2.DescribeGearReply:
         name=state.name,
         dim=state.dim,
         address=state.address,
-        journal=state.journal,
+        process=state.process,
         partitions=state.partitions,
         dense_version=state.dense_version,
         cache_hits=state.cache_hits,
@@ -256,8 +258,8 @@ def state_to_pb(state: GearState) -> gear_pb2.DescribeGearReply:
         account=account_to_pb(state.account),
         uptime_seconds=state.uptime_seconds,
         error=state.error,
-        is_durable=state.is_durable,
-        former=state.former,
+        taken_over=state.taken_over,
+        lost=state.lost,
         gradients_per_id=state.gradients_per_id,
     )
 
@@ -268,7 +270,7 @@ def state_from_pb(state: gear_pb2.DescribeGearReply) -> GearState:
         name=state.name,
         dim=state.dim,
         address=state.address,
-        journal=state.journal,
+        process=state.process,
         partitions=tuple(state.partitions),
         dense_version=state.dense_version,
         cache_hits=state.cache_hits,
@@ -277,8 +279,8 @@ def state_from_pb(state: gear_pb2.DescribeGearReply) -> GearState:
         account=account_from_pb(state.account),
         uptime_seconds=state.uptime_seconds,
         error=state.error,
-        is_durable=state.is_durable,
-        former=tuple(state.former),
+        taken_over=tuple(state.taken_over),
+        lost=dict(state.lost),
         gradients_per_id=state.gradients_per_id,
     )
 

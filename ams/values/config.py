@@ -265,7 +265,7 @@ class SlowGearConfig(Section):
     dim: int | None = Field(default=None, ge=1)
     """Width of a dense feature."""
     store: str = "memory"
-    """Where features are shared and gradients that wait survive: 'memory', 'lmdb:FOLDER', 'redis://HOST:PORT/0'."""
+    """Where features are kept, and shared among slow gears: 'memory', 'lmdb:FOLDER', 'redis://HOST:PORT/0'."""
     store_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Most bytes of features in the store; a Redis server bounds itself."""
     device: str = "cpu"

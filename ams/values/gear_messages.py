@@ -6,7 +6,7 @@ Legend: D width of a dense feature, K distinct ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -70,6 +70,8 @@ class Delivery:
     """[K]: dense versions of the features that the gradients are of."""
     lr: float | None
     """Learning rate of the dense update that they become part of; None: that of the dense table."""
+    lost: int = 0
+    """Gradients that the fast gear has to count as lost so far; see :class:`GearAccount`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +96,11 @@ class GearAccount:
     @property
     def adds_up(self) -> bool:
         """Whether every gradient received is in one of the other places."""
-        others: int = sum(getattr(self, field.name) for field in fields(self) if field.name != "received")
+        others: int = sum(getattr(self, one.name) for one in fields(self) if one.name != "received")
         return self.received == others
 
     def __add__(self, other: GearAccount) -> GearAccount:
-        names = [field.name for field in fields(self)]
+        names = [one.name for one in fields(self)]
         return GearAccount(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -109,7 +111,7 @@ class Taken:
     account: GearAccount
     """Of their source."""
     dense_version: int
-    journal: str
+    process: str
     """See :class:`GearState`."""
     is_repeat: bool = False
     """It was counted before, and not again."""
@@ -122,8 +124,8 @@ class GearState:
     name: str
     dim: int
     address: str
-    journal: str
-    """Names what the account is of: the address if what it was given survives its process, else "address#number"."""
+    process: str
+    """Names what the account is of: "address#incarnation"."""
     partitions: tuple[int, ...]
     """It holds now."""
     dense_version: int
@@ -135,12 +137,13 @@ class GearState:
     uptime_seconds: float
     error: str = ""
     """Why it does not apply what is due; empty if it does."""
-    is_durable: bool = False
-    """Another slow gear takes over what waits here if this one dies."""
     gradients_per_id: int = 0
     """That make one backward pass."""
-    former: tuple[str, ...] = ()
-    """Journals of slow gears that are gone; what became of their gradients is in the account."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """By fast gear: the gradients that it counts as lost with slow gears that died, as it said with its last delivery.
+    Every slow gear that it delivers to hears it."""
+    taken_over: tuple[str, ...] = ()
+    """Processes of slow gears that have left in order; what became of their gradients is in the account."""
 
 
 class GearPort(Protocol):
@@ -197,9 +200,9 @@ class GearHandler(Protocol):
         """Dense features of distinct ids. Raises NotHolder."""
         ...
 
-    def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
-        """Take gradients; with ``wait`` apply what they make due. ``former``: journal of the slow gear that was sent
-        them before and may have counted them: who has not its journal refuses.
+    def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
+        """Take gradients; with ``wait`` apply what they make due. ``sent_to``: the process that was sent them before
+        and may have counted them: another one refuses. Empty: nobody was.
 
         Raises NotHolder, StaleClient (a lower incarnation of the source).
         """
@@ -213,7 +216,7 @@ class GearHandler(Protocol):
         """How it is; the account is that of these sources, of all if there are none."""
         ...
 
-    def take_over(self, former: str, accounts: Mapping[str, GearAccount]) -> None:
+    def take_over(self, process: str, accounts: Mapping[str, GearAccount]) -> None:
         """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
         ...
 

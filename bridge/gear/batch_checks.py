@@ -34,12 +34,12 @@ def check_distinct(ids: Ids) -> None:
         )
 
 
-def check_sender(source: str, incarnation: int, sequence: int, lr: float | None) -> None:
+def check_sender(source: str, sequence: int, lr: float | None) -> None:
     """Raise InvalidArgument if one of these is outside its range."""
     if not source:
         raise InvalidArgument("source is ''; it must name the fast gear, so that a retried gradient counts once")
-    if incarnation < 0 or sequence < 0:
-        raise InvalidArgument(f"incarnation is {incarnation} and sequence {sequence}; both must be >= 0")
+    if sequence < 0:
+        raise InvalidArgument(f"sequence is {sequence}; it must be >= 0")
     if lr is not None and not (math.isfinite(lr) and lr >= 0):
         raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0, or None for the dense table's own")
 

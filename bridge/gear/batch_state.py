@@ -1,15 +1,11 @@
 """What a gradient batcher knows: gradients by id, who sent them, and what became of them. No clock decides, no I/O.
 
-Every change is one of the methods ``add``, ``close``, ``take``, ``discard``, ``fail`` and ``settle``, a function of the
-state and its arguments alone: so a journal of the calls, made again, ends in the same state to the bit.
-
 Shapes: N ids of one call, K ids of the batch taken, S sources, D width, C slots.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +40,6 @@ class Taken:
     """Of the newest gradient that came with one; NaN: none did."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """The last add of a source that counted."""
-
-    incarnation: int
-    sequence: int
-
-
 class BatchState:
     """See the head of this file. Not thread-safe.
 
@@ -65,7 +53,8 @@ class BatchState:
         self.number = 0
         """Of the last batch taken."""
         self.taken: Taken | None = None
-        self.marks: dict[str, Mark] = {}
+        self.last_sequences: dict[str, int] = {}
+        """Of the last add of each source that counted."""
         self.sources: dict[str, int] = {}
         """Their columns."""
         self.fates: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, np.int64) for name in FATES}
@@ -96,7 +85,7 @@ class BatchState:
     def add(
         self,
         source: str,
-        mark: Mark,
+        sequence: int,
         ids: Ids,
         gradients: Floats,
         versions: npt.NDArray[np.int64],
@@ -111,7 +100,7 @@ class BatchState:
             self.not_after(now)
         self._latest = now
         column = self._column(source)
-        self.marks[source] = mark
+        self.last_sequences[source] = sequence
         self.adds += 1
         for name, count in (
             ("received", len(ids) + dropped_stale + non_finite),
@@ -217,61 +206,6 @@ class BatchState:
             return GearAccount()
         return GearAccount(**{name: int(counts[column]) for name, counts in self.fates.items()})
 
-    def arrays(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-        """Everything, as arrays and as plain values for JSON: see :meth:`from_arrays`."""
-        ids, slots = self._index.oldest(len(self._index))
-        place = np.empty(self._index.capacity, np.int64)
-        place[slots] = np.arange(len(slots))
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "ids": ids,
-            "sums": self._sums[slots],
-            "counts": self._counts[slots],
-            "versions": self._versions[slots],
-            "lrs": self._lrs[slots],
-            "last_add": self._last_add[slots],
-            "first_times": self._first_times[slots],
-            "due": place[self._due_slots()],
-            "fates": np.array([self.fates[name] for name in FATES]),
-        }
-        values: dict[str, Any] = {
-            "dim": self.dim,
-            "number": self.number,
-            "adds": self.adds,
-            "fates": list(FATES),
-            "sources": list(self.sources),
-            "marks": {source: [mark.incarnation, mark.sequence] for source, mark in self.marks.items()},
-        }
-        if self.taken is not None:
-            values["taken"] = {"number": self.taken.number, "lr": self.taken.lr}
-            arrays |= {f"taken.{name}": getattr(self.taken, name) for name in ("ids", "sums", "counts", "versions")}
-        return arrays, values
-
-    @classmethod
-    def from_arrays(
-        cls, arrays: dict[str, npt.NDArray[Any]], values: dict[str, Any], gradients_per_id: int, ids_per_update: int = 1
-    ) -> BatchState:
-        """The state that :meth:`arrays` described."""
-        state = cls(values["dim"], gradients_per_id, ids_per_update)
-        for source in values["sources"]:
-            state._column(source)
-        state.number, state.adds = values["number"], values["adds"]
-        state.marks = {source: Mark(*mark) for source, mark in values["marks"].items()}
-        state.fates |= {name: row.copy() for name, row in zip(values["fates"], arrays["fates"], strict=True)}
-        slots = state._slots_of(arrays["ids"], 0.0)
-        for name in ("sums", "counts", "versions", "lrs", "last_add", "first_times"):
-            getattr(state, f"_{name}")[slots] = arrays[name]
-        state._latest = float(state._first_times[slots].max(initial=-np.inf))
-        due = slots[arrays["due"]]
-        state._is_due[due] = True
-        state._due = [due]
-        state._find_full(slots)
-        if "taken" in values:
-            taken: dict[str, Any] = {
-                name: arrays[f"taken.{name}"].copy() for name in ("ids", "sums", "counts", "versions")
-            }
-            state.taken = Taken(**values["taken"], **taken)
-        return state
-
     def _arrived(self, until: float) -> Slots:
         """The slots of all that came no later, and perhaps of some that came after. O(their number)."""
         count = _SCANNED
@@ -331,15 +265,6 @@ class BatchState:
         else:
             self._is_full[slots] = True
 
-    def _find_full(self, slots: Slots) -> None:
-        """Look anew which of these slots are full; M may have been another one when they were written."""
-        counts = self._counts[slots].sum(1)
-        full = ~self._is_due[slots] & (counts >= self.gradients_per_id)
-        self._is_full[slots] = full
-        self._full_gradients = int(counts[full].sum())
-        if full.any() and self._full_gradients >= self.ids_per_update * self.gradients_per_id:
-            self._make_due(slots[full])
-
     def _make_due(self, slots: Slots) -> None:
         if len(slots):
             self._full_gradients -= int(self._counts[slots[self._is_full[slots]]].sum())
@@ -354,7 +279,6 @@ class BatchState:
         return slots
 
     def _release(self, ids: Ids) -> Slots:
-        self.close(ids)  # no change, unless a journal was written when fewer gradients made a batch
         slots = self._index.remove(ids)
         self._is_due[slots] = False
         due = self._due_slots()

@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import (
-    GearUnavailable,
+    GeartrainError,
     InvalidArgument,
     NonFinite,
     StaleClient,
     StateError,
     StoreUnavailable,
+    TableNotFound,
 )
 from geartrain.ams.values.gear_messages import (
     Delivery,
@@ -36,18 +36,21 @@ from geartrain.ams.values.gear_messages import (
     without,
 )
 from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import counted
 from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.dense_cache import DenseFeatures
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
+from geartrain.bridge.gear.update_thread import UpdateThread
 
 logger = logging.getLogger(__name__)
 
 
+Mode = Literal["async", "sync"]
 _ANY = Freshness()
-_ANY_INCARNATION = 0
-"""For the batcher, which would count numbers anew for a higher one."""
+_MAX_DUE = 65_536
+"""Gradients that may be due before deliveries wait."""
 
 
 class FeatureCache(Protocol):
@@ -73,16 +76,15 @@ class _Begun:
     number: int
     failures: dict[int, Failure]
     is_pushed: bool = False
-    """A push without a number, made again, would count again."""
+    """Pushed again, it would count again."""
 
 
 class DenseEngine:
     """Computes features of ids, batched over the threads that ask; turns gradients that are due into dense updates.
 
-    Thread-safe. Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward
-    and backward of the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes). Other slow
-    gears' updates are looked for at most every ``refresh_seconds``; with 0 before features are computed, not before
-    backward passes, so that slow gears which serve one step take its gradients at the weights of its features.
+    Implements :class:`geartrain.ams.values.gear_messages.GearPort` for a fast gear of this process. Thread-safe.
+    Cost of :meth:`features`: one forward of the ids not in ``cache``; of :meth:`apply_due`: one forward and backward of
+    the ids that are due, one dense push (4·P bytes), one pull of the weights (4·P bytes).
     """
 
     def __init__(
@@ -93,16 +95,35 @@ class DenseEngine:
         *,
         cache: FeatureCache | None = None,
         near: FeatureCache | None = None,
-        acknowledge: Callable[[int], None] | None = None,
+        mode: Mode = "sync",
+        tick_seconds: float = 1.0,
         max_wait_seconds: float = 0.0,
         refresh_seconds: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``near``: the cache of a fast gear in this process. What a backward pass had to compute again goes into both
-        caches (but see ``train_mode`` of the pass), so that an id whose gradients come in time is seldom computed for
-        its feature alone. With ``acknowledge`` (``cluster.acknowledge``, of a stream with a name) dense pushes carry
-        the number of their batch, so that one that is repeated, even by another process, changes nothing.
-        ``max_wait_seconds``: how long a batch of features waits for company."""
+        """Begin with no gradients and no features.
+
+        Args:
+            dense_pass: the module and its samples.
+            dense: the module's weights in the cluster.
+            batcher: collects the gradients.
+            cache: where features are looked up and kept; None: nowhere.
+            near: the cache of a fast gear in this process. What a backward pass had to compute again goes into both
+                caches (but see ``train_mode`` of the pass), so that an id whose gradients come in time is seldom
+                computed for its feature alone.
+            mode: ``"sync"``: dense updates are made by the thread that delivers, before its call returns. ``"async"``:
+                by a thread of their own; a delivery waits only while 65,536 gradients are due, so that they cannot
+                pile up.
+            tick_seconds: with ``"async"``: how often it is looked for batches that have waited for too long.
+            max_wait_seconds: how long a batch of features waits for company.
+            refresh_seconds: other slow gears' updates are looked for at most so often; with 0 before features are
+                computed, not before backward passes, so that slow gears which serve one step take its gradients at the
+                weights of its features.
+            clock: unix seconds.
+
+        Raises:
+            InvalidArgument: a value outside its range.
+        """
         if not (max_wait_seconds >= 0 and refresh_seconds >= 0):
             raise InvalidArgument(
                 f"max_wait_seconds is {max_wait_seconds}, refresh_seconds {refresh_seconds}; both must be >= 0"
@@ -113,19 +134,20 @@ class DenseEngine:
         dense_pass.on_recomputed = self._keep_recomputed if self._caches else None
         self._pass = dense_pass
         self._dense = dense
-        self._acknowledge = acknowledge
         self._refresh_seconds = refresh_seconds
         self._clock = clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
         self._begun: _Begun | None = None
-        self.lost: str | None = None
-        """Why this process may keep and apply nothing any more: another one took its place."""
         self._incarnations: dict[str, int] = {}
         self._adding = threading.Lock()
         self._asked = Coalescer(
             self._compute, _part_of, max_ids=dense_pass.max_batch, max_wait_seconds=max_wait_seconds
         )
+        self._is_closed = False
+        self._updates = None
+        if mode == "async":
+            self._updates = UpdateThread(self.apply_due, lambda: self.account().due, tick_seconds=tick_seconds)
 
     @property
     def dim(self) -> int:
@@ -136,6 +158,11 @@ class DenseEngine:
     def dense_version(self) -> int:
         """Of the weights held now."""
         return self._dense.version
+
+    @property
+    def update_error(self) -> GeartrainError | None:
+        """Why the thread of updates cannot apply what is due; it tries again."""
+        return None if self._updates is None else self._updates.error
 
     @property
     def queued_ids(self) -> int:
@@ -169,53 +196,57 @@ class DenseEngine:
         fresh = self._asked.ask(ids[~hit])
         return _joined(found, hit, fresh)
 
-    def add(self, delivery: Delivery) -> Any:
+    def deliver(self, delivery: Delivery) -> GearAccount:
+        """See :class:`GearPort`. Raises InvalidArgument after :meth:`close`: nobody would apply it."""
+        if self._is_closed:
+            raise InvalidArgument("this slow gear was closed, it takes no gradients any more; make another SlowGear")
+        self.add(delivery)
+        self.apply_soon()
+        return self.account(delivery.source)
+
+    def add(self, delivery: Delivery) -> None:
         """Take the gradients of a step; a delivery that was counted before is not counted again.
 
         A fast gear keeps its numbers when it comes back: what its last incarnation has delivered is no news. Raises
-        StaleClient for an incarnation that was superseded; GearUnavailable if what it keeps is another process's now or
-        could not be written: then only who has it can tell whether the delivery counts.
+        StaleClient for an incarnation that was superseded.
         """
         with self._adding:
-            self.fence(delivery)
-            try:
-                return self.batcher.add(
-                    delivery.source,
-                    _ANY_INCARNATION,
-                    delivery.sequence,
-                    delivery.ids,
-                    delivery.gradients_KD,
-                    delivery.versions,
-                    dense_version=self.dense_version,
-                    lr=delivery.lr,
+            family = family_of(delivery.source)
+            latest = self._incarnations.setdefault(family, delivery.incarnation)
+            if delivery.incarnation < latest:
+                raise StaleClient(
+                    f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
+                    "process has its name; stop this one"
                 )
-            except (StaleClient, StateError) as exc:
-                self.lost = str(exc)
-                raise GearUnavailable(f"this slow gear may keep no gradients any more: {exc}") from exc
-
-    def fence(self, delivery: Delivery) -> None:
-        """Raise StaleClient if a higher incarnation of its fast gear was here, and shut lower ones out."""
-        family = family_of(delivery.source)
-        latest = self._incarnations.setdefault(family, delivery.incarnation)
-        if delivery.incarnation < latest:
-            raise StaleClient(
-                f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
-                "process has its name; stop this one"
+            self._incarnations[family] = delivery.incarnation
+            self.batcher.add(
+                delivery.source,
+                delivery.sequence,
+                delivery.ids,
+                delivery.gradients_KD,
+                delivery.versions,
+                dense_version=self.dense_version,
+                lr=delivery.lr,
             )
-        self._incarnations[family] = delivery.incarnation
 
     def has_counted(self, delivery: Delivery) -> bool:
         """Whether it was counted before: it is sent again because the answer was lost."""
-        mark = self.batcher.report()["sources"].get(delivery.source)
-        return mark is not None and delivery.sequence <= mark[1]
+        return self.batcher.has_counted(delivery.source, delivery.sequence)
+
+    def apply_soon(self, *, wait: bool = False) -> None:
+        """Have applied what is due: with ``wait``, or in sync mode, before this returns."""
+        if wait or self._updates is None:
+            self.apply_all()
+        else:
+            self._updates.wake()
+            self._updates.wait_until_due(_MAX_DUE)
 
     def apply_due(self, limit: int | None = None) -> bool:
         """Make one dense update of the gradients that are due; False if there are none.
 
-        After an error the batch is still due: the next call repeats it, under its number. GearUnavailable: another
-        process has taken this one's place, and the batch with it (StaleClient where there is nothing to take).
+        After an error the batch is still due: the next call goes on with it.
         """
-        with self._applying, self._place_kept():
+        with self._applying:
             batch = self.batcher.due(limit)
             if batch is None:
                 return False
@@ -239,8 +270,7 @@ class DenseEngine:
 
     def flush(self) -> None:
         """Apply every gradient that waits, in batches of their true count."""
-        with self._place_kept():
-            self.batcher.flush()
+        self.batcher.flush()
         self.apply_all()
 
     def account(self, source: str | None = None) -> GearAccount:
@@ -257,15 +287,29 @@ class DenseEngine:
         """What became of the gradients of every fast gear that has delivered."""
         return family_accounts(self.batcher)
 
-    @contextmanager
-    def _place_kept(self) -> Iterator[None]:
+    def close(self) -> None:
+        """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account.
+
+        If the dense table was dropped or restored, what waits is for weights that are gone: it is left, and logged.
+        """
         try:
-            yield
-        except (StaleClient, StateError) as exc:
-            self.lost = str(exc)
-            if self._acknowledge is None:  # there is no other process that could go on with it
-                raise
-            raise GearUnavailable(f"this slow gear may apply nothing any more: {exc}") from exc
+            if left := self.account().waiting + self.account().due:
+                try:
+                    self.flush()
+                except TableNotFound as exc:
+                    logger.warning("%s will not be applied: %s", counted(left, "gradient"), exc)
+        finally:
+            self._is_closed = True
+            if self._updates is not None:
+                self._updates.stop()
+
+    def abandon(self) -> None:
+        """End without :meth:`close`; what was left is logged."""
+        if self._updates is not None:
+            self._updates.end()
+        account = self.account()
+        if left := account.waiting + account.due:
+            logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         begun = self._begun
@@ -276,12 +320,10 @@ class DenseEngine:
             failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
             begun = self._begun = _Begun(batch.number, failures)
         with self._pass.lock:
-            if self._acknowledge is not None:  # earlier numbers are done with
-                self._acknowledge(batch.number)
             if len(begun.failures) < len(batch.ids):
                 if not begun.is_pushed:
                     try:
-                        self._dense.push(sequence=None if self._acknowledge is None else batch.number, lr=batch.lr)
+                        self._dense.push(lr=batch.lr)
                     except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
                         self._dense.zero_grad()
                         return begun.failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}

@@ -1,11 +1,12 @@
-"""How a :class:`~geartrain.bridge.gear.slow_gear.SlowGear` comes to its slow gears."""
+"""Makes the engine of a slow gear, and finds the slow gears of a :class:`~geartrain.bridge.gear.slow_gear.SlowGear`."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,8 +18,7 @@ from geartrain.ams.values.gear_messages import Freshness, GearPort
 from geartrain.ams.values.specs import SGD, RowOptimizerSpec
 from geartrain.bridge.dense.dense_table import attach
 from geartrain.bridge.gear.dense_pass import DensePass, TrainMode
-from geartrain.bridge.gear.embedded import EmbeddedGear, Mode
-from geartrain.bridge.gear.engine import DenseEngine, FeatureCache
+from geartrain.bridge.gear.engine import DenseEngine, FeatureCache, Mode
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.samples import Decode, Samples, SampleSource
 
@@ -71,15 +71,39 @@ def open_engine(
     cluster: Cluster,
     name: str,
     dense_pass: DensePass,
-    batcher: GradientBatcher,
     settings: EngineSettings,
-    clock: Callable[[], float],
     *,
+    mode: Mode,
     cache: FeatureCache | None = None,
     near: FeatureCache | None = None,
-    acknowledge: Callable[[int], None] | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> DenseEngine:
-    """Attach the module of ``dense_pass`` to the dense table ``name`` and return its engine."""
+    """Attach the module of ``dense_pass`` to the dense table ``name`` and return its engine.
+
+    Args:
+        cluster: where the dense table is.
+        name: of the dense table, and of the dense part.
+        dense_pass: see :func:`open_pass`.
+        settings: of the dense part.
+        mode: see :class:`~geartrain.bridge.gear.engine.DenseEngine`.
+        cache: of features, of this slow gear.
+        near: that of a fast gear in this process.
+        clock: unix seconds.
+
+    Raises:
+        InvalidArgument: a setting is outside its range; then there is no table.
+        TableExists, SpecMismatch: there is one of that name, or of another module.
+    """
+    batcher = GradientBatcher(
+        settings.dim,
+        gradients_per_id=settings.gradients_per_id,
+        ids_per_update=settings.ids_per_update,
+        reduction=settings.reduction,
+        flush_seconds=settings.flush_seconds,
+        stale=settings.stale,
+        max_gradient_lag=settings.max_gradient_lag,
+        clock=clock,
+    )
     optimizer = SGD(0.01) if settings.optimizer is None else settings.optimizer
     with dense_pass.lock:
         dense = attach(dense_pass.module, cluster, name=name, mode="async", optimizer=optimizer, reuse=settings.reuse)
@@ -89,42 +113,12 @@ def open_engine(
         batcher,
         cache=cache,
         near=near,
-        acknowledge=acknowledge,
+        mode=mode,
+        tick_seconds=max(0.01, min(1.0, (settings.flush_seconds or 4.0) / 4)),
         max_wait_seconds=settings.max_wait_seconds,
         refresh_seconds=settings.refresh_seconds,
         clock=clock,
     )
-
-
-def batcher_settings(settings: EngineSettings) -> dict[str, Any]:
-    """The settings that are the gradient batcher's."""
-    return {
-        "gradients_per_id": settings.gradients_per_id,
-        "ids_per_update": settings.ids_per_update,
-        "reduction": settings.reduction,
-        "flush_seconds": settings.flush_seconds,
-        "stale": settings.stale,
-        "max_gradient_lag": settings.max_gradient_lag,
-    }
-
-
-def open_embedded(
-    cluster: Cluster,
-    name: str,
-    build: Callable[[], nn.Module],
-    samples: SampleSource,
-    decode: Decode | None,
-    settings: EngineSettings,
-    mode: Mode,
-    clock: Callable[[], float],
-    near: FeatureCache,
-) -> tuple[GearPort, Table]:
-    """Return a slow gear of this process, and its dense table; ``near`` is the cache of its fast gear."""
-    dense_pass = open_pass(build, samples, decode, settings)
-    batcher = GradientBatcher(settings.dim, **batcher_settings(settings), clock=clock)
-    engine = open_engine(cluster, name, dense_pass, batcher, settings, clock, near=near)
-    tick_seconds = min(1.0, (settings.flush_seconds or 4.0) / 4)
-    return EmbeddedGear(engine, mode=mode, tick_seconds=max(tick_seconds, 0.01)), cluster.table(name)
 
 
 def open_remote(

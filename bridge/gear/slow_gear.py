@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -23,8 +24,8 @@ from geartrain.ams.values.gear_messages import FeatureReply, Freshness, GearAcco
 from geartrain.ams.values.specs import Ids, RowOptimizerSpec
 from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.dense_pass import TrainMode
-from geartrain.bridge.gear.engine import as_features
-from geartrain.bridge.gear.factory import EngineSettings, open_embedded, open_remote
+from geartrain.bridge.gear.engine import DenseEngine, as_features
+from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass, open_remote
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, SampleSource
 from geartrain.bridge.rows.eager import runs_eagerly
@@ -77,27 +78,47 @@ class SlowGear(nn.Module):
     ) -> None:
         """Find the slow gears of the dense part ``name``, or make one here.
 
-        With ``build`` (a function -> nn.Module, [B, …] samples -> [B, dim]) and ``samples`` (see
-        :class:`~geartrain.bridge.gear.samples.Samples`) the slow gear runs in this process; without, slow gears are
-        found through the cluster's scheduler (``geartrain slowgear``), which were told there what is marked (*) here.
+        With ``build`` and ``samples`` the slow gear runs in this process; without, slow gears are found through the
+        cluster's scheduler (``geartrain slowgear``), which were told there what is marked (*) here.
+        ``expire_seconds=0, gradients_per_id=1, mode="sync"`` is ordinary back-propagation; on several slow gears, which
+        make an update each, with SGD alone.
 
-        A feature older than ``expire_seconds``, or more than ``max_version_lag`` dense updates behind, is computed
-        again; ``cache_ids`` are kept here. ``gradients_per_id`` = M (*): a backward pass of the dense part for an id
-        waits for M gradients and takes their mean (``reduction`` *; the mean is of M steps, so it divides an SGD
-        learning rate by M against M updates) or their sum, or for ``flush_seconds`` (*; with ``mode="sync"`` looked at
-        by the next step). ``ids_per_update`` (*): ids with M gradients wait for so many of their kind; the size of a
-        batch makes few good updates instead of many noisy ones (see :mod:`~geartrain.bridge.gear.gradient_batcher`).
-        ``stale`` and ``max_gradient_lag`` (*): what becomes of gradients of features too many dense updates old.
-        ``mode="sync"``: ``step()`` returns when the dense updates that it made due are applied. ``expire_seconds=0,
-        gradients_per_id=1, mode="sync"`` is ordinary back-propagation; on several slow gears, which make an update
-        each, with SGD alone.
-        ``on_missing``: ids without a sample raise (the features of the others are kept for the next call), or are zeros
-        that get no gradient. ``optimizer`` (*, ``gt.SGD(0.01)``) belongs to the dense table, which is created, or
-        opened with ``reuse``. ``train_mode``, ``autocast``, ``device``, ``max_batch`` (*):
-        :class:`~geartrain.bridge.gear.dense_pass.DensePass`; with ``train_mode`` "always" or "never" what a backward
-        pass computed again is a fresh feature, too.
+        Args:
+            cluster: where the dense table is, and through which slow gears are found.
+            name: of the dense part and of its dense table.
+            dim: D, width of a dense feature.
+            expire_seconds: a feature that is older is computed again.
+            gradients_per_id: M (*). A backward pass of the dense part for an id waits for M gradients.
+            max_version_lag: a feature more dense updates behind is computed again; None: any will do.
+            on_missing: ids without a sample raise (the features of the others are kept for the next call), or are
+                ``"zeros"`` that get no gradient.
+            mode: with ``"sync"`` ``step()`` returns when the dense updates that it made due are applied.
+            build: a function -> nn.Module, [B, …] samples -> [B, dim].
+            samples: see :class:`~geartrain.bridge.gear.samples.Samples`.
+            decode: what makes a tensor of the bytes of a sample.
+            optimizer: of the dense table (*); None: ``gt.SGD(0.01)``.
+            reuse: open the dense table if it is there; else it must not be.
+            ids_per_update: ids with M gradients wait for so many of their kind (*); the size of a batch makes few good
+                updates instead of many noisy ones (see :mod:`~geartrain.bridge.gear.gradient_batcher`).
+            reduction: of the M gradients (*). ``"mean"`` is of M steps, so it divides an SGD learning rate by M against
+                M updates.
+            flush_seconds: the longest that a gradient waits for others of its id (*; with ``mode="sync"`` looked at by
+                the next step); None: no bound.
+            stale: what becomes of gradients of features too many dense updates old (*).
+            max_gradient_lag: with ``stale="drop"``: so many (*).
+            train_mode: see :class:`~geartrain.bridge.gear.dense_pass.DensePass` (*). With "always" or "never" what a
+                backward pass computed again is a fresh feature, too.
+            autocast: mixed precision of the module (*).
+            device: where the module runs (*).
+            max_batch: most ids of one device batch (*).
+            cache_ids: features kept in this process.
+            sample_cache_bytes: decoded samples kept in this process.
+            clock: unix seconds.
 
-        Raises InvalidArgument, TableExists, GearUnavailable (no slow gear holds a partition in time).
+        Raises:
+            InvalidArgument: a value outside its range.
+            TableExists: the dense table is there, and not ``reuse``.
+            GearUnavailable: no slow gear holds a partition in time.
         """
         super().__init__()
         if on_missing not in ("error", "zeros") or mode not in ("async", "sync"):
@@ -117,6 +138,7 @@ class SlowGear(nn.Module):
         )
         self._port: GearPort
         self.table: Table
+        engine: DenseEngine | None = None
         if build is not None:
             settings = EngineSettings(
                 dim=dim,
@@ -134,9 +156,9 @@ class SlowGear(nn.Module):
                 max_batch=max_batch,
                 sample_cache_bytes=sample_cache_bytes,
             )
-            self._port, self.table = open_embedded(
-                cluster, name, build, samples, decode, settings, mode, clock, self._cache
-            )
+            dense_pass = open_pass(build, samples, decode, settings)
+            engine = open_engine(cluster, name, dense_pass, settings, mode=mode, near=self._cache, clock=clock)
+            self._port, self.table = engine, cluster.table(name)
         else:
             _refuse_settings(
                 optimizer=optimizer is not None,
@@ -157,8 +179,10 @@ class SlowGear(nn.Module):
         if not stream.is_named:  # nobody goes on in its place, also not a second SlowGear of this process
             self._source += f"/{uuid.uuid4().hex[:8]}"
         self.row_update = GearUpdate(
-            self.table, self._port, self._source, stream.incarnation, trains_here=build is not None
+            self.table, self._port, self._source, stream.incarnation, trains_here=engine is not None
         )
+        if engine is not None:
+            weakref.finalize(self.row_update, engine.abandon)
 
     @runs_eagerly
     def forward(self, ids: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def slowgear(
     ] = None,
     dim: Annotated[int | None, typer.Option(help="Width of a dense feature.")] = None,
     store: Annotated[
-        str | None, typer.Option(help="For features and waiting gradients: memory, lmdb:PATH or redis://HOST:PORT/0.")
+        str | None, typer.Option(help="For features: memory, lmdb:PATH or redis://HOST:PORT/0 (shared).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where the module runs, as cuda:0.")] = None,
     autocast: Annotated[str | None, typer.Option(help="Mixed precision: none, bfloat16 or float16.")] = None,

@@ -61,6 +61,17 @@ def _print_gears(gears: list[GearState]) -> None:
         for gear in gears:
             if gear.name == name:
                 print(f"  {gear_line(gear)}")
+        if lost := lost_gradients([gear for gear in gears if gear.name == name]):
+            print(f"  lost with slow gears that died: {counted(lost, 'gradient')}")
+
+
+def lost_gradients(gears: list[GearState]) -> int:
+    """Of all fast gears, as the slow gears of one dense part have heard it from them."""
+    heard: dict[str, int] = {}
+    for gear in gears:
+        for source, lost in gear.lost.items():
+            heard[source] = max(lost, heard.get(source, 0))
+    return sum(heard.values())
 
 
 def gear_line(gear: GearState) -> str:

@@ -9,23 +9,19 @@ from contextlib import ExitStack
 
 import torch
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import connect
 from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service.role import GearServer
 from geartrain.ams.rpc.carrier import StreamHolders
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.storage.features.store import open_store
-from geartrain.ams.storage.kv.store import KeyValueStore, open_state
 from geartrain.ams.values.config import ClientConfig, SlowGearConfig
-from geartrain.ams.values.errors import ConfigError, SpecMismatch, StaleClient
+from geartrain.ams.values.errors import ConfigError, SpecMismatch
 from geartrain.bridge.gear.dense_cache import SharedCache
-from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.engine import DenseEngine, FeatureCache
-from geartrain.bridge.gear.factory import EngineSettings, batcher_settings, open_engine, open_pass
-from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.bridge.gear.engine import FeatureCache
+from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
 from geartrain.workers.devices import choose_device
-from geartrain.workers.gear.heirs import Heirs
 from geartrain.workers.gear.objects import load_function, open_samples, optimizer_named
 from geartrain.workers.gear.partitions import HeldPartitions, Ticker
 from geartrain.workers.gear.slow_gear import SlowGearHandler
@@ -50,8 +46,6 @@ class SlowGearRole:
         # It may be started together with its scheduler.
         patient = {"refused_timeout_seconds": client.connect_timeout_seconds}
         self._client = client.model_copy(update={"graph": None} | patient)
-        self._survives = config.store != _MEMORY
-        self._is_shared = self._survives and not config.store.startswith(_FOLDER)
         self._build = load_function(str(config.module), "module")
         self._samples, self._decode = open_samples(str(config.samples), config.decode)
         self._settings = _settings(config)
@@ -100,12 +94,12 @@ class SlowGearRole:
         self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)
         self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
-        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
+        ticker = Ticker(partitions.tick, lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
-        dense_pass = self._dense_pass()
-        self._await_partitions(partitions)  # before its journal is opened: nobody takes over what has a holder
-        engine = self._own_engine(address, dense_pass, joined)
-        heirs = Heirs(address, self._journal, self._use_engine) if self._is_shared else None
+        settings = self._settings
+        dense_pass = open_pass(self._build, self._samples, self._decode, settings)
+        self._await_partitions(partitions)
+        engine = open_engine(joined, self.name, dense_pass, settings, mode="async", cache=self._cache())
         handler = SlowGearHandler(
             self.name,
             address,
@@ -115,15 +109,9 @@ class SlowGearRole:
             gradients_per_id=config.gradients_per_id,
             holders=streams.holders,
             open_peer=GrpcGearCarrier,
-            heirs=heirs,
-            survives=self._survives,
-            tick_seconds=max(0.01, min(1.0, (config.flush_seconds or 4.0) / 4)),
         )
         self._handler = handler
         self._server.serve(handler)
-        if heirs is not None:
-            heritage = Ticker(handler.look_for_heritage, lambda: partitions.tick_seconds)
-            self._opened.callback(heritage.stop)
         self.partitions = len(partitions.now)
         return address
 
@@ -137,18 +125,9 @@ class SlowGearRole:
                     f"width {state.dim}: start this one with --dim {state.dim}, or under another name"
                 )
 
-    def _tick(self, partitions: HeldPartitions) -> None:
-        handler = self._handler
-        if handler is not None and handler.lost is not None:
-            raise StaleClient(handler.lost)
-        partitions.tick()
-
     def _flush(self) -> None:
         if (handler := self._handler) is not None:
             handler.flush()
-
-    def _dense_pass(self) -> DensePass:
-        return open_pass(self._build, self._samples, self._decode, self._settings)
 
     def _await_partitions(self, partitions: HeldPartitions) -> None:
         """Wait for a share; with more slow gears than partitions there is none, and none is needed."""
@@ -156,57 +135,6 @@ class SlowGearRole:
         while not partitions.now and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         logger.info("%d of %d partitions of %r are held", len(partitions.now), NUM_PARTITIONS, self.name)
-
-    def _own_engine(self, address: str, dense_pass: DensePass, joined: Cluster) -> DenseEngine:
-        settings, cache = self._settings, self._cache()
-        if not self._survives:
-            batcher = GradientBatcher(settings.dim, **batcher_settings(settings))
-            return open_engine(joined, self.name, dense_pass, batcher, settings, time.time, cache=cache)
-        cluster = self._opened.enter_context(self._connected(address))
-        store, batcher = self._journal(address)
-        self._opened.callback(store.close)
-        return open_engine(
-            cluster,
-            self.name,
-            dense_pass,
-            batcher,
-            settings,
-            time.time,
-            cache=cache,
-            acknowledge=cluster.acknowledge,
-        )
-
-    def _use_engine(self, address: str, batcher: GradientBatcher, use: Callable[[DenseEngine], None]) -> None:
-        """See :data:`geartrain.workers.gear.heirs.UseEngine`. With a module of its own: the other one goes on."""
-        with self._connected(address) as cluster:
-            use(
-                open_engine(
-                    cluster,
-                    self.name,
-                    self._dense_pass(),
-                    batcher,
-                    self._settings,
-                    time.time,
-                    acknowledge=cluster.acknowledge,
-                )
-            )
-
-    def _connected(self, address: str) -> Cluster:
-        """Write to the dense table as the slow gear at ``address``, in whose place nobody else writes from now on."""
-        return connect(self._config.scheduler, config=self._client, stream=self._journal_name(address))
-
-    def _journal(self, address: str) -> tuple[KeyValueStore, GradientBatcher]:
-        """Take over what is kept for the slow gear at ``address``: this one, or one that is gone."""
-        store = open_state(self._config.store, self._journal_name(address))
-        try:
-            settings = self._settings
-            return store, GradientBatcher.restored(store, settings.dim, **batcher_settings(settings))
-        except BaseException:
-            store.close()
-            raise
-
-    def _journal_name(self, address: str) -> str:
-        return f"gear/{self.name}/{address}"
 
     def _cache(self) -> FeatureCache | None:
         config = self._config

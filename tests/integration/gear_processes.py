@@ -11,7 +11,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from geartrain.ams.observe import failpoints
 from tests.faults.children import Child
 
 IDS, DIM, LR = 24, 4, 0.125
@@ -115,8 +114,8 @@ def samples(one: int) -> Any:
     return torch.eye(IDS)[one]
 
 
-def slow_gear(pipe: Connection, scheduler: str, store: str, armed: str = "") -> None:
-    """Serve until SIGTERM, or until a failpoint ends it; says the address."""
+def slow_gear(pipe: Connection, scheduler: str) -> None:
+    """Serve until SIGTERM; says the address."""
     from geartrain.launch import role
     from geartrain.launch.slowgear_role import SlowGearRole
     from tests.integration.gear_cluster import CLIENT, gear_config
@@ -127,10 +126,8 @@ def slow_gear(pipe: Connection, scheduler: str, store: str, armed: str = "") -> 
         "optimizer": f"sgd:{LR}",
         "gradients_per_id": 3,
         "reduction": "sum",
-        "store": store,
     }
     service = SlowGearRole(gear_config(scheduler, **settings), CLIENT)
-    failpoints.arm_from_environment(environ={failpoints.VARIABLE: armed})
     pipe.send(service.start())
     role.serve("slowgear", service)
 

@@ -86,7 +86,7 @@ PUSH: dict[str, Any] = {
         ({"gradients": bytes(15)}, "InvalidRows"),
         ({"gradients": bytes(32)}, "InvalidRows"),
         ({"gradients": NAN}, "NonFinite"),
-        ({"former": "127.0.0.1:1"}, "NotHolder"),
+        ({"sent_to": "127.0.0.1:1#7"}, "NotHolder"),
     ],
 )
 def test_a_wrong_delivery_is_named_and_changes_nothing(
@@ -102,7 +102,7 @@ def test_a_wrong_delivery_is_named_and_changes_nothing(
 @pytest.mark.parametrize(
     "request_",
     [
-        {"name": "sound", "former": "127.0.0.1:1#7"},
+        {"name": "sound", "process": "127.0.0.1:1#7"},
         {"name": "image"},
     ],
 )

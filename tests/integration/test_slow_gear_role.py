@@ -224,31 +224,3 @@ def test_flush_before_a_snapshot_puts_all_gradients_into_it(gears: GearCluster, 
         gear.stop(0)
         gears.start_gear(gradients_per_id=8)
         torch.testing.assert_close(image(torch.arange(IDS)).detach(), trained)
-
-
-def test_batches_survive_a_restart_with_a_store(gears: GearCluster, tmp_path: Any) -> None:
-    store = f"lmdb:{tmp_path / 'gear'}"
-    role, address = gears.start_gear(gradients_per_id=2, store=store)
-    with connected(gears) as cluster:
-        image = gt.SlowGear(cluster, "image", dim=DIM, gradients_per_id=2, expire_seconds=0.0)
-        rows = gt.RowOptimizer(image)
-        before = image(torch.arange(IDS)).detach()
-        image(torch.arange(IDS)).sum().backward()
-        rows.step()
-        role._handler.drain = lambda: None  # type: ignore[union-attr, method-assign]  # as if it were killed
-        role.stop(0)
-        gears.start_gear(gradients_per_id=2, store=store, listen=address)
-        assert torch.equal(image(torch.arange(IDS)).detach(), before)
-        image(torch.arange(IDS)).sum().backward()
-        rows.step()
-        image.flush()
-        account = image.account()
-        assert (account.received, account.applied, account.lost) == (2 * IDS, 2 * IDS, 0)
-        now = image(torch.arange(IDS)).detach()
-        image.close()
-    dense = build()
-    dense(SAMPLES).sum().backward()
-    with torch.no_grad():
-        for parameter in dense.parameters():
-            parameter -= 0.1 * parameter.grad  # two equal gradients: their mean is one of them
-    torch.testing.assert_close(now, dense(SAMPLES).detach())

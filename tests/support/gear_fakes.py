@@ -20,7 +20,7 @@ class PlainDense:
     def __init__(self, module: nn.Module, lr: float = 0.1) -> None:
         self.module, self.lr = module, lr
         self.version = 0
-        self.pushed: list[tuple[int | None, float | None]] = []
+        self.pushed: list[float | None] = []
         self.fails = 0
 
     def refresh(self) -> bool:
@@ -29,8 +29,8 @@ class PlainDense:
     def zero_grad(self) -> None:
         self.module.zero_grad()
 
-    def push(self, sequence: int | None = None, *, lr: float | None = None) -> None:
-        self.pushed.append((sequence, lr))
+    def push(self, *, lr: float | None = None) -> None:
+        self.pushed.append(lr)
         if self.fails:
             self.fails -= 1
             raise ShardUnavailable("shard 0 does not answer")
@@ -51,7 +51,7 @@ class PlainBatcher:
     received: int = 0
     applied: int = 0
 
-    def add(self, _source: str, _incarnation: int, _sequence: int, ids: Any, gradients: Any, _: Any, **more: Any):
+    def add(self, _source: str, _sequence: int, ids: Any, gradients: Any, _: Any, **more: Any):
         number = len(self.batches) + len(self.finished) + 1
         self.batches.append(SimpleNamespace(number=number, ids=ids, gradients=gradients, lr=more["lr"]))
         self.received += len(ids)
@@ -69,8 +69,8 @@ class PlainBatcher:
     def failed(self, _: int, ids: Mapping[int, str]) -> None:
         self.failures.update(ids)
 
-    def report(self) -> dict[str, Any]:
-        return {"sources": {}}
+    def has_counted(self, _source: str, _sequence: int) -> bool:
+        return False
 
     def account(self, _: str | None = None) -> GearAccount:
         waiting = self.received - self.applied

@@ -40,7 +40,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "bridge/head/class_changes.py": ("tables",),
     "bridge/head/memory.py": ("server",),
     "bridge/rows/tables.py": ("rpc",),
-    "bridge/gear/*": ("storage",),  # cached features and pending gradients
+    "bridge/gear/*": ("storage",),  # cached features
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from geartrain.ams.gear.client.ledger import journal_of
+from geartrain.ams.gear.client.ledger import process_at
 from geartrain.ams.rpc.carrier import AttemptFailed, StreamHolders
 from geartrain.ams.values.errors import GeartrainError, NotHolder
 from geartrain.ams.values.gear_messages import (
@@ -22,22 +22,18 @@ from geartrain.ams.values.gear_messages import (
     family_of,
 )
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.gear.embedded import GearWorker
 from geartrain.bridge.gear.engine import DenseEngine
-from geartrain.workers.gear.heirs import Heirs
 from geartrain.workers.gear.partitions import HeldPartitions
 
 logger = logging.getLogger(__name__)
 
-MAX_DUE = 65_536
-"""Gradients that may be due before deliveries wait."""
 _HAND_OVER_SECONDS = 5.0
 
 
 class Peer(Protocol):
     """Another slow gear (``grpc_gear``)."""
 
-    def hand_over(self, name: str, former: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
+    def hand_over(self, name: str, process: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
         """Tell it what became of the gradients that a slow gear was given."""
         ...
 
@@ -60,11 +56,8 @@ class SlowGearHandler:
         gradients_per_id: int,
         holders: Callable[[], StreamHolders],
         open_peer: Callable[[str], Peer],
-        heirs: Heirs | None,
-        survives: bool,
-        tick_seconds: float = 1.0,
     ) -> None:
-        """``survives``: what waits here is in a store; ``heirs``: which other slow gears share."""
+        """Begin to answer for what ``partitions`` hold; :meth:`drain` ends it."""
         self.name = name
         self.dim = engine.dim
         self._address = address
@@ -73,18 +66,14 @@ class SlowGearHandler:
         self._gradients_per_id = gradients_per_id
         self._holders = holders
         self._open_peer = open_peer
-        self._heirs = heirs
-        self._journal = journal_of(address, incarnation, survives=survives)
-        self._survives = survives
+        self._process = process_at(address, incarnation)
         self._started = time.monotonic()
         self._handed: dict[str, Mapping[str, GearAccount]] = {}
-        self._hits = self._misses = 0
+        self._lost: dict[str, int] = {}
         self._changed = threading.Condition()
         self._taking = threading.Lock()
         """So that one which is refused is not being taken behind: it was sent again before that was done."""
         self._delivering = 0
-        self._is_leaving = False
-        self._worker = GearWorker(engine, tick_seconds=tick_seconds)
 
     @property
     def dense_version(self) -> int:
@@ -96,33 +85,22 @@ class SlowGearHandler:
         self._partitions.require(ids)
         return self._engine.features(ids, freshness)
 
-    def deliver(self, delivery: Delivery, *, wait: bool, former: str) -> Taken:
+    def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
         """See :class:`GearHandler`."""
-        is_repeat = False
-        if former not in ("", self._journal):
-            if self._heirs is None:
-                raise NotHolder(f"this slow gear is {self._journal}; nobody knows whether {former} had taken it")
-            self._engine.fence(delivery)
-            if former in self._holders().holders:
-                raise NotHolder(f"slow gear {former} is back; ask it")
-            self._heirs.deliver(former, delivery)
-        else:
-            with self._counted():
-                with self._taking:
-                    is_repeat = self._engine.has_counted(delivery)
-                    if not is_repeat:
-                        self._partitions.require(delivery.ids)
-                    self._engine.add(delivery)
-                if wait:
-                    self._engine.apply_all()
-                else:
-                    self._worker.wake()
-                    self._worker.wait_until_due(MAX_DUE)
-        family = family_of(delivery.source)
+        if sent_to not in ("", self._process):
+            raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
+        with self._counted():
+            with self._taking:
+                is_repeat = self._engine.has_counted(delivery)
+                if not is_repeat:
+                    self._partitions.require(delivery.ids)
+                self._engine.add(delivery)
+                self._lost[family_of(delivery.source)] = delivery.lost
+            self._engine.apply_soon(wait=wait)
         return Taken(
-            account=self._account(family),
+            account=self._account(family_of(delivery.source)),
             dense_version=self.dense_version,
-            journal=self._journal,
+            process=self._process,
             is_repeat=is_repeat,
         )
 
@@ -134,12 +112,12 @@ class SlowGearHandler:
         """See :class:`GearHandler`."""
         families: list[str | None] = [*sorted({family_of(source) for source in sources})] or [None]
         report: dict[str, Any] = {} if self._engine.cache is None else self._engine.cache.report()
-        error = self._worker.error
+        error = self._engine.update_error
         return GearState(
             name=self.name,
             dim=self.dim,
             address=self._address,
-            journal=self._journal,
+            process=self._process,
             partitions=tuple(sorted(self._partitions.now)),
             dense_version=self.dense_version,
             cache_hits=report.get("hits", 0),
@@ -148,26 +126,16 @@ class SlowGearHandler:
             account=sum(map(self._account, families), GearAccount()),
             uptime_seconds=time.monotonic() - self._started,
             error="" if error is None else str(error),
-            is_durable=self._heirs is not None,
-            former=(*sorted(self._handed), *(self._heirs.former if self._heirs is not None else ())),
+            lost=dict(self._lost),
+            taken_over=tuple(sorted(self._handed)),
             gradients_per_id=self._gradients_per_id,
         )
 
-    def take_over(self, former: str, accounts: Mapping[str, GearAccount]) -> None:
+    def take_over(self, process: str, accounts: Mapping[str, GearAccount]) -> None:
         """See :class:`GearHandler`."""
         with self._changed:
-            self._handed[former] = dict(accounts)
-        logger.info("slow gear %s has left and handed its account over", former)
-
-    @property
-    def lost(self) -> str | None:
-        """Why it cannot go on: another process has taken over what it keeps."""
-        return self._engine.lost
-
-    def look_for_heritage(self) -> None:
-        """Take over what others have left. For one thread, now and then."""
-        if self._heirs is not None and not self._is_leaving:
-            self._heirs.look(self._holders(), self._partitions.now)
+            self._handed[process] = dict(accounts)
+        logger.info("slow gear %s has left and handed its account over", process)
 
     def drain(self) -> None:
         """Refuse what is new, apply all that waits, say what became of it, and give the partitions back.
@@ -175,37 +143,31 @@ class SlowGearHandler:
         What cannot be applied is lost: it is logged, nobody takes the account over, and fast gears count it.
         """
         self._partitions.refuse()
-        self._is_leaving = True
         with self._changed:
             self._changed.wait_for(lambda: not self._delivering)
         try:
-            self._apply_all()
-            self._worker.stop()
-            if not self._survives and not (self._engine.account().waiting + self._engine.account().due):
-                self._hand_over()
-        except GeartrainError as exc:
-            logger.warning("nobody has taken the account over: %s", exc)
-        finally:
-            self._worker.stop()
-            self._partitions.leave()
-
-    def _apply_all(self) -> None:
-        try:
-            self._engine.flush()
+            self._engine.close()
             logger.info("drained: %s", self._engine.account())
         except GeartrainError as exc:
             logger.error("leaving with gradients that were not applied, %s: %s", self._engine.account(), exc)
         except Exception:  # of the user's module
             logger.exception("leaving with gradients that were not applied, %s", self._engine.account())
+        try:
+            if not (self._engine.account().waiting + self._engine.account().due):
+                self._hand_over()
+        except GeartrainError as exc:
+            logger.warning("nobody has taken the account over: %s", exc)
+        finally:
+            self._partitions.leave()
 
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""
-        accounts = {**self._handed, self._journal: self._engine.families()}
+        accounts = {**self._handed, self._process: self._engine.families()}
         for address in sorted({one for one in self._holders().holders if one and one != self._address}):
             peer = self._open_peer(address)
             try:
-                for former, handed in accounts.items():
-                    peer.hand_over(self.name, former, handed, _HAND_OVER_SECONDS)
+                for process, handed in accounts.items():
+                    peer.hand_over(self.name, process, handed, _HAND_OVER_SECONDS)
                 return
             except (AttemptFailed, GeartrainError) as exc:
                 logger.info("slow gear %s does not take the account: %s", address, exc)
@@ -220,8 +182,7 @@ class SlowGearHandler:
                 for source, account in accounts.items()
                 if family in (None, source)
             ]
-        total = sum(handed, self._engine.family_account(family))
-        return total if self._heirs is None else total + self._heirs.account(family)
+        return sum(handed, self._engine.family_account(family))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

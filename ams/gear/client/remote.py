@@ -16,9 +16,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from geartrain.ams.gear.client.ledger import GearLedger, address_of, journal_of
+from geartrain.ams.gear.client.ledger import GearLedger, address_of, process_at
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
 from geartrain.ams.values.config import ClientConfig
@@ -52,7 +51,7 @@ _PASSING = (AttemptFailed, NotHolder, GearUnavailable)
 """What may be another way in a moment."""
 _DESCRIBE_SECONDS = 5.0
 _LEASES = 1.5
-"""The partitions of a slow gear that died are free after one lease; its heirs need a moment."""
+"""The partitions of a slow gear that died are free after one lease; the others need a moment to take them."""
 
 
 class GearCarrier(Protocol):
@@ -65,7 +64,7 @@ class GearCarrier(Protocol):
         ...
 
     def deliver(
-        self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float
+        self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
     ) -> Pending[Taken]:
         """Hand gradients over."""
         ...
@@ -90,8 +89,8 @@ class _Part:
     source: str
     address: str | None
     positions: Positions
-    journal: str = ""
-    """Of the slow gear that may have counted it and did not say so: nobody may take it but who has that journal."""
+    process: str = ""
+    """That may have counted it and did not say so: no other may take it."""
 
 
 _Names = set[tuple[str, str]]
@@ -107,9 +106,9 @@ class RemoteGears:
 
     A part of a delivery keeps its source and number until it is acknowledged. Which nobody can have taken (it was
     refused, or there was no connection) is cut anew for the new holders. Else it is sent again to the same process
-    while that one holds anything, then to the one that took over its batches, if they are durable: so it counts once.
-    If they were not, nobody can tell whether the one that died had applied it. No gradient may be applied twice, so it
-    is given up, counted in ``account().lost`` and logged: an upper bound of what is missing from the weights.
+    while that one holds anything: so it counts once. Of one that died nobody can tell whether it had applied it. No
+    gradient may be applied twice, so it is given up, counted in ``account().lost`` and logged: an upper bound of what
+    is missing from the weights.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class RemoteGears:
         self._config = config
         self._wait = wait
         self._freshness = freshness
-        self._is_durable = self._survives = False
         self.gradients_per_id = 0
         """That make one backward pass in the slow gears."""
         self._ledger = GearLedger(name)
@@ -199,6 +197,7 @@ class RemoteGears:
                 whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)), names)
                 self._pending = number, whole, names
             _, parts, names = self._pending
+            delivery = replace(delivery, lost=self._ledger.total().lost)
             patience = self._patience()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
@@ -229,16 +228,13 @@ class RemoteGears:
         def flush(carrier: GearCarrier) -> Pending[int]:
             return carrier.flush(self._name, timeout)
 
-        while left := [address for address in self._addresses() if address not in done] or self._without_heir():
-            calls = [(address, self._begin(address, flush)) for address in left if address in self._addresses()]
-            for address, call in calls:
+        while left := [address for address in self._addresses() if address not in done]:
+            for address, call in [(address, self._begin(address, flush)) for address in left]:
                 try:
                     self._heard(address, call())
                     done.add(address)
                 except _PASSING as exc:
                     patience.note(exc)
-            if orphans := set(left) - {address for address, _ in calls}:
-                patience.note(GearUnavailable(f"what {sorted(orphans)[0]} left is not taken over yet"))
             if not done >= set(left):
                 patience.pause()
                 self._look()
@@ -278,8 +274,6 @@ class RemoteGears:
                     f"width {state.dim}"
                 )
             self._heard(state.address, state.dense_version)
-            self._is_durable |= state.is_durable
-            self._survives |= state.journal == state.address
             self.gradients_per_id = state.gradients_per_id
 
     def _asked(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
@@ -323,59 +317,46 @@ class RemoteGears:
         return self._begin(
             part.address,
             lambda carrier: carrier.deliver(
-                self._name, sent, wait=self._wait, former=part.journal, timeout_seconds=timeout
+                self._name, sent, wait=self._wait, sent_to=part.process, timeout_seconds=timeout
             ),
         )
 
     def _taken(self, part: _Part, taken: Taken, sequence: int) -> None:
         self._heard(part.address, taken.dense_version)
-        if taken.is_repeat and not part.journal:
+        if taken.is_repeat and not part.process:
             logger.warning(
                 "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
                 "twice. Go on at its step (load_state_dict of the SlowGear), or take another stream name",
                 sequence,
                 part.source,
             )
-        self._ledger.note(taken.journal, taken.account)
+        self._ledger.note(taken.process, taken.account)
 
     def _sent(self, part: _Part) -> _Part:
         """A part, when it is under way."""
-        return part if part.journal or part.address is None else replace(part, journal=self._journal(part.address))
+        return part if part.process or part.address is None else replace(part, process=self._process(part.address))
 
     def _known(self, before: _Part, part: _Part, error: Exception) -> _Part:
         """A part, after an error: who may have counted it."""
-        if isinstance(error, NotHolder) and part.journal == self._journal(before.address or ""):
-            return replace(part, journal="")  # who knows has said that it is not there
+        if isinstance(error, NotHolder) and part.process == self._process(before.address or ""):
+            return replace(part, process="")  # who knows has said that it is not there
         return before if isinstance(error, NotSent | NotHolder) else part
 
     def _again(self, part: _Part, ids: Ids, names: _Names) -> list[_Part]:
         """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
-        if not part.journal:
+        if not part.process:
             if part.address is None:
                 return self._cut(part.source, ids, part.positions, names)
             anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions, names)
             return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
-        owner = address_of(part.journal)
-        if owner in self._addresses() and self._journal(owner) == part.journal:
+        owner = address_of(part.process)
+        if owner in self._addresses() and self._process(owner) == part.process:
             return [replace(part, address=owner)]
-        if self._is_durable:
-            return [replace(part, address=self._heir_of(owner))]
-        self._ledger.give_up(part.journal, len(part.positions))
+        self._ledger.give_up(part.process, len(part.positions))
         return []
 
-    def _journal(self, address: str) -> str:
-        return journal_of(address, self._incarnations.get(address, 0), survives=self._survives)
-
-    def _without_heir(self) -> list[str]:
-        """Slow gears that are gone and whose batches nobody has taken over yet."""
-        if not self._is_durable:
-            return []
-        states, _ = self._describe([])
-        heard = {*self._addresses(), *(former for state in states for former in state.former)}
-        return sorted(self._incarnations.keys() - heard)
-
-    def _heir_of(self, address: str) -> str | None:
-        return self._holders[heir_partition(address)]
+    def _process(self, address: str) -> str:
+        return process_at(address, self._incarnations.get(address, 0))
 
     def _begin(self, address: str | None, begin: Callable[[GearCarrier], Pending[R]]) -> Pending[R]:
         def nobody() -> R:
@@ -469,11 +450,6 @@ class RemoteGears:
 def _series(source: str, mark: str) -> str:
     """A series of deliveries of the same fast gear, with numbers of its own."""
     return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"
-
-
-def heir_partition(address: str) -> int:
-    """Whoever holds this partition takes over what a slow gear at ``address`` leaves."""
-    return xxhash.xxh3_64_intdigest(address.encode()) % NUM_PARTITIONS
 
 
 class _Patience:

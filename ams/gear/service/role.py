@@ -55,11 +55,11 @@ class GearService:
         """Take gradients."""
         request, delivery = codec.decode_delivery(data, self._handler.dim)
         self._require_name(request.name)
-        taken = self._handler.deliver(delivery, wait=request.wait, former=request.former)
+        taken = self._handler.deliver(delivery, wait=request.wait, sent_to=request.sent_to)
         return gear_pb2.PushFeatureGradientsReply(
             account=codec.account_to_pb(taken.account),
             dense_version=taken.dense_version,
-            journal=taken.journal,
+            process=taken.process,
             is_repeat=taken.is_repeat,
         ).SerializeToString()
 
@@ -78,10 +78,10 @@ class GearService:
         """Take the account of one that leaves."""
         request = framing.parse(data, gear_pb2.HandOverRequest)
         self._require_name(request.name)
-        if not request.former:
-            raise InvalidArgument("former is empty; it must be the journal of the one that leaves")
+        if not request.process:
+            raise InvalidArgument("process is empty; it must be that of the slow gear that leaves")
         accounts = {entry.source: codec.account_from_pb(entry.account) for entry in request.accounts}
-        self._handler.take_over(request.former, accounts)
+        self._handler.take_over(request.process, accounts)
         return gear_pb2.HandOverReply().SerializeToString()
 
     def _require_name(self, name: str) -> None:

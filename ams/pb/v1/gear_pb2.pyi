@@ -177,7 +177,8 @@ class PushFeatureGradientsRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LR_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
-    FORMER_FIELD_NUMBER: _builtins.int
+    SENT_TO_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -191,8 +192,10 @@ class PushFeatureGradientsRequest(_message.Message):
     """Learning rate of the update that they become part of. Absent: that of the dense table."""
     wait: _builtins.bool
     """Answer when every update that they made due is applied, not when they are taken."""
-    former: _builtins.str
-    """Journal of the slow gear that was sent this before and may have counted it: whoever has another one refuses."""
+    sent_to: _builtins.str
+    """Process of the slow gear that was sent this before and may have counted it: another one refuses."""
+    lost: _builtins.int
+    """Gradients that the fast gear has to count as lost so far, for whoever asks the slow gears."""
     padding: _builtins.bytes
     keys: _builtins.bytes
     """Distinct ids (int64), then for each the dense version of the feature its gradient is of (int64), little endian."""
@@ -207,14 +210,15 @@ class PushFeatureGradientsRequest(_message.Message):
         sequence: _builtins.int = ...,
         lr: _builtins.float | None = ...,
         wait: _builtins.bool = ...,
-        former: _builtins.str = ...,
+        sent_to: _builtins.str = ...,
+        lost: _builtins.int = ...,
         padding: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "lr", b"lr"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "former", b"former", "gradients", b"gradients", "incarnation", b"incarnation", "keys", b"keys", "lr", b"lr", "name", b"name", "padding", b"padding", "sequence", b"sequence", "source", b"source", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "gradients", b"gradients", "incarnation", b"incarnation", "keys", b"keys", "lost", b"lost", "lr", b"lr", "name", b"name", "padding", b"padding", "sent_to", b"sent_to", "sequence", b"sequence", "source", b"source", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -228,11 +232,11 @@ class PushFeatureGradientsReply(_message.Message):
 
     ACCOUNT_FIELD_NUMBER: _builtins.int
     DENSE_VERSION_FIELD_NUMBER: _builtins.int
-    JOURNAL_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     IS_REPEAT_FIELD_NUMBER: _builtins.int
     dense_version: _builtins.int
-    journal: _builtins.str
-    """Of the slow gear."""
+    process: _builtins.str
+    """Of the slow gear: "address#incarnation"."""
     is_repeat: _builtins.bool
     """It was counted before, and not again."""
     @_builtins.property
@@ -244,12 +248,12 @@ class PushFeatureGradientsReply(_message.Message):
         *,
         account: Global___GearAccount | None = ...,
         dense_version: _builtins.int = ...,
-        journal: _builtins.str = ...,
+        process: _builtins.str = ...,
         is_repeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "dense_version", b"dense_version", "is_repeat", b"is_repeat", "journal", b"journal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "dense_version", b"dense_version", "is_repeat", b"is_repeat", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,10 +323,30 @@ Global___DescribeGearRequest: _TypeAlias = DescribeGearRequest  # noqa: Y015
 class DescribeGearReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LostEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     DIM_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    JOURNAL_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     DENSE_VERSION_FIELD_NUMBER: _builtins.int
     CACHE_HITS_FIELD_NUMBER: _builtins.int
@@ -331,16 +355,14 @@ class DescribeGearReply(_message.Message):
     ACCOUNT_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    IS_DURABLE_FIELD_NUMBER: _builtins.int
-    FORMER_FIELD_NUMBER: _builtins.int
+    TAKEN_OVER_FIELD_NUMBER: _builtins.int
     GRADIENTS_PER_ID_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dim: _builtins.int
     address: _builtins.str
-    journal: _builtins.str
-    """Names what the account is of: the address of the slow gear if what it was given survives its process, and that with
-    "#incarnation" if not.
-    """
+    process: _builtins.str
+    """Names what the account is of: "address#incarnation"."""
     dense_version: _builtins.int
     cache_hits: _builtins.int
     cache_misses: _builtins.int
@@ -349,8 +371,6 @@ class DescribeGearReply(_message.Message):
     uptime_seconds: _builtins.float
     error: _builtins.str
     """Why it does not apply what is due; empty if it does."""
-    is_durable: _builtins.bool
-    """Another slow gear takes over what waits here if this one dies."""
     gradients_per_id: _builtins.int
     """Gradients of an id that make one backward pass."""
     @_builtins.property
@@ -360,8 +380,12 @@ class DescribeGearReply(_message.Message):
     @_builtins.property
     def account(self) -> Global___GearAccount: ...
     @_builtins.property
-    def former(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Journals of slow gears that are gone; what became of their gradients is in the account."""
+    def taken_over(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Processes of slow gears that have left in order; what became of their gradients is in the account."""
+
+    @_builtins.property
+    def lost(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By fast gear: the gradients that it counts as lost with slow gears that died, as it said with its last delivery."""
 
     def __init__(
         self,
@@ -369,7 +393,7 @@ class DescribeGearReply(_message.Message):
         name: _builtins.str = ...,
         dim: _builtins.int = ...,
         address: _builtins.str = ...,
-        journal: _builtins.str = ...,
+        process: _builtins.str = ...,
         partitions: _abc.Iterable[_builtins.int] | None = ...,
         dense_version: _builtins.int = ...,
         cache_hits: _builtins.int = ...,
@@ -378,13 +402,13 @@ class DescribeGearReply(_message.Message):
         account: Global___GearAccount | None = ...,
         uptime_seconds: _builtins.float = ...,
         error: _builtins.str = ...,
-        is_durable: _builtins.bool = ...,
-        former: _abc.Iterable[_builtins.str] | None = ...,
+        taken_over: _abc.Iterable[_builtins.str] | None = ...,
         gradients_per_id: _builtins.int = ...,
+        lost: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "address", b"address", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "dense_version", b"dense_version", "dim", b"dim", "error", b"error", "former", b"former", "gradients_per_id", b"gradients_per_id", "is_durable", b"is_durable", "journal", b"journal", "name", b"name", "partitions", b"partitions", "queued_ids", b"queued_ids", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "address", b"address", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "dense_version", b"dense_version", "dim", b"dim", "error", b"error", "gradients_per_id", b"gradients_per_id", "lost", b"lost", "name", b"name", "partitions", b"partitions", "process", b"process", "queued_ids", b"queued_ids", "taken_over", b"taken_over", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -418,23 +442,23 @@ class HandOverRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    FORMER_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     ACCOUNTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    former: _builtins.str
-    """Journal of the one that leaves. The same again changes nothing."""
+    process: _builtins.str
+    """Of the one that leaves. The same again changes nothing."""
     @_builtins.property
     def accounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceAccount]: ...
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        former: _builtins.str = ...,
+        process: _builtins.str = ...,
         accounts: _abc.Iterable[Global___SourceAccount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounts", b"accounts", "former", b"former", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounts", b"accounts", "name", b"name", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

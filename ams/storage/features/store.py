@@ -17,11 +17,11 @@ import numpy as np
 import xxhash
 
 from geartrain.ams.kernels.ops import checked_ids, splitmix64
-from geartrain.ams.storage.kv.store import NO_REDIS
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 
 SEAL_BYTES = 8
+_NO_REDIS = "a redis:// store needs the package redis: pip install 'geartrain[redis]'; or give memory or lmdb:FOLDER"
 DEFAULT_RECORD_SECONDS = 86_400.0
 _NAMESPACE_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/")
 _MOST_NAMESPACE = 100
@@ -117,7 +117,7 @@ def open_store(
         try:
             from geartrain.ams.storage.features.redis_features import RedisFeatures
         except ImportError as exc:
-            raise ConfigError(NO_REDIS) from exc
+            raise ConfigError(_NO_REDIS) from exc
         return RedisFeatures(url, namespace, record_seconds=record_seconds, timeout_seconds=timeout_seconds)
     raise ConfigError(f"{url!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
 

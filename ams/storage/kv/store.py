@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote, urlsplit
 
 import xxhash
 
-from geartrain.ams.values.errors import ConfigError, StateDamaged
+from geartrain.ams.values.errors import StateDamaged
 
 _SEAL_BYTES = 8
 
@@ -80,29 +78,6 @@ class LockedStore:
             self._store.close()
 
 
-def open_state(url: str, name: str) -> KeyValueStore:
-    """Open the state ``name`` in ``"memory"``, in ``"lmdb:FOLDER"`` (a folder of its own there) or ``"redis://…"``.
-
-    Memory forgets. A folder is held by one process of one host; who opens a name in a Redis server takes it over from
-    whoever held it.
-
-    Raises ConfigError, InvalidArgument, StateDamaged, StoreUnavailable.
-    """
-    if url == "memory":
-        return MemoryStore()
-    if url.startswith("lmdb:") and len(url) > len("lmdb:"):
-        from geartrain.ams.storage.kv.lmdb_store import LmdbStore
-
-        return LmdbStore(Path(url.removeprefix("lmdb:")) / "state" / quote(name, safe=""))
-    if urlsplit(url).scheme in ("redis", "rediss", "unix"):
-        try:
-            from geartrain.ams.storage.kv.redis_store import RedisStore
-        except ImportError as exc:
-            raise ConfigError(NO_REDIS) from exc
-        return RedisStore(url, name)
-    raise ConfigError(f"{url!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
-
-
 def seal(key: str, value: bytes) -> bytes:
     """Return ``value`` behind its checksum."""
     return _checksum(key, value) + value
@@ -116,7 +91,6 @@ def unseal(key: str, sealed: bytes, place: str) -> bytes:
     return value
 
 
-NO_REDIS = "a redis:// store needs the package redis: pip install 'geartrain[redis]'; or give memory or lmdb:FOLDER"
 REMEDY = "give a copy of the folder, or an empty folder and start the cluster anew from a snapshot"
 
 

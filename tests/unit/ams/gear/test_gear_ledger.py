@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.gear.client.ledger import GearLedger, journal_of
+from geartrain.ams.gear.client.ledger import GearLedger, process_at
 from geartrain.ams.values.gear_messages import Failure, GearAccount, GearState, first_error
 
 
-def state(address: str, number: int, account: GearAccount, *, survives: bool = False, former: tuple[str, ...] = ()):
+def state(address: str, number: int, account: GearAccount, *, taken_over: tuple[str, ...] = ()):
     return GearState(
         name="image",
         dim=4,
         address=address,
-        journal=journal_of(address, number, survives=survives),
+        process=process_at(address, number),
         partitions=(),
         dense_version=1,
         cache_hits=0,
@@ -23,7 +23,7 @@ def state(address: str, number: int, account: GearAccount, *, survives: bool = F
         queued_ids=0,
         account=account,
         uptime_seconds=0.0,
-        former=former,
+        taken_over=taken_over,
     )
 
 
@@ -64,7 +64,7 @@ def test_what_is_given_up_is_lost(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_one_that_does_not_answer_is_not_dead() -> None:
     ledger = GearLedger("image")
-    ledger.note(journal_of("a", 1, survives=False), told(10, 4))
+    ledger.note(process_at("a", 1), told(10, 4))
     ledger.settle([], ["a"])
     assert ledger.total() == told(10, 4)
 
@@ -72,18 +72,7 @@ def test_one_that_does_not_answer_is_not_dead() -> None:
 def test_what_was_handed_over_is_counted_once() -> None:
     ledger = GearLedger("image")
     ledger.note("a#1", told(10, 4))
-    ledger.settle([state("b", 1, told(15, 0), former=("a#1",))], [])
-    assert ledger.total() == told(15, 0)
-
-
-def test_what_survives_is_kept_until_its_heir_or_its_owner_tells() -> None:
-    ledger = GearLedger("image")
-    ledger.note("a", told(10, 4))
-    ledger.settle([state("b", 1, told(5, 0), survives=True)], [])
-    assert ledger.total() == GearAccount(received=15, waiting=2, due=2, applied=11)
-    ledger.settle([state("b", 1, told(15, 0), survives=True, former=("a",))], [])
-    assert ledger.total() == told(15, 0)
-    ledger.settle([state("b", 1, told(5, 0), survives=True), state("a", 2, told(10, 0), survives=True)], [])
+    ledger.settle([state("b", 1, told(15, 0), taken_over=("a#1",))], [])
     assert ledger.total() == told(15, 0)
 
 
@@ -103,7 +92,7 @@ def test_it_adds_up_whoever_dies(data: st.DataObject) -> None:
             gears[name] = GearAccount(
                 received=before.received + count, waiting=waiting - applied, applied=before.applied + applied
             )
-            ledger.note(journal_of(name, numbers[name], survives=False), gears[name])
+            ledger.note(process_at(name, numbers[name]), gears[name])
             delivered += count
         else:
             gears[name], numbers[name] = GearAccount(), numbers[name] + 1

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.gear.client.ledger import journal_of
-from geartrain.ams.gear.client.remote import RemoteGears, heir_partition
+from geartrain.ams.gear.client.ledger import process_at
+from geartrain.ams.gear.client.remote import RemoteGears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear.service.role import GearService
 from geartrain.ams.pb.v1 import gear_pb2
@@ -37,14 +37,13 @@ IDS = np.arange(200)
 class Gears:
     """Slow gears that live in this test: which partitions each holds, and what each was given."""
 
-    def __init__(self, *addresses: str, survives: bool = False) -> None:
-        self.survives = survives
+    def __init__(self, *addresses: str) -> None:
         self.holders: list[str | None] = [addresses[part % len(addresses)] for part in range(NUM_PARTITIONS)]
         self.given: dict[str, dict[tuple[str, int], list[int]]] = defaultdict(dict)
         self.calls: list[tuple[str, str, str]] = []
         self.dead: set[str] = set()
         self.leaves_unanswered: set[str] = set()
-        self.former: dict[str, tuple[str, ...]] = {}
+        self.heard_lost: dict[str, int] = {}
         self.incarnations = dict.fromkeys(addresses, 1)
         self.on_look: Callable[[], None] = lambda: None
 
@@ -58,19 +57,17 @@ class Gears:
             self.holders[part] = others[nth % len(others)]
 
     def account(self, address: str) -> GearAccount:
-        owners = (address, *self.former.get(address, ()))
-        received = sum(len(ids) for owner in owners for ids in self.given[owner].values())
+        received = sum(len(ids) for ids in self.given[address].values())
         return GearAccount(received=received, waiting=received)
 
     def restart(self, address: str) -> None:
         """Another process at the same address: what was in memory is gone."""
         self.incarnations[address] += 1
         self.dead.discard(address)
-        if not self.survives:
-            self.given[address].clear()
+        self.given[address].clear()
 
-    def journal(self, address: str) -> str:
-        return journal_of(address, self.incarnations.get(address, 1), survives=self.survives)
+    def process(self, address: str) -> str:
+        return process_at(address, self.incarnations.get(address, 1))
 
     def counts(self) -> list[int]:
         """How often each id was counted."""
@@ -106,27 +103,25 @@ class _Carrier:
 
         return answer
 
-    def deliver(self, name: str, delivery: Delivery, *, wait: bool, former: str, timeout_seconds: float) -> Any:  # noqa: ARG002
+    def deliver(self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float) -> Any:  # noqa: ARG002
         def answer() -> Taken:
             gears = self._gears
-            gears.calls.append((self._address, delivery.source, former))
+            gears.calls.append((self._address, delivery.source, sent_to))
+            gears.heard_lost[self._address] = delivery.lost
             self._answers()
-            is_own = former in ("", gears.journal(self._address))
-            if not is_own and former not in gears.former.get(self._address, ()):
-                raise NotHolder("not the heir")
-            journal = self._address if is_own else former
+            if sent_to not in ("", gears.process(self._address)):
+                raise NotHolder("another process")
             key = delivery.source, delivery.sequence
-            is_repeat = key in gears.given[journal]
+            is_repeat = key in gears.given[self._address]
             if not is_repeat:
-                if is_own:
-                    self._require(delivery.ids)
-                gears.given[journal][key] = delivery.ids.tolist()
+                self._require(delivery.ids)
+                gears.given[self._address][key] = delivery.ids.tolist()
             if self._address in gears.leaves_unanswered:
                 gears.leaves_unanswered.discard(self._address)
                 gears.dead.add(self._address)
                 raise AttemptFailed(f"{self._address} died before it answered")
-            account, told = gears.account(self._address), gears.journal(self._address)
-            return Taken(account=account, dense_version=8, journal=told, is_repeat=is_repeat)
+            account, told = gears.account(self._address), gears.process(self._address)
+            return Taken(account=account, dense_version=8, process=told, is_repeat=is_repeat)
 
         return answer
 
@@ -145,7 +140,7 @@ class _Carrier:
                 name="image",
                 dim=DIM,
                 address=self._address,
-                journal=gears.journal(self._address),
+                process=gears.process(self._address),
                 partitions=(),
                 dense_version=5,
                 cache_hits=0,
@@ -153,8 +148,6 @@ class _Carrier:
                 queued_ids=0,
                 account=gears.account(self._address),
                 uptime_seconds=0.0,
-                is_durable=gears.survives,
-                former=gears.former.get(self._address, ()),
             )
 
         return answer
@@ -278,49 +271,6 @@ def test_one_that_died_before_it_counted_is_replaced() -> None:
     assert counts.tolist() == [1] * len(IDS) and account.adds_up
 
 
-def test_what_died_durably_goes_to_the_heir_under_its_own_number() -> None:
-    gears = Gears("a", "b", "c", survives=True)
-    port = remote(gears)
-    gears.leaves_unanswered.add("b")
-
-    def on_look() -> None:
-        if "b" in gears.dead:
-            gears.move("b", "a", "c")
-            heir = gears.holders[heir_partition("b")]
-            assert heir is not None
-            if any(former == "b" for _, _, former in gears.calls):  # it takes over a moment later
-                gears.former[heir] = ("b",)
-
-    gears.on_look = on_look
-    port.deliver(delivery(1))
-    assert gears.counts() == [1] * len(IDS)  # counted before it died, and known to its heir
-    again = [call for call in gears.calls if call[2] == "b"]
-    assert len(again) == 2 and {source for _, source, _ in again} == {"fast"}
-    account = port.account("fast")
-    assert account.adds_up and account.received == len(IDS) and account.lost == 0
-
-
-def test_what_died_durably_and_came_back_is_asked_itself() -> None:
-    gears = Gears("a", "b", survives=True)
-    port = remote(gears)
-    gears.leaves_unanswered.add("b")
-    looks = []
-
-    def on_look() -> None:
-        looks.append(1)
-        if len(looks) == 1:
-            gears.kept = list(gears.holders)  # type: ignore[attr-defined]
-            gears.move("b", "a")
-        else:
-            gears.dead.clear()
-            gears.holders = gears.kept  # type: ignore[attr-defined]
-
-    gears.on_look = on_look
-    port.deliver(delivery(1))
-    assert gears.counts() == [1] * len(IDS)
-    assert gears.calls[-1] == ("b", "fast", "b")
-
-
 def test_after_an_error_the_same_delivery_goes_on_where_it_stopped() -> None:
     gears = Gears("a", "b")
     port = remote(gears, recovery=0.0)
@@ -388,6 +338,7 @@ def test_what_died_in_memory_without_an_answer_is_given_up_and_not_counted_twice
     assert f"gone: {theirs} gradients of a delivery" in caplog.text
     port.deliver(delivery(2))
     assert gears.counts() == [2] * len(IDS) and port.account("fast").lost == theirs
+    assert gears.heard_lost == {"a": theirs, "b": 0, "c": theirs}
 
 
 def test_another_process_at_the_same_address_does_not_count_again() -> None:
@@ -412,11 +363,11 @@ def test_another_process_at_the_same_address_refuses_what_its_predecessor_may_ha
         else:
             gears.incarnations["b"] = 2
 
-    plain = gears.journal
-    gears.journal = lambda one: "b#2" if one == "b" else plain(one)  # type: ignore[method-assign]
+    plain = gears.process
+    gears.process = lambda one: "b#2" if one == "b" else plain(one)  # type: ignore[method-assign]
     gears.on_look = on_look
     account = port.deliver(delivery(1))
-    assert [former for address, _, former in gears.calls if address == "b"] == ["", "b#1"]
+    assert [sent_to for address, _, sent_to in gears.calls if address == "b"] == ["", "b#1"]
     assert account.lost == int((partitions_of(IDS) % 2 == 1).sum())
 
 
@@ -436,27 +387,6 @@ def test_partitions_that_nobody_held_are_no_repeat_for_who_takes_them() -> None:
     port.deliver(delivery(1))
     port.deliver(delivery(2))
     assert gears.counts() == [2] * len(IDS)
-
-
-def test_a_flush_waits_for_who_takes_over() -> None:
-    gears = Gears("a", "b", survives=True)
-    port = remote(gears)
-    gears.dead.add("b")
-    looks = [0]
-
-    def on_look() -> None:
-        looks[0] += 1
-        gears.move("b", "a")
-        if looks[0] == 3:
-            gears.former["a"] = ("b",)
-
-    gears.on_look = on_look
-    port.flush()
-    assert looks == [3]
-    impatient = remote(gears, recovery=0.0)
-    gears.former.clear()
-    with pytest.raises(GearUnavailable, match="what b left is not taken over yet"):
-        impatient.flush()
 
 
 def test_more_features_than_a_message_holds_are_refused_before_they_are_computed() -> None:

@@ -6,27 +6,22 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import pytest
 
 from geartrain.ams.storage.kv.lmdb_store import LmdbStore
-from geartrain.ams.storage.kv.store import KeyValueStore, open_state, seal, unseal
+from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore, seal, unseal
 from geartrain.ams.values.errors import ConfigError, StateDamaged, StateFailed
-from tests.redis_child import running_redis
 
 FLIPS = 30
 
 
-@pytest.fixture(params=["memory", "lmdb", "redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyValueStore]:
-    if request.param == "redis":
-        with running_redis() as child:
-            yield open_state(child.url, "contract")
-    else:
-        yield open_state("memory" if request.param == "memory" else f"lmdb:{tmp_path}", "contract")
+@pytest.fixture(params=["memory", "lmdb"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValueStore:
+    return MemoryStore() if request.param == "memory" else LmdbStore(tmp_path)
 
 
 def test_a_store_shows_what_was_last_written(store: KeyValueStore) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, NonFinite, ShardUnavailable, StoreUnavailable
 from geartrain.ams.values.gear_messages import Delivery
 from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.embedded import GearWorker
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.samples import Samples
 from tests.support.gear_fakes import PlainBatcher, PlainDense
@@ -52,7 +51,7 @@ Parts = tuple[DenseEngine, PlainDense, PlainBatcher]
 
 
 def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Parts:
-    named = {key: settings.pop(key) for key in ("acknowledge", "max_wait_seconds") if key in settings}
+    named = {key: settings.pop(key) for key in ("mode", "tick_seconds", "max_wait_seconds") if key in settings}
     dense, batcher = PlainDense(module), PlainBatcher()
     dense_pass = DensePass(module, Samples(samples), DIM, **settings)
     return DenseEngine(dense_pass, dense, batcher, clock=lambda: 100.0, **named), dense, batcher
@@ -149,7 +148,7 @@ def test_one_update_is_the_sum_over_ids_at_todays_weights() -> None:
             parameter -= 0.5 * parameter.grad
     for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert dense.pushed == [(None, 0.5)] and batcher.finished == [1] and engine.account().applied == 3
+    assert dense.pushed == [0.5] and batcher.finished == [1] and engine.account().applied == 3
 
 
 def test_an_id_that_fails_in_the_backward_pass_is_counted_and_the_others_are_applied() -> None:
@@ -187,16 +186,15 @@ def test_a_gradient_that_spoils_the_sum_is_found_among_many() -> None:
     assert engine.account().applied == 19
 
 
-def test_an_update_that_failed_is_repeated_under_its_number() -> None:
-    acknowledged: list[int] = []
-    engine, dense, batcher = engine_of(Counted(), acknowledge=acknowledged.append)
+def test_an_update_that_failed_is_repeated() -> None:
+    engine, dense, batcher = engine_of(Counted())
     engine.add(delivery([1, 2], torch.ones(2, DIM)))
     dense.fails = 1
     with pytest.raises(ShardUnavailable):
         engine.apply_due()
     assert batcher.finished == [] and engine.account().due == 2
     assert engine.apply_due()
-    assert dense.pushed == [(1, None), (1, None)] and batcher.finished == [1] and acknowledged == [1, 1]
+    assert dense.pushed == [None, None] and batcher.finished == [1]
 
 
 class Normed(nn.Sequential):
@@ -344,18 +342,17 @@ def test_a_cache_that_fails_costs_time_and_no_feature(caplog: pytest.LogCaptureF
     assert "not looked up" in caplog.text and "not kept" in caplog.text
 
 
-def test_a_worker_outlives_what_the_module_raises() -> None:
+def test_the_thread_of_updates_outlives_what_the_module_raises() -> None:
     module = Fragile()
-    engine, _, _ = engine_of(module)
-    worker = GearWorker(engine, tick_seconds=0.01)
-    engine.add(delivery([1], torch.ones(1, DIM)))
-    worker.wake()
-    while worker.error is None:
+    engine, _, _ = engine_of(module, mode="async", tick_seconds=0.01)
+    engine.deliver(delivery([1], torch.ones(1, DIM)))
+    while engine.update_error is None:
         threading.Event().wait(0.001)
+    assert engine._updates is not None
     with pytest.raises(ModuleFailed, match="RuntimeError: device lost"):
-        worker.wait_until_due(0)
+        engine._updates.wait_until_due(0)
     module.broken = False
     while engine.account().due:
         threading.Event().wait(0.001)
-    worker.stop()
+    engine.close()
     assert engine.account().applied == 1

@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
-from geartrain.ams.values.errors import (
-    InvalidArgument,
-    InvalidIds,
-    InvalidRows,
-    SpecMismatch,
-    StaleClient,
-    StateDamaged,
-    StateFailed,
-)
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, StateFailed
 from geartrain.ams.values.gear_messages import GearAccount
+from geartrain.bridge.gear.batch_state import BatchState
 from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
 
 DIM = 3
@@ -42,10 +34,10 @@ def rows(*values: float) -> np.ndarray:
 
 
 def add(to: GradientBatcher, sequence: int, values: dict[int, float], **others: Any) -> GearAccount:
-    call = {"source": "fast", "incarnation": 1, "dense_version": 0, "versions": [0] * len(values)} | others
-    source, incarnation, versions = call.pop("source"), call.pop("incarnation"), call.pop("versions")
+    call = {"source": "fast", "dense_version": 0, "versions": [0] * len(values)} | others
+    source, versions = call.pop("source"), call.pop("versions")
     ids = np.array(list(values), np.int64)
-    return to.add(source, incarnation, sequence, ids, rows(*values.values()), np.array(versions, np.int64), **call)
+    return to.add(source, sequence, ids, rows(*values.values()), np.array(versions, np.int64), **call)
 
 
 def taken(to: GradientBatcher, limit: int | None = None) -> DueBatch:
@@ -92,33 +84,6 @@ def test_few_ids_that_recur_do_not_wait_for_others_for_ever() -> None:
         assert one.due() is None
     add(one, 6, {7: 1.0})
     assert of(taken(one)) == {7: (6.0, 6)}
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-def test_company_is_found_again_after_a_restart(compacted: bool) -> None:
-    store = MemoryStore()
-    one = batcher(2, ids_per_update=2, store=store)
-    for sequence, values in enumerate([{7: 1.0, 8: 1.0}, {7: 1.0}], 1):
-        add(one, sequence, values)
-    if compacted:
-        one._journal.compact(*one._state.arrays())
-    again = GradientBatcher.restored(store, DIM, gradients_per_id=2, ids_per_update=2)
-    assert again.due() is None
-    add(again, 3, {8: 1.0})
-    assert of(taken(again)) == {7: (1.0, 2), 8: (1.0, 2)}
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-def test_a_restart_that_asks_for_less_company_does_not_leave_full_batches_behind(compacted: bool) -> None:
-    store = MemoryStore()
-    one = batcher(2, ids_per_update=3, store=store)
-    for sequence, values in enumerate([{7: 1.0, 8: 1.0}, {7: 1.0}], 1):
-        add(one, sequence, values)
-    if compacted:
-        one._journal.compact(*one._state.arrays())
-    alone = GradientBatcher.restored(store, DIM, gradients_per_id=2)
-    add(alone, 3, {8: 1.0})
-    assert of(taken(alone)) == {7: (1.0, 2), 8: (1.0, 2)}
 
 
 def test_a_flush_waits_for_no_company() -> None:
@@ -182,10 +147,10 @@ def test_of_many_that_wait_exactly_the_overdue_are_due() -> None:
     one = batcher(2, flush_seconds=50.0, clock=clock)
     for sequence in range(100):
         ids = np.arange(20) + 20 * sequence
-        one.add("fast", 1, sequence, ids, np.ones((20, DIM), np.float32), ids, dense_version=0)
+        one.add("fast", sequence, ids, np.ones((20, DIM), np.float32), ids, dense_version=0)
         clock.now += 1.0
     again = np.arange(0, 2000, 4)  # full batches, among those that wait
-    one.add("fast", 1, 100, again, np.ones((len(again), DIM), np.float32), again, dense_version=0)
+    one.add("fast", 100, again, np.ones((len(again), DIM), np.float32), again, dense_version=0)
     assert taken(one, 500).ids.tolist() == again.tolist()
     one.done(1)
     assert taken(one).ids.tolist() == [number for number in range(51 * 20) if number % 4]
@@ -221,14 +186,6 @@ def test_a_retried_add_counts_once() -> None:
     assert add(one, 4, {1: 1.0}) == first == add(one, 3, {2: 1.0})
     assert add(one, 5, {1: 1.0}).received == 2
     assert add(one, 4, {1: 1.0}, source="other").received == 1
-
-
-def test_a_newer_incarnation_starts_anew_and_shuts_out_the_older() -> None:
-    one = batcher(5)
-    add(one, 4, {1: 1.0})
-    assert add(one, 1, {1: 1.0}, incarnation=2).received == 2
-    with pytest.raises(StaleClient, match="incarnation 1 of 'fast' was superseded by 2"):
-        add(one, 5, {1: 1.0})
 
 
 def test_gradients_that_are_not_finite_never_reach_a_sum() -> None:
@@ -312,7 +269,7 @@ def test_each_source_has_its_own_account() -> None:
 
 
 def test_threads_may_add_while_another_takes() -> None:
-    one = batcher(2, store=MemoryStore())
+    one = batcher(2)
     sources = [f"s{number}" for number in range(4)]
 
     def send(source: str) -> None:
@@ -342,7 +299,7 @@ def no_change(call: Callable[[], object], one: GradientBatcher, error: type[Exce
 def test_wrong_arguments_change_nothing() -> None:
     one = batcher(1)
     ids, good = np.array([4, 4, 5]), rows(1, 2, 3)
-    args: Callable[..., Sequence[Any]] = lambda i=ids, g=good, v=(0, 0, 0): ("s", 1, 1, i, g, np.array(v))  # noqa: E731
+    args: Callable[..., Sequence[Any]] = lambda i=ids, g=good, v=(0, 0, 0): ("s", 1, i, g, np.array(v))  # noqa: E731
     no_change(lambda: one.add(*args(), dense_version=0), one, InvalidIds, "id 4 occurs 2 times")
     distinct = np.array([4, 5, 6])
     no_change(lambda: one.add(*args(-distinct), dense_version=0), one, InvalidIds, "out of range")
@@ -371,125 +328,11 @@ def test_wrong_settings_name_the_range(settings: dict[str, Any], match: str) -> 
         batcher(**{"gradients_per_id": 2, **settings})
 
 
-def test_a_restart_goes_on_where_it_stopped() -> None:
-    store = MemoryStore()
-    one = batcher(2, store=store)
-    add(one, 1, {1: 1.0, 2: 2.0}, source="a", lr=0.1)
-    add(one, 2, {2: 4.0, 3: np.inf}, source="a", lr=0.2)
-    batch = taken(one)
-    add(one, 3, {2: 8.0, 4: 1.0}, source="a")
-    again = GradientBatcher.restored(store, DIM, gradients_per_id=2)
-    assert again.account("a") == one.account("a") == GearAccount(received=6, waiting=3, due=2, non_finite=1)
-    repeated = taken(again)
-    assert of(repeated) == of(batch) and repeated.number == batch.number and repeated.lr == batch.lr == 0.2
-    assert add(again, 3, {2: 8.0}, source="a").received == 6
-    again.done(batch.number)
-    add(again, 4, {2: 2.0}, source="a")
-    assert of(taken(again)) == {2: (5.0, 2)} and taken(again).number == 2
-    with pytest.raises(InvalidArgument, match="go on with them"):
-        batcher(2, store=store)
-    with pytest.raises(SpecMismatch, match="of dim 3"):
-        GradientBatcher.restored(store, DIM + 1, gradients_per_id=2)
-    assert GradientBatcher.restored(store, DIM + 1, gradients_per_id=2, prefix="other/").due() is None
-
-
-@pytest.mark.parametrize("is_compact", [False, True])
-def test_what_suffices_for_fewer_gradients_is_due_after_a_restart(is_compact: bool) -> None:
-    store = MemoryStore()
-    one = batcher(4, store=store)
-    for sequence in (1, 2, 3):
-        add(one, sequence, {5: 1.0} if sequence < 3 else {5: 1.0, 6: 1.0})
-    if is_compact:
-        assert one._journal is not None
-        one._journal.compact(*one._state.arrays())
-    again = GradientBatcher.restored(store, DIM, gradients_per_id=3)
-    assert again.account() == GearAccount(received=4, waiting=1, due=3)
-    assert of(taken(again)) == {5: (1.0, 3)}
-
-
-def test_every_kind_of_call_survives_a_restart() -> None:
-    store = MemoryStore()
-
-    def again() -> GradientBatcher:
-        return GradientBatcher.restored(store, DIM, gradients_per_id=2, reduction="sum")
-
-    add(again(), 1, {1: 1.0, 2: 2.0, 3: 3.0, 4: 1.5e38})
-    add(again(), 2, {4: 1e38})
-    again().flush()
-    assert again().account() == GearAccount(received=5, due=5)
-    assert of(taken(again())) == {1: (1.0, 1), 2: (2.0, 1), 3: (3.0, 1)}
-    assert again().account() == GearAccount(received=5, due=3, non_finite=2)
-    again().failed(1, {2: "no sample"})
-    assert of(taken(again())) == {1: (1.0, 1), 3: (3.0, 1)}
-    again().done(1)
-    again().done(1)
-    assert again().account() == GearAccount(received=5, applied=2, dropped_failed=1, non_finite=2)
-    assert again().due() is None and add(again(), 2, {4: 1.0}).received == 5
-
-
-def test_batchers_share_a_store_under_prefixes_of_their_own() -> None:
-    store = MemoryStore()
-    for prefix in ("p/1/", "p/10/", "p/"):
-        add(batcher(5, store=store, prefix=prefix), 1, {len(prefix): 1.0})
-    for prefix in ("p/1/", "p/10/", "p/"):
-        again = GradientBatcher.restored(store, DIM, gradients_per_id=5, prefix=prefix)
-        again.flush()
-        assert taken(again).ids.tolist() == [len(prefix)]
-    with pytest.raises(InvalidArgument, match="prefix is 'p'; it must end with '/'"):
-        batcher(5, store=store, prefix="p")
-
-
-def test_a_journal_with_a_gap_is_damaged() -> None:
-    store = MemoryStore()
-    one = batcher(5, store=store)
-    for sequence in range(3):
-        add(one, sequence, {1: 1.0})
-    names = sorted(store.read_all())
-    store.write({names[1]: None})
-    with pytest.raises(StateDamaged, match=r"'gradients/' are not whole: 'event/0+1' is missing"):
-        GradientBatcher.restored(store, DIM, gradients_per_id=5)
-    store.write({names[1]: b"nonsense"})
-    with pytest.raises(StateDamaged, match=r"'gradients/event/0+1' is no record of a gradient batcher"):
-        GradientBatcher.restored(store, DIM, gradients_per_id=5)
-
-
-class FailingStore(MemoryStore):
-    fails = False
-
-    def write(self, changes: Any) -> None:
-        if self.fails:
-            raise StateFailed("the disk is full")
-        super().write(changes)
-
-
-def test_a_batcher_that_could_not_write_takes_no_further_change() -> None:
-    store = FailingStore()
-    one = batcher(1, store=store)
-    add(one, 1, {1: 1.0})
-    store.fails = True
-    no_change(lambda: add(one, 2, {1: 1.0}), one, StateFailed, "the disk is full")
-    store.fails = False
-    no_change(lambda: add(one, 2, {1: 1.0}), one, StateFailed, "make the batcher anew")
-    again = GradientBatcher.restored(store, DIM, gradients_per_id=1)
-    assert add(again, 2, {1: 1.0}).received == 2
-
-
-def test_a_long_journal_becomes_a_state() -> None:
-    store: KeyValueStore = MemoryStore()
-    dim = 256
-    one = GradientBatcher(dim, gradients_per_id=3, store=store)
-    rng = np.random.default_rng(0)
-    for sequence in range(1, 13):
-        ids = rng.choice(700, 300, replace=False).astype(np.int64)
-        one.add(
-            f"s{sequence % 3}", 1, sequence, ids, rng.normal(size=(300, dim)).astype(np.float32), ids, dense_version=700
-        )
-        if sequence % 4 == 0:
-            assert one.due(40) is not None
-        if sequence % 4 == 2 and sequence > 2:
-            one.done(sequence // 4)
-        again = GradientBatcher.restored(store, dim, gradients_per_id=3)
-        for mine, kept in zip(again._state.arrays(), one._state.arrays(), strict=True):
-            assert str(mine) == str(kept)
-    assert "gradients/state" in store.read_all()
-    assert sum(map(len, store.read_all().values())) < 4 << 20
+def test_a_change_that_was_torn_out_half_way_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = batcher(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchState, "_gather", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            add(one, 1, {1: 1.0})
+    with pytest.raises(StateFailed, match="torn out half-way by KeyboardInterrupt"):
+        add(one, 1, {1: 1.0})

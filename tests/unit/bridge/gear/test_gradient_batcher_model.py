@@ -1,4 +1,4 @@
-"""The gradient batcher under any order of adds, retries, flushes, failures, crashes and restarts.
+"""The gradient batcher under any order of adds, retries, flushes and failures.
 
 The account adds up, to the last gradient, and every due batch is what float64 arithmetic says.
 """
@@ -14,27 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from geartrain.ams.storage.kv.store import MemoryStore
-from geartrain.ams.values.errors import StaleClient, StateFailed
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
 
 DIM = 2
 SOURCES = ("a", "b", "c")
 IDS = st.lists(st.integers(0, 6), unique=True, max_size=7)
-
-
-class CrashingStore(MemoryStore):
-    """Fails when told to, before or after the change is kept: its caller cannot tell which."""
-
-    crash: str | None = None
-
-    def write(self, changes: Any) -> None:
-        crash, self.crash = self.crash, None
-        if crash != "before":
-            super().write(changes)
-        if crash is not None:
-            raise StateFailed(f"crashed {crash} the write")
 
 
 @dataclass
@@ -55,7 +40,6 @@ class Call:
     """One add, as it may be sent again."""
 
     source: str
-    incarnation: int
     sequence: int
     ids: np.ndarray
     gradients: np.ndarray
@@ -89,8 +73,7 @@ class BatcherMachine(RuleBasedStateMachine):
             "max_gradient_lag": stale[1],
             "clock": lambda: self.now,
         }
-        self.store = CrashingStore()
-        self.ours = GradientBatcher(DIM, store=self.store, **self.settings)
+        self.ours = GradientBatcher(DIM, **self.settings)
         self.batches: dict[int, Batch] = {}
         self.fates: dict[str, Counter[str]] = {source: Counter() for source in SOURCES}
         self.last: dict[str, Call] = {}
@@ -99,48 +82,31 @@ class BatcherMachine(RuleBasedStateMachine):
         self.dense_version = 5
         self.rng = np.random.default_rng(0)
 
-    def sure(self, call: Any, crash: str | None) -> Any:
-        """Make a call; if the store crashes, start again and repeat it, as its caller would."""
-        self.store.crash = crash
-        try:
-            return call()
-        except StateFailed:
-            self.restart()
-            return call()
-        finally:
-            self.store.crash = None
-
     # What is sent
 
     @rule(
         source=st.sampled_from(SOURCES),
         ids=IDS,
         gap=st.integers(1, 3),
-        takeover=st.booleans(),
         bad=st.sets(st.integers(0, 6), max_size=2),
         lag=st.integers(-1, 3),
-        crash=st.sampled_from([None, None, "before", "after"]),
     )
-    def add(
-        self, source: str, ids: list[int], gap: int, takeover: bool, bad: set[int], lag: int, crash: str | None
-    ) -> None:
+    def add(self, source: str, ids: list[int], gap: int, bad: set[int], lag: int) -> None:
         before = self.last.get(source)
-        incarnation, sequence = (before.incarnation, before.sequence) if before else (1, 0)
-        incarnation, sequence = (incarnation + 1, 0) if takeover else (incarnation, sequence + gap)
+        sequence = (before.sequence if before else 0) + gap
         gradients = self.rng.normal(size=(len(ids), DIM)).astype(np.float32)
         for row, one in enumerate(ids):
             if one in bad:
                 gradients[row, one % DIM] = [np.nan, np.inf, -np.inf][one % 3]
         versions = self.dense_version - lag + np.arange(len(ids)) % 3
-        call = Call(source, incarnation, sequence, np.array(ids, np.int64), gradients, versions, self.dense_version)
+        call = Call(source, sequence, np.array(ids, np.int64), gradients, versions, self.dense_version)
         self.last[source] = call
         self.expect(call)
-        self.sure(lambda: self.send(call), crash)
+        self.send(call)
 
     def send(self, call: Call) -> GearAccount:
         return self.ours.add(
             call.source,
-            call.incarnation,
             call.sequence,
             call.ids,
             call.gradients,
@@ -172,18 +138,6 @@ class BatcherMachine(RuleBasedStateMachine):
         if source in self.last:
             self.send(self.last[source])
 
-    @rule(source=st.sampled_from(SOURCES))
-    def zombie(self, source: str) -> None:
-        call = self.last.get(source)
-        if call is not None and call.incarnation > 1:
-            try:
-                self.ours.add(
-                    source, call.incarnation - 1, 99, call.ids, call.gradients, call.versions, dense_version=5
-                )
-            except StaleClient:
-                return
-            raise AssertionError("a superseded incarnation was heard")
-
     @rule(updates=st.integers(1, 2))
     def train(self, updates: int) -> None:
         self.dense_version += updates
@@ -196,9 +150,9 @@ class BatcherMachine(RuleBasedStateMachine):
 
     # What is taken
 
-    @rule(limit=st.none() | st.integers(1, 4), crash=st.sampled_from([None, None, "before", "after"]))
-    def due(self, limit: int | None, crash: str | None) -> None:
-        batch: DueBatch | None = self.sure(lambda: self.ours.due(limit), crash)
+    @rule(limit=st.none() | st.integers(1, 4))
+    def due(self, limit: int | None) -> None:
+        batch: DueBatch | None = self.ours.due(limit)
         if not self.out:
             self.close_overdue()
             self.take(batch, limit)
@@ -227,23 +181,23 @@ class BatcherMachine(RuleBasedStateMachine):
         self.number += bool(taken)
         self.out = {one: self.batches.pop(one).gradients for one in taken}
 
-    @rule(crash=st.sampled_from([None, "before", "after"]))
-    def flush(self, crash: str | None) -> None:
-        self.sure(lambda: self.ours.flush(), crash)
+    @rule()
+    def flush(self) -> None:
+        self.ours.flush()
         for batch in self.batches.values():
             batch.is_due = True
 
     @precondition(lambda self: self.out)
-    @rule(crash=st.sampled_from([None, "before", "after"]))
-    def done(self, crash: str | None) -> None:
-        self.sure(lambda: self.ours.done(self.number), crash)
+    @rule()
+    def done(self) -> None:
+        self.ours.done(self.number)
         self.settle(self.out, "applied")
 
     @precondition(lambda self: self.out)
-    @rule(places=st.sets(st.integers(0, 6), min_size=1), other=IDS, crash=st.sampled_from([None, "before", "after"]))
-    def fail(self, places: set[int], other: list[int], crash: str | None) -> None:
+    @rule(places=st.sets(st.integers(0, 6), min_size=1), other=IDS)
+    def fail(self, places: set[int], other: list[int]) -> None:
         ids = [*(one for place, one in enumerate(self.out) if place in places), *other]
-        self.sure(lambda: self.ours.failed(self.number, dict.fromkeys(ids, "no sample")), crash)
+        self.ours.failed(self.number, dict.fromkeys(ids, "no sample"))
         self.settle({one: self.out[one] for one in ids if one in self.out}, "dropped_failed")
 
     @precondition(lambda self: self.number)
@@ -258,17 +212,6 @@ class BatcherMachine(RuleBasedStateMachine):
             for gradient in some:
                 self.fates[gradient.source][fate] += 1
             self.out = {other: rest for other, rest in self.out.items() if other != one}
-
-    @rule()
-    def restart(self) -> None:
-        self.ours = GradientBatcher.restored(self.store, DIM, **self.settings)
-
-    @rule()
-    def compact(self) -> None:
-        """As after many bytes of calls."""
-        journal = self.ours._journal
-        assert journal is not None
-        journal.compact(*self.ours._state.arrays())
 
     @invariant()
     def the_account_adds_up(self) -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, ShardUnavailable
 from geartrain.ams.values.gear_messages import Delivery
 from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.embedded import EmbeddedGear
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.samples import Samples
 from tests.support.gear_fakes import PlainBatcher, PlainDense
@@ -53,8 +53,9 @@ def sample(one: int) -> Tensor:
 
 def engine_of(module: nn.Module, **settings: Any) -> tuple[DenseEngine, PlainDense, PlainBatcher]:
     dense, batcher = PlainDense(module), PlainBatcher()
+    mode = settings.pop("mode", "sync")
     dense_pass = DensePass(module, Samples(sample), DIM, **settings)
-    return DenseEngine(dense_pass, dense, batcher, clock=lambda: 100.0), dense, batcher
+    return DenseEngine(dense_pass, dense, batcher, mode=mode, clock=lambda: 100.0), dense, batcher
 
 
 def add(engine: DenseEngine, ids: list[int]) -> None:
@@ -188,35 +189,33 @@ def test_an_interrupted_thread_takes_no_others_with_it() -> None:
 
 def test_what_cannot_be_applied_at_the_end_is_kept_for_another_try() -> None:
     engine, dense, _ = engine_of(Picky())
-    gear = EmbeddedGear(engine, mode="sync")
     add(engine, [1, 2])
     dense.fails = 1
     with pytest.raises(ShardUnavailable):
-        gear.close()
+        engine.close()
     with pytest.raises(InvalidArgument, match="was closed"):
-        gear.deliver(None)  # type: ignore[arg-type]
-    gear.close()
-    assert gear.account().applied == 2
-    gear.close()
+        engine.deliver(None)  # type: ignore[arg-type]
+    engine.close()
+    assert engine.account().applied == 2
+    engine.close()
 
 
 def test_nobody_has_to_close_a_slow_gear_but_is_told_of_what_was_left(caplog: pytest.LogCaptureFixture) -> None:
-    engine, _, batcher = engine_of(Picky())
-    gear = EmbeddedGear(engine, mode="async")
-    assert gear.worker is not None
-    thread = gear.worker._thread
-    batcher.due = lambda _=None: None  # type: ignore[method-assign]  # as if its batches were not full
-    add(engine, [1, 2])
-    del gear
-    gc.collect()
-    thread.join(30)
-    assert not thread.is_alive() and "2 gradients will not be applied: nobody called close()" in caplog.text
+    with gt.local() as cluster:
+        image = gt.SlowGear(cluster, "image", dim=DIM, build=Picky, samples=IMAGES, gradients_per_id=9)
+        rows = gt.RowOptimizer(image)
+        image(torch.tensor([1, 2])).sum().backward()
+        rows.step()
+        thread = image._port._updates._thread  # type: ignore[attr-defined]
+        del image, rows
+        gc.collect()
+        thread.join(30)
+        assert not thread.is_alive() and "2 gradients will not be applied: nobody called close()" in caplog.text
 
 
 _UNCLOSED = """
 import threading, numpy, torch
-from tests.unit.bridge.dense.test_dense_faults import Picky, add, engine_of
-from geartrain.bridge.gear.embedded import EmbeddedGear
+from tests.unit.bridge.gear.test_engine_faults import Picky, add, engine_of
 
 class Busy(Picky):
     def forward(self, batch):
@@ -226,10 +225,9 @@ class Busy(Picky):
         return super().forward(batch)
 
 started = threading.Event()
-engine, _, _ = engine_of(Busy())
-gear = EmbeddedGear(engine, mode="async")
+engine, _, _ = engine_of(Busy(), mode="async")
 add(engine, [1, 2])
-gear.worker.wake()
+engine.apply_soon()
 started.wait(30)
 """
 
