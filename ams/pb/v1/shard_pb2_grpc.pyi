@@ -4,7 +4,7 @@ isort:skip_file
 A shard: the owner of some of the rows of every table.
 
 A call that fails carries a gRPC status, a sentence in its details, and the name of the error in the trailing
-metadata key `geartrain-error` (the tree is drawn in ams/errors.py).
+metadata key `geartrain-error` (the tree is drawn in ams/values/errors.py).
 Busy (UNAVAILABLE): nothing was done; send the call again after `geartrain-retry-after-seconds`, in the same metadata.
 
 A Push or UpdateHosted of a group is answered when all ranks have sent theirs. Send it with the metadata
