@@ -1,1 +1,1 @@
-"""How requests travel: carriers over gRPC or in one process. One contract suite tests every carrier."""
+"""How requests travel: carriers over gRPC or in one process, all held to one contract suite."""

@@ -10,7 +10,7 @@ import pytest
 
 _ROLE = """
 import threading
-from geartrain import role
+from geartrain.launch import role
 
 class Stubborn:
     end_reason = None
@@ -51,7 +51,7 @@ def test_a_terminal_and_a_parent_that_both_tell_it_mean_one_end() -> None:
 
 _ELSEWHERE = """
 import signal, sys, threading, time
-from geartrain import role
+from geartrain.launch import role
 
 def is_waiting(thread):
     frame = sys._current_frames()[thread.ident]

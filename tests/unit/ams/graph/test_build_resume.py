@@ -74,7 +74,7 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     script = f"""
 import os, signal, numpy as np
 from pathlib import Path
-from geartrain.ams.graph import builder
+from geartrain.ams.graph.building import builder
 builder.SAVE_SECONDS = 0.0
 seen = []
 def progress(done, total):

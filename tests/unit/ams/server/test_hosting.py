@@ -205,7 +205,7 @@ from geartrain.ams.server.hosting import Hosting
 from geartrain.ams.values.specs import SGD, Constant, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import GeartrainError
-from tests.unit.server import test_hosting as tests
+from tests.unit.ams.server import test_hosting as tests
 
 hosting.HELD_BYTES = 0
 tests.CHUNK, tests.DIM = 1000, 512
@@ -255,7 +255,7 @@ from geartrain.ams.server.hosting import Hosting
 from geartrain.ams.values.specs import Constant, SparseMomentum, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import GeartrainError
-from tests.unit.server import test_hosting as tests
+from tests.unit.ams.server import test_hosting as tests
 
 NUM, DIM, FEW = 20_000, 512, np.arange(10)
 

@@ -64,9 +64,9 @@ def test_a_build_that_the_training_outran_is_begun_again_by_the_next_one() -> No
 def test_a_process_that_ends_in_the_middle_of_a_build_ends_well() -> None:
     script = """
 import threading, numpy as np
-from geartrain.ams.kernels import neighbour_ops as ops
+from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled
-from geartrain.bridge.head import knn_selection
+from geartrain.bridge.head.selection import knn_selection
 from tests.support.plain_graph import plain_build
 from tests.unit.bridge.head.test_graph_builds_end import make_head, train
 

@@ -50,7 +50,7 @@ def report_of(case: dict[str, Any]) -> Any:
 )
 def test_the_report_is_within_five_percent_of_what_is_measured(name: str) -> None:
     case = {"batch_size": 128, "dtype": "float32", "num_shards": 1, **CASES[name]}
-    script = Path(__file__).with_name("measure_head.py")
+    script = Path(__file__).resolve().parents[3] / "support" / "measure_head.py"
     done = subprocess.run([sys.executable, script, json.dumps(case)], capture_output=True, text=True, check=True)
     measured, report = json.loads(done.stdout), report_of(case)
     assert report.table_bytes == measured["table_bytes"]
