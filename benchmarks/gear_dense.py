@@ -19,7 +19,7 @@ from _turns import median_seconds
 from torch import nn
 
 from geartrain.ams.client.cluster import Cluster, connect, local
-from geartrain.ams.values.specs import Adam
+from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.bridge.dense.dense_table import attach
 
 LAYERS, WIDTH = 10, 1000

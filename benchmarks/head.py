@@ -29,7 +29,7 @@ from _turns import median_seconds
 from geartrain.ams.client.cluster import Cluster, local
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.rows.optimizer import RowOptimizer
 

@@ -21,7 +21,7 @@ from _published_partial_fc import PublishedPartialFC
 
 from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.rows.optimizer import RowOptimizer
 

@@ -29,7 +29,7 @@ import torch
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.rows.optimizer import RowOptimizer
 

@@ -26,7 +26,7 @@ from geartrain.ams.client.cluster import Cluster, local
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import FullSoftmax
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer

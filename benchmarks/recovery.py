@@ -24,7 +24,7 @@ import psutil
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 
 NUM_ROWS = 1_000_000
 DIM = 64

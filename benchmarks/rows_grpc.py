@@ -29,7 +29,8 @@ from _turns import median_seconds
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.rpc.shard_client import channel_options
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, ClientConfig
-from geartrain.ams.values.specs import Ids, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Ids
 
 NUM_IDS = 10_000
 DIM = 128

@@ -17,7 +17,8 @@ from _turns import median_seconds
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import Ids, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.launch.bench import Result
 
 NUM_ROWS = 2_000_000

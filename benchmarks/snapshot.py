@@ -20,7 +20,7 @@ import numpy as np
 
 from geartrain.ams.client.cluster import Cluster, local
 from geartrain.ams.storage.snapshot.folder import prune
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 
 NUM_ROWS = 1_000_000
 DIM = 64

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from geartrain.ams.programs.selection import FullSoftmax, PartialFC
     from geartrain.ams.values import errors
     from geartrain.ams.values.config import ClientConfig
-    from geartrain.ams.values.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+    from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, SparseMomentum
+    from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
@@ -74,16 +75,8 @@ _HOMES = {
     "geartrain.ams.client.table": ("Table",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
     "geartrain.ams.values.config": ("ClientConfig",),
-    "geartrain.ams.values.specs": (
-        "SGD",
-        "Adam",
-        "Constant",
-        "Momentum",
-        "Normal",
-        "SparseMomentum",
-        "TableSpec",
-        "Uniform",
-    ),
+    "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum"),
+    "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),

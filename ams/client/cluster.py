@@ -36,7 +36,8 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.messages import Fence
-from geartrain.ams.values.specs import DTypeName, Initializer, Normal, RowOptimizerSpec, TableSpec
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
 from geartrain.ams.values.text import quoted
 
 if TYPE_CHECKING:

@@ -18,6 +18,11 @@ hash_seed: int
 class Refused(ValueError):
     """args are (reason, index): why a request changed nothing, and its first offending place."""
 
+def optimizer_names() -> list[str]: ...
+
+class Optimizer:
+    def __init__(self, name: str, scalars: dict[str, float]) -> None: ...
+
 class RowStore:
     def __init__(
         self,
@@ -25,9 +30,7 @@ class RowStore:
         dim: int,
         dtype: int,
         slot_dtype: int,
-        rule: int,
-        momentum: float,
-        weight_decay: float,
+        optimizer: Optimizer,
         distribution: int,
         first: float,
         second: float,
@@ -37,9 +40,6 @@ class RowStore:
         num_rows: int,
         threads: int,
         window: int,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
     ) -> None: ...
     def pull(
         self,
@@ -102,14 +102,9 @@ def update_rows(
     first_id: int,
     seed: int,
     table_hash: int,
-    rule: int,
+    optimizer: Optimizer,
     lr: float,
     scale: float,
-    momentum: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
     catch_up: CatchUp | None,
 ) -> int: ...
 def read_rows(
@@ -125,11 +120,13 @@ def read_rows(
 ) -> None: ...
 
 class StepHistory:
-    def __init__(self, *, momentum: float, weight_decay: float) -> None: ...
+    def __init__(self, optimizer: Optimizer) -> None: ...
     def end_step(self, lr: float) -> None: ...
     def forget_before(self, step: int) -> None: ...
     def state(self) -> tuple[int, list[float], float, float]: ...
     def adopt(self, now: int, lrs: list[float], origin_ww: float, origin_vw: float) -> None: ...
+    @property
+    def moves_rows_at_rest(self) -> bool: ...
     @property
     def now(self) -> int: ...
 

@@ -6,6 +6,7 @@ Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from geartrain.ams.kernels import _core
 from geartrain.ams.kernels._core import ClassPass, Refused, RowStore
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import DTYPES, Ids
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "all_finite",
     "as_bits",
     "checked_ids",
+    "compiled_optimizer",
     "first_non_finite",
     "isa",
     "merge_duplicates",
@@ -55,6 +58,12 @@ def lookahead() -> str:
 def has_bfloat16_class_pass() -> bool:
     """Whether products in bfloat16 are faster in :class:`ClassPass` than those in float32: on a CPU with AMX."""
     return _core.has_bfloat16_class_pass()
+
+
+@lru_cache
+def compiled_optimizer(optimizer: RowOptimizerSpec) -> _core.Optimizer:
+    """Return the compiled code of an optimizer. Stateless: tables may share it."""
+    return _core.Optimizer(optimizer.name, optimizer.scalars())
 
 
 def checked_ids(ids: Any, label: str = "ids") -> Ids:

@@ -11,21 +11,8 @@ from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.rpc.carrier import Cursor
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.messages import CallContext, ShardState, SyncGroup, TableState
-from geartrain.ams.values.specs import (
-    DTYPES,
-    SGD,
-    Adam,
-    Constant,
-    DTypeName,
-    Initializer,
-    Momentum,
-    Normal,
-    RowOptimizerSpec,
-    SparseMomentum,
-    TableSpec,
-    Uniform,
-    Untouched,
-)
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
+from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
 
 _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
     "float32": types_pb2.DTYPE_FLOAT32,
@@ -34,13 +21,6 @@ _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
 }
 _DTYPE_NAMES: dict[int, DTypeName] = {code: name for name, code in _DTYPE_CODES.items()}
 _DTYPE_NAMES[types_pb2.DTYPE_UNSPECIFIED] = "float32"
-
-_UNTOUCHED_CODES: dict[Untouched, types_pb2.Untouched.ValueType] = {
-    "freeze": types_pb2.UNTOUCHED_FREEZE,
-    "elapsed": types_pb2.UNTOUCHED_ELAPSED,
-}
-_UNTOUCHED_NAMES: dict[int, Untouched] = {code: name for name, code in _UNTOUCHED_CODES.items()}
-_UNTOUCHED_NAMES[types_pb2.UNTOUCHED_UNSPECIFIED] = "freeze"
 
 
 def context_to_pb(context: CallContext) -> types_pb2.CallContext:
@@ -113,39 +93,9 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
         seed=spec.seed,
         dtype=_DTYPE_CODES[spec.dtype],
         slot_dtype=_DTYPE_CODES[spec.slot_dtype],
+        optimizer=types_pb2.Optimizer(name=spec.optimizer.name, scalars=spec.optimizer.scalars()),
         incarnation=spec.incarnation,
     )
-    match spec.optimizer:
-        case SGD() as sgd:
-            pb.sgd.CopyFrom(types_pb2.Sgd(lr=sgd.lr, weight_decay=sgd.weight_decay))
-        case Momentum() as momentum:
-            pb.momentum.CopyFrom(
-                types_pb2.Momentum(
-                    lr=momentum.lr,
-                    weight_decay=momentum.weight_decay,
-                    momentum=momentum.momentum,
-                    nesterov=momentum.nesterov,
-                )
-            )
-        case SparseMomentum() as sparse:
-            pb.sparse_momentum.CopyFrom(
-                types_pb2.SparseMomentum(
-                    lr=sparse.lr,
-                    weight_decay=sparse.weight_decay,
-                    momentum=sparse.momentum,
-                    untouched=_UNTOUCHED_CODES[sparse.untouched],
-                )
-            )
-        case Adam() as adam:
-            pb.adam.CopyFrom(
-                types_pb2.Adam(
-                    lr=adam.lr,
-                    weight_decay=adam.weight_decay,
-                    beta1=adam.betas[0],
-                    beta2=adam.betas[1],
-                    epsilon=adam.eps,
-                )
-            )
     match spec.initializer:
         case Constant() as constant:
             pb.constant.CopyFrom(types_pb2.Constant(value=constant.value))
@@ -171,30 +121,10 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
     )
 
 
-def _untouched_from_pb(code: int) -> Untouched:
-    if code not in _UNTOUCHED_NAMES:
-        raise InvalidArgument(f"untouched has code {code}; known are {sorted(_UNTOUCHED_NAMES)}")
-    return _UNTOUCHED_NAMES[code]
-
-
 def _optimizer_from_pb(pb: types_pb2.TableSpec) -> RowOptimizerSpec:
-    match pb.WhichOneof("optimizer"):
-        case "sgd":
-            return SGD(lr=pb.sgd.lr, weight_decay=pb.sgd.weight_decay)
-        case "momentum":
-            m = pb.momentum
-            return Momentum(lr=m.lr, weight_decay=m.weight_decay, momentum=m.momentum, nesterov=m.nesterov)
-        case "sparse_momentum":
-            s = pb.sparse_momentum
-            untouched = _untouched_from_pb(s.untouched)
-            return SparseMomentum(lr=s.lr, weight_decay=s.weight_decay, momentum=s.momentum, untouched=untouched)
-        case "adam":
-            a = pb.adam
-            return Adam(lr=a.lr, betas=(a.beta1, a.beta2), eps=a.epsilon, weight_decay=a.weight_decay)
-        case _:
-            raise InvalidArgument(
-                f"the spec of table {pb.name!r} names no optimizer (sgd, momentum, sparse_momentum, adam)"
-            )
+    if not pb.HasField("optimizer"):
+        raise InvalidArgument(f"the spec of table {pb.name!r} names no optimizer ({', '.join(OPTIMIZERS)})")
+    return optimizer_of(pb.optimizer.name, pb.optimizer.scalars)
 
 
 def _initializer_from_pb(pb: types_pb2.TableSpec) -> Initializer:

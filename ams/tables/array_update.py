@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.tables.row_table import table_hash, update_rule
-from geartrain.ams.values.specs import Adam, Ids, TableSpec
+from geartrain.ams.tables.row_table import table_hash
+from geartrain.ams.values.specs import Ids, TableSpec
 
 Rows = npt.NDArray[np.float32]
 
@@ -41,7 +41,7 @@ def update(
     Args:
         spec: What the table is.
         rows: [L, D] of the table's dtype.
-        slots: [L, slot_dim], or None for SGD.
+        slots: [L, slot_dim], or None where there are none.
         numbers: [N], distinct, of the rows that have a gradient; None: all, in order.
         gradients: [N, D].
         lr: Learning rate of this step.
@@ -57,8 +57,6 @@ def update(
     Raises:
         ValueError: shapes that do not fit, or a number outside [0, L).
     """
-    rule, momentum = update_rule(spec.optimizer)
-    adam = spec.optimizer if isinstance(spec.optimizer, Adam) else None
     row_bits, row_code = ops.as_bits(rows)
     slot_bits, slot_code = (None, 0) if slots is None else ops.as_bits(slots, "slots")
     return _core.update_rows(
@@ -72,14 +70,9 @@ def update(
         first_id=first_id,
         seed=spec.seed,
         table_hash=table_hash(spec.name),
-        rule=rule,
+        optimizer=ops.compiled_optimizer(spec.optimizer),
         lr=lr,
         scale=scale,
-        momentum=momentum,
-        weight_decay=spec.optimizer.weight_decay,
-        beta1=adam.betas[0] if adam else 0.0,
-        beta2=adam.betas[1] if adam else 0.0,
-        epsilon=adam.eps if adam else 0.0,
         catch_up=catch_up,
     )
 

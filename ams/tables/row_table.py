@@ -14,23 +14,11 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.values.specs import (
-    DTYPES,
-    SGD,
-    Adam,
-    Constant,
-    Ids,
-    Initializer,
-    Momentum,
-    RowOptimizerSpec,
-    TableSpec,
-    Uniform,
-)
+from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
 
 __all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableSteps", "table_hash"]
 
 _NEGATIVE_ID, _ID_TOO_LARGE, _FOREIGN_BUCKET, _NON_FINITE, _OVERFLOW, _BAD_POSITION = range(6)
-_SGD, _MOMENTUM, _NESTEROV, _ADAM = range(4)
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
 _MOST_UPDATES = 2**53
@@ -58,26 +46,15 @@ class StoredRows(NamedTuple):
     rows: npt.NDArray[Any]
     """[N, D]."""
     slots: npt.NDArray[Any] | None
-    """[N, slot_dim]: the momentum; Adam's first moments, then its second ones; None for SGD."""
+    """[N, slot_dim]: one slot after the other; None where there are none."""
     steps: Ids | None
-    """[N]: the last step of each row, -1 for one that nothing moves; with Adam or 16 bits the number of its updates;
-    else None."""
+    """[N]: where untouched rows move the last step of each row, -1 for one that nothing moves; where updates are
+    counted (:attr:`TableSpec.counts_updates`) their number; else None."""
 
 
 def table_hash(name: str) -> int:
     """Return the 32-bit hash of a table's name that enters its initial values."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-
-
-def update_rule(optimizer: RowOptimizerSpec) -> tuple[int, float]:
-    """Name the compiled update rule and its momentum."""
-    if isinstance(optimizer, SGD):
-        return _SGD, 0.0
-    if isinstance(optimizer, Adam):
-        return _ADAM, 0.0
-    if isinstance(optimizer, Momentum) and optimizer.nesterov:
-        return _NESTEROV, optimizer.momentum
-    return _MOMENTUM, optimizer.momentum
 
 
 def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
@@ -91,9 +68,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
 
 
 def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
-    rule, momentum = update_rule(spec.optimizer)
     distribution, first, second, bound = _distribution(spec.initializer)
-    adam = spec.optimizer if isinstance(spec.optimizer, Adam) else None
     largest = _LARGEST[spec.dtype]
     if bound > largest:
         raise InvalidArgument(
@@ -103,9 +78,7 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> op
         dim=spec.dim,
         dtype=ops.DTYPE_CODES[spec.numpy_dtype],
         slot_dtype=ops.DTYPE_CODES[DTYPES[spec.slot_dtype]],
-        rule=rule,
-        momentum=momentum,
-        weight_decay=spec.optimizer.weight_decay,
+        optimizer=ops.compiled_optimizer(spec.optimizer),
         distribution=distribution,
         first=first,
         second=second,
@@ -114,10 +87,7 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> op
         owned_buckets=owned_buckets,
         num_rows=-1 if spec.num_rows is None else spec.num_rows,
         threads=threads,
-        window=window if spec.counts_steps else 0,
-        beta1=adam.betas[0] if adam else 0.0,
-        beta2=adam.betas[1] if adam else 0.0,
-        epsilon=adam.eps if adam else 0.0,
+        window=window,
     )
 
 
@@ -357,7 +327,7 @@ class RowTable:
         if slots is not None:
             self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype], self.spec.slot_dim)
         counts = bool(self.spec.step_bytes)
-        if steps is None and self.spec.counts_updates and not isinstance(self.spec.optimizer, Adam):
+        if steps is None and self.spec.counts_updates and not self.spec.needs_step_numbers:
             steps = np.zeros(len(ids), np.int64)
         if (steps is not None) != counts or (steps is not None and len(steps) != len(ids)):
             raise InvalidRows(
@@ -395,11 +365,13 @@ class RowTable:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
     def _require_updates(self, slots: npt.NDArray[Any] | None, updates: Ids) -> None:
-        is_adam = isinstance(self.spec.optimizer, Adam)
-        if is_adam and slots is not None and np.any(slots[:, self.spec.dim :] < 0):
-            raise InvalidRows(
-                f"Adam's state of table {self.spec.name!r} holds a second moment below 0; restore an undamaged snapshot"
-            )
+        optimizer, dim = self.spec.optimizer, self.spec.dim
+        for index, slot in enumerate(optimizer.slots):
+            if slot.is_non_negative and slots is not None and np.any(slots[:, index * dim : (index + 1) * dim] < 0):
+                raise InvalidRows(
+                    f"{type(optimizer).__name__}'s state of table {self.spec.name!r} holds a {slot.name} below 0; "
+                    "restore an undamaged snapshot"
+                )
         if np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
             raise InvalidRows(
                 f"the state of table {self.spec.name!r} holds a number of updates outside [0, {_MOST_UPDATES}]; "

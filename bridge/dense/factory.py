@@ -12,7 +12,8 @@ from torch import Tensor
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import ClusterNotReady, SpecMismatch, TableExists
-from geartrain.ams.values.specs import SGD, Constant, RowOptimizerSpec
+from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec
+from geartrain.ams.values.specs import Constant
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.rows.tables import as_numpy
 

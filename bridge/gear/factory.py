@@ -15,7 +15,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.gear_messages import Freshness, GearPort
-from geartrain.ams.values.specs import SGD, RowOptimizerSpec
+from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec
 from geartrain.bridge.dense.dense_table import attach
 from geartrain.bridge.gear.dense_pass import DensePass, TrainMode
 from geartrain.bridge.gear.engine import DenseEngine, FeatureCache, Mode

@@ -21,7 +21,8 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
 from geartrain.ams.values.gear_messages import FeatureReply, Freshness, GearAccount, GearPort, first_error, without
-from geartrain.ams.values.specs import Ids, RowOptimizerSpec
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.dense_pass import TrainMode
 from geartrain.bridge.gear.engine import DenseEngine, as_features

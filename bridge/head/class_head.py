@@ -20,7 +20,8 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
-from geartrain.ams.values.specs import DTypeName, Ids, Initializer, Normal, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import DTypeName, Ids, Initializer, Normal
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.backends.place import HeadSettings, RowPlace, logits_bytes
 from geartrain.bridge.head.backends.pull.cluster_place import ClusterPlace

@@ -17,8 +17,9 @@ from geartrain.ams.programs.class_head import PARTS as HOSTED_PARTS
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.server.hosting import HELD_BYTES
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.placement import MAX_SHARDS, NUM_BUCKETS
-from geartrain.ams.values.specs import Adam, DTypeName, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.place import logits_bytes
 from geartrain.bridge.head.backends.pull import held_rows, streamed_rows
 from geartrain.bridge.head.backends.pull.stream import NUM_BUFFERS, block_rows_for
@@ -251,7 +252,7 @@ class _Plan:
 
     def plsc_bytes(self) -> int:
         item = self.spec.numpy_dtype.itemsize
-        copies = 1 + len(self.spec.optimizer.slots) + (not isinstance(self.spec.optimizer, SparseMomentum))
+        copies = 1 + len(self.spec.optimizer.slots) + (not self.spec.optimizer.saves_gradient_buffer)
         logits_of_a_card = self.active * self.batch * item
         return copies * self.num_classes * self.spec.row_bytes + 2 * logits_of_a_card * self.ranks
 
@@ -264,7 +265,7 @@ class _Plan:
             most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
         parts = [("rows", most * self.spec.row_bytes, f"n·D·{self.spec.numpy_dtype.itemsize}, n = {most:,}")]
         if self.slot_bytes:
-            slots = "moments" if isinstance(self.spec.optimizer, Adam) else "momentum"
+            slots = ", ".join(slot.name for slot in self.spec.optimizer.slots)
             parts.append((f"slots ({slots})", most * self.slot_bytes, f"n·D·{self.slot_bytes // self.spec.dim}"))
         if self.spec.step_bytes:
             steps = "updates" if self.spec.counts_updates else "last steps (elapsed)"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from geartrain.ams.values.specs import SGD, Adam, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SGD, Adam, SparseMomentum
 from geartrain.cli.options import Json
 
 _DTYPE = "float32, float16 or bfloat16."

@@ -28,7 +28,8 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.storage.snapshot.folder import latest
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ClusterNotReady, GeartrainError, ShardRestarted, ShardUnavailable, TableNotFound
-from geartrain.ams.values.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, TableSpec
 
 PUSHES = 40
 AT_ONCE = 4

@@ -34,8 +34,9 @@ from geartrain.ams.values.errors import (
     StateFailed,
     Unavailable,
 )
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import split_by_shard
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.specs import Constant
 
 NUM_ROWS, DIM = 4096, 16
 STEPS, SNAPSHOT_EVERY, GO_BACK_AT = 9, 3, 5

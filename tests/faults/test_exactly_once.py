@@ -23,7 +23,8 @@ from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.faults.mutations import removed
 from tests.faults.proxy import KINDS, REPLY_SHARE, FaultyProxy
 from tests.integration.conftest import carriers_of, fill

@@ -29,7 +29,8 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0
 LEASE_SECONDS = 1.0

@@ -26,7 +26,8 @@ from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.messages import CallContext, Push
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0
 WRITER = str(Path(__file__).with_name("named_writer.py"))

@@ -12,7 +12,8 @@ import torch
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.specs import Ids, Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Ids, Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.rows.optimizer import RowOptimizer

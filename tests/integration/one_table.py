@@ -11,7 +11,8 @@ import numpy as np
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.rpc.shard_client import SHARD_SERVICE
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster
 
 NUM_ROWS, DIM = 4_000, 32

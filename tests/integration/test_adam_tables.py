@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from geartrain.ams.client.cluster import Cluster, local
-from geartrain.ams.values.specs import Adam
+from geartrain.ams.values.optimizers.registry import Adam
 
 NUM_ROWS, DIM = 900, 6
 EVERYTHING = np.arange(NUM_ROWS)

@@ -18,7 +18,8 @@ from geartrain.ams.server.service import ShardService
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Busy, ShardUnavailable
 from geartrain.ams.values.messages import CallContext
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 
 WRITERS, PUSHES, ROWS, DIM = 8, 3, 2000, 16
 CONFIG = ClientConfig(part_bytes=64 << 10, attempt_timeout_seconds=10, recovery_timeout_seconds=60, shared_memory=False)

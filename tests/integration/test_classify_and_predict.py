@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
-from geartrain.ams.values.specs import Untouched
+from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder

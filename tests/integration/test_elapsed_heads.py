@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.server import hosting
-from geartrain.ams.values.specs import DTypeName, Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.backends.pull import stream
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace

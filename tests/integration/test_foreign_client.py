@@ -20,7 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 scheduler_channel = grpc.insecure_channel(sys.argv[1])
 scheduler = scheduler_pb2_grpc.SchedulerStub(scheduler_channel)
-spec = types_pb2.TableSpec(name="foreign", dim=2, sgd=types_pb2.Sgd(lr=1.0), constant=types_pb2.Constant(value=0.5))
+sgd = types_pb2.Optimizer(name="sgd", scalars={"lr": 1.0})
+spec = types_pb2.TableSpec(name="foreign", dim=2, optimizer=sgd, constant=types_pb2.Constant(value=0.5))
 scheduler.CreateClusterTable(scheduler_pb2.CreateClusterTableRequest(spec=spec))
 shard_address = scheduler.DescribeCluster(scheduler_pb2.DescribeClusterRequest()).shards[0].address
 channel = grpc.insecure_channel(shard_address)

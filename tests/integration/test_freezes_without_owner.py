@@ -16,7 +16,8 @@ from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.folder import list_snapshots, new_staging
 from geartrain.ams.values.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, WriteFrozen
-from geartrain.ams.values.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
 SPEC = TableSpec(name="t", dim=16, optimizer=SGD(1.0), num_rows=4096, initializer=Constant(0))

@@ -14,7 +14,8 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ShardRestarted, ShardUnavailable, StaleClient
-from geartrain.ams.values.specs import Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer

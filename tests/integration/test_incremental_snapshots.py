@@ -20,7 +20,7 @@ from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import ROWS
 from geartrain.ams.values import errors
-from geartrain.ams.values.specs import SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
 
 Contents = dict[str, dict[int, tuple[bytes, bytes]]]
 NUM_ROWS = 500

@@ -20,7 +20,8 @@ from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.table import Table
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import carriers_of
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected
 

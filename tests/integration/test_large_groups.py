@@ -16,7 +16,8 @@ from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import RankMissing, StepPending
 from geartrain.ams.values.messages import CallContext, Done, Push, Reply, SyncGroup
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.faults.children import Child, serve
 
 CHANNELS = 4

@@ -28,7 +28,8 @@ from geartrain.ams.values.errors import (
     ProtocolError,
 )
 from geartrain.ams.values.messages import CallContext, Computed, ComputeHosted, HostedInputs, UpdateHosted
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer

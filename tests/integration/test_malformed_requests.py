@@ -22,7 +22,7 @@ from geartrain.ams.rpc.shard_client import SHARD_SERVICE, channel_options
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.messages import CallContext, ComputeHosted, HostedInputs, UpdateHosted
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 
 MALFORMED = 420
 
@@ -40,7 +40,7 @@ def valid_requests() -> dict[str, bytes]:
     ids = np.array([1, 2, 3], np.int64)
     rows = np.ones((3, 4), np.float32)
     context = types_pb2.CallContext(stream="s", sequence=1)
-    spec = types_pb2.TableSpec(name="other", dim=4, sgd=types_pb2.Sgd(lr=0.1))
+    spec = types_pb2.TableSpec(name="other", dim=4, optimizer=types_pb2.Optimizer(name="sgd", scalars={"lr": 0.1}))
     return {
         "Pull": framing.encode_framed(shard_pb2.PullRequest(table="t"), [(14, ids)]),
         "Push": framing.encode_framed(shard_pb2.PushRequest(table="t", context=context), [(14, ids), (15, rows)]),

@@ -19,7 +19,7 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 
 IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0, connect_timeout_seconds=0.3)
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)

@@ -13,7 +13,8 @@ from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.storage.snapshot.folder import new_staging
 from geartrain.ams.values.messages import CallContext, Done, Freeze, Restore, WriteFrozen, Written
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster
 
 PING_SECONDS = 1.0

@@ -16,7 +16,8 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer, _HeldShard
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.errors import InternalError
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0
 LEASE_SECONDS = 1.0

@@ -32,7 +32,8 @@ from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.messages import CallContext, Pull
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster, carriers_of, fill
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 

@@ -28,7 +28,7 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed, TableNotFound
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
 

@@ -24,7 +24,7 @@ from geartrain.ams.server.role import ShardServer
 from geartrain.ams.storage.snapshot import roots as snapshot_roots
 from geartrain.ams.values.config import ClientConfig, GraphConfig, ServerConfig
 from geartrain.ams.values.errors import ConfigError, GeartrainError, SnapshotRefused, error_named
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.graph_role import ConnectedCluster
 from tests.integration.conftest import ServedCluster
 

@@ -19,7 +19,8 @@ from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
-from geartrain.ams.values.specs import SGD, Constant, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.specs import Constant, TableSpec
 
 IDS = np.arange(0, 5_000, 3)
 

@@ -16,7 +16,8 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 
 HOUR_NS = 3600 * 10**9
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)

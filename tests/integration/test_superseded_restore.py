@@ -14,7 +14,8 @@ from geartrain.ams.client import restore as snapshots
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.server import frozen
 from geartrain.ams.values.errors import SnapshotNotFound, StaleClient
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster
 
 IDS = np.arange(64)

@@ -13,7 +13,7 @@ from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import StaleClient
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 from tests.integration.conftest import ServedCluster
 
 

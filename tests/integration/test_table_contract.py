@@ -13,7 +13,8 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream
 from geartrain.ams.values import errors
-from geartrain.ams.values.specs import SGD, Constant, Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.specs import Constant, Normal
 
 rng = np.random.default_rng(7)
 

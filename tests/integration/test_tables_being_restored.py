@@ -25,7 +25,8 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.messages import CallContext, PublishTable, Restore
-from geartrain.ams.values.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
 IDS, ONES = np.arange(64), np.ones((64, 2), np.float32)

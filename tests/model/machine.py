@@ -35,7 +35,8 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.messages import CallContext, Done, Pull
-from geartrain.ams.values.specs import SGD, Constant, Momentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Momentum
+from geartrain.ams.values.specs import Constant, TableSpec
 from tests.model.oracle import EITHER, Content, OracleShard, OracleTable, Refused, content_of, shard_of
 from tests.model.simulated import FATES, Client, Clock, Died, Failure, Fate, Message, Network, SimulatedCluster, inject
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.values.errors import ShardRestarted
-from geartrain.ams.values.specs import SGD, Constant
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant
 from tests.model.simulated import CONFIG, Client, Clock, Network, SimulatedCluster
 
 

@@ -15,16 +15,12 @@ from torch import Tensor
 
 from geartrain.ams.storage.features.store import open_store
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.ams.values.specs import SGD, Adam, Ids, Momentum, RowOptimizerSpec
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.samples import Decode, SampleSource
 
 SAMPLES_NAMESPACE = "samples"
 """Of samples in a store: write them with ``open_store(URL, namespace="samples")``."""
-_OPTIMIZERS: dict[str, Callable[[float], RowOptimizerSpec]] = {
-    "sgd": SGD,
-    "momentum": lambda lr: Momentum(lr, momentum=0.9),
-    "adam": Adam,
-}
 _FOLDER_STORE = "lmdb:"
 _STORES = (_FOLDER_STORE, "redis://", "rediss://", "unix://")
 
@@ -111,7 +107,7 @@ def optimizer_named(text: str) -> RowOptimizerSpec:
     """``"adam:0.001"`` -> ``Adam(0.001)``. Raises ConfigError."""
     name, _, rate = text.partition(":")
     try:
-        return _OPTIMIZERS[name](float(rate))
-    except (KeyError, ValueError, InvalidArgument) as exc:
-        known = ", ".join(f"{one}:RATE" for one in _OPTIMIZERS)
+        return optimizer_of(name, {"lr": float(rate)})
+    except (ValueError, InvalidArgument) as exc:
+        known = ", ".join(f"{one}:RATE" for one in OPTIMIZERS)
         raise ConfigError(f"optimizer is {text!r}; it must be one of {known}, as 'adam:0.001'") from exc

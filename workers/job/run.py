@@ -16,7 +16,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
-from geartrain.ams.values.specs import SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace

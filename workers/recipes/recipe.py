@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.specs import Untouched
+from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.workers.data.augment import Augmentation
 
 SELECTIONS = ("knn", "partial", "full")

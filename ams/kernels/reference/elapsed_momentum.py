@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.reference.ops import Floats, update
+from geartrain.ams.kernels.reference.ops import Floats
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.values.specs import DTYPES, Ids, SparseMomentum
+from geartrain.ams.values.optimizers.spec import Drift, Push
+from geartrain.ams.values.specs import DTYPES, Ids
 
 Matrix = tuple[float, float, float, float]
 """Row by row: w' = m[0] w + m[1] v, v' = m[2] w + m[3] v."""
@@ -46,19 +47,24 @@ class ElapsedTable(ReferenceTable):
     """By id, the step that the row is kept as of: 0 as the table began, -1 if nothing moves it."""
     origin: Matrix = (1.0, 0.0, 0.0, 1.0)
 
+    @property
+    def drift(self) -> Drift:
+        """How rows move at rest."""
+        assert self.optimizer.drift is not None
+        return self.optimizer.drift
+
     def step(self, lr: float) -> Matrix:
         """What one step without a gradient does."""
-        assert isinstance(self.optimizer, SparseMomentum)
-        momentum, decay = (float(np.float32(x)) for x in (self.optimizer.momentum, self.optimizer.weight_decay))
+        momentum, decay = (float(np.float32(x)) for x in self.drift)
         rate = float(np.float32(lr))
         return 1.0 - rate * decay, -(rate * momentum), decay, momentum
 
     def caught_up(self, row_id: int) -> tuple[Floats, Floats]:
         """Row and slot [D] as float32, before they are rounded to their storage types."""
         row = super().row(row_id).astype(np.float32)
-        slot = self.slots.get(row_id, np.zeros(self.dim, DTYPES[self.slot_dtype])).astype(np.float32)
+        slot = self.slots_of(row_id).astype(np.float32)
         last = self.last.get(row_id, 0)
-        if last == _RESTING or last >= len(self.lrs) or (last == 0 and not self.optimizer.weight_decay):
+        if last == _RESTING or last >= len(self.lrs) or (last == 0 and not self.drift.weight_decay):
             return row, slot
         matrix = self.origin
         if last > 0:
@@ -87,7 +93,7 @@ class ElapsedTable(ReferenceTable):
                 direction = gradient.astype(np.float32) * np.float32(scale)
                 row, slot = row - np.float32(lr) * direction, slot + direction
             else:
-                row, slot = update(self.optimizer, row, slot, gradient, lr, scale)
+                row, slot = self.optimizer.updated(row, slot, gradient, Push(lr, scale))
             self.store(row_id, row, slot, now + 1, late=late)
             self.last[row_id] = now + 1
         if ends_step:
@@ -99,7 +105,7 @@ class ElapsedTable(ReferenceTable):
         """Overwrite rows and forget their slots."""
         created = super().assign(ids, rows)
         for row_id in ids.tolist():
-            self.last[row_id] = len(self.lrs) if self.optimizer.weight_decay else _RESTING
+            self.last[row_id] = len(self.lrs) if self.drift.weight_decay else _RESTING
         return created
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.specs import SGD, Adam, Constant, Ids, Initializer, Momentum, Normal, RowOptimizerSpec
+from geartrain.ams.values.specs import Constant, Ids, Initializer, Normal
 
 U32, U64 = np.uint32, np.uint64
 Floats = npt.NDArray[np.float32]
@@ -115,29 +115,6 @@ def initial_row(initializer: Initializer, seed: int, table_hash: int, row_id: in
         np.float32(high) if float(np.float32(high)) < high else np.nextafter(np.float32(high), np.float32(-math.inf))
     )
     return np.where(values.astype(np.float64) >= high, max(below, np.float32(low)), values)
-
-
-def update(
-    optimizer: RowOptimizerSpec,
-    row: npt.NDArray[Any],
-    slot: npt.NDArray[Any],
-    gradient: npt.NDArray[Any],
-    lr: float,
-    scale: float,
-    dtype: type[np.floating[Any]] = np.float32,
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the row and slot after one push, computed in ``dtype``: exact in float32, the truth in float64."""
-    w, v, g = row.astype(dtype), slot.astype(dtype), gradient.astype(dtype)
-    step_size, decay = dtype(lr), dtype(optimizer.weight_decay)
-    assert not isinstance(optimizer, Adam), "reference_adam.py has its rule"
-    direction = g * dtype(scale) + decay * w
-    if isinstance(optimizer, SGD):
-        return w - step_size * direction, v
-    momentum = dtype(optimizer.momentum)
-    v = momentum * v + direction
-    if isinstance(optimizer, Momentum) and optimizer.nesterov:
-        return w - step_size * (direction + momentum * v), v
-    return w - step_size * v, v
 
 
 def merge_duplicates(ids: Ids, rows: npt.NDArray[Any]) -> tuple[Ids, Ids, Floats]:

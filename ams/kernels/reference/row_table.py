@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.reference.ops import Floats, initial_row, update
+from geartrain.ams.kernels.reference.ops import Floats, initial_row
 from geartrain.ams.kernels.reference.rounding import LATE_ROW, LATE_SLOT, ROW, SLOT, rounding_key, stored
-from geartrain.ams.values.specs import DTYPES, Ids, Initializer, RowOptimizerSpec
+from geartrain.ams.values.optimizers.spec import Push, RowOptimizerSpec
+from geartrain.ams.values.specs import DTYPES, Ids, Initializer
 
 
 @dataclass
@@ -49,11 +50,16 @@ class ReferenceTable:
         """Update the rows of distinct ids; return how many were created."""
         before = len(self.rows)
         for row_id, gradient in zip(ids.tolist(), gradients, strict=True):
-            slot = self.slots.get(row_id, np.zeros(self.dim, DTYPES[self.slot_dtype]))
-            row, slot = update(self.optimizer, self.row(row_id), slot, gradient, lr, scale)
-            self.updates[row_id] = self.updates.get(row_id, 0) + 1
-            self.store(row_id, row, slot, self.updates[row_id])
+            self.updates[row_id] = t = self.updates.get(row_id, 0) + 1
+            push = Push(lr, scale, t)
+            row, slots = self.optimizer.updated(self.row(row_id), self.slots_of(row_id), gradient, push)
+            self.store(row_id, row, slots, t)
         return len(self.rows) - before
+
+    def slots_of(self, row_id: int) -> npt.NDArray[Any]:
+        """The row's slots [S · D], one after the other; zero before its first update."""
+        width = self.dim * len(self.optimizer.slots)
+        return self.slots.get(row_id, np.zeros(width, DTYPES[self.slot_dtype]))
 
     def store(self, row_id: int, row: Floats, slot: Floats, number: int, *, late: bool = False) -> None:
         """Keep a row [D] and its slot after its update ``number``."""
@@ -65,9 +71,14 @@ class ReferenceTable:
         )
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:
-        """Overwrite rows and forget their slots; return how many were created."""
+        """Overwrite rows and forget their slots; return how many were created.
+
+        Where an update depends on the number of those before, it begins anew; rounding alone goes on counting.
+        """
         before = len(self.rows)
         for row_id, row in zip(ids.tolist(), rows, strict=True):
             self.rows[row_id] = row.copy()
             self.slots.pop(row_id, None)
+            if self.optimizer.counts_updates:
+                self.updates.pop(row_id, None)
         return len(self.rows) - before

@@ -7,8 +7,10 @@ Ids, rows and gradients are never `repeated` numbers: they are raw little-endian
 so that a peer in any language reads them with a cast.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -48,30 +50,6 @@ DTYPE_FLOAT16: DType.ValueType  # 2
 DTYPE_BFLOAT16: DType.ValueType  # 3
 """The upper half of a binary32."""
 Global___DType: _TypeAlias = DType  # noqa: Y015
-
-class _Untouched:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _UntouchedEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Untouched.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    UNTOUCHED_UNSPECIFIED: _Untouched.ValueType  # 0
-    """Not given: UNTOUCHED_FREEZE."""
-    UNTOUCHED_FREEZE: _Untouched.ValueType  # 1
-    """Nothing."""
-    UNTOUCHED_ELAPSED: _Untouched.ValueType  # 2
-    """They move as with a gradient of zero: dense momentum. Every push must go to every shard, if need be without ids."""
-
-class Untouched(_Untouched, metaclass=_UntouchedEnumTypeWrapper):
-    """What happens at a step to the rows that no push of it had."""
-
-UNTOUCHED_UNSPECIFIED: Untouched.ValueType  # 0
-"""Not given: UNTOUCHED_FREEZE."""
-UNTOUCHED_FREEZE: Untouched.ValueType  # 1
-"""Nothing."""
-UNTOUCHED_ELAPSED: Untouched.ValueType  # 2
-"""They move as with a gradient of zero: dense momentum. Every push must go to every shard, if need be without ids."""
-Global___Untouched: _TypeAlias = Untouched  # noqa: Y015
 
 @_typing.final
 class CallContext(_message.Message):
@@ -160,136 +138,54 @@ class SyncGroup(_message.Message):
 Global___SyncGroup: _TypeAlias = SyncGroup  # noqa: Y015
 
 @_typing.final
-class Sgd(_message.Message):
-    """Plain gradient descent."""
+class Optimizer(_message.Message):
+    """How a push changes rows: an optimizer by its name, and the numbers that it is made from by theirs. A flag is 0 or 1; what is left
+    out has its default. docs/optimizers.md lists them with their numbers and formulas.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LR_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    lr: _builtins.float
-    """Learning rate, unless the push carries one."""
-    weight_decay: _builtins.float
-    """L2 coefficient added to the gradient."""
+    @_typing.final
+    class ScalarsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SCALARS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """sgd, momentum, sparse_momentum, adam, ..."""
+    @_builtins.property
+    def scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """lr (the learning rate, unless the push carries one) and others."""
+
     def __init__(
         self,
         *,
-        lr: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
+        name: _builtins.str = ...,
+        scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sgd: _TypeAlias = Sgd  # noqa: Y015
-
-@_typing.final
-class Momentum(_message.Message):
-    """Momentum in the form of torch.optim.SGD."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LR_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    MOMENTUM_FIELD_NUMBER: _builtins.int
-    NESTEROV_FIELD_NUMBER: _builtins.int
-    lr: _builtins.float
-    """Learning rate, unless the push carries one."""
-    weight_decay: _builtins.float
-    """L2 coefficient added to the gradient."""
-    momentum: _builtins.float
-    """Decay of the velocity, in [0, 1)."""
-    nesterov: _builtins.bool
-    """Look ahead along the velocity."""
-    def __init__(
-        self,
-        *,
-        lr: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
-        momentum: _builtins.float = ...,
-        nesterov: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "nesterov", b"nesterov", "weight_decay", b"weight_decay"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Momentum: _TypeAlias = Momentum  # noqa: Y015
-
-@_typing.final
-class SparseMomentum(_message.Message):
-    """Momentum for tables of which a push has some rows."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LR_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    MOMENTUM_FIELD_NUMBER: _builtins.int
-    UNTOUCHED_FIELD_NUMBER: _builtins.int
-    lr: _builtins.float
-    """Learning rate, unless the push carries one."""
-    weight_decay: _builtins.float
-    """L2 coefficient added to the gradient."""
-    momentum: _builtins.float
-    """Decay of the velocity, in [0, 1)."""
-    untouched: Global___Untouched.ValueType
-    """What happens to rows outside a push."""
-    def __init__(
-        self,
-        *,
-        lr: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
-        momentum: _builtins.float = ...,
-        untouched: Global___Untouched.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "untouched", b"untouched", "weight_decay", b"weight_decay"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SparseMomentum: _TypeAlias = SparseMomentum  # noqa: Y015
-
-@_typing.final
-class Adam(_message.Message):
-    """Adam in the form of torch.optim.Adam; a row's bias corrections count its own updates. Slots are float32."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LR_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    BETA1_FIELD_NUMBER: _builtins.int
-    BETA2_FIELD_NUMBER: _builtins.int
-    EPSILON_FIELD_NUMBER: _builtins.int
-    lr: _builtins.float
-    """Learning rate, unless the push carries one."""
-    weight_decay: _builtins.float
-    """L2 coefficient added to the gradient."""
-    beta1: _builtins.float
-    """Decay of the first moment, in [0, 1)."""
-    beta2: _builtins.float
-    """Decay of the second moment, in [0, 1)."""
-    epsilon: _builtins.float
-    """Added to the root of the second moment, > 0."""
-    def __init__(
-        self,
-        *,
-        lr: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
-        beta1: _builtins.float = ...,
-        beta2: _builtins.float = ...,
-        epsilon: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epsilon", b"epsilon", "lr", b"lr", "weight_decay", b"weight_decay"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Adam: _TypeAlias = Adam  # noqa: Y015
+Global___Optimizer: _TypeAlias = Optimizer  # noqa: Y015
 
 @_typing.final
 class Constant(_message.Message):
@@ -372,10 +268,7 @@ class TableSpec(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SLOT_DTYPE_FIELD_NUMBER: _builtins.int
-    SGD_FIELD_NUMBER: _builtins.int
-    MOMENTUM_FIELD_NUMBER: _builtins.int
-    SPARSE_MOMENTUM_FIELD_NUMBER: _builtins.int
-    ADAM_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
     CONSTANT_FIELD_NUMBER: _builtins.int
     UNIFORM_FIELD_NUMBER: _builtins.int
     NORMAL_FIELD_NUMBER: _builtins.int
@@ -397,13 +290,9 @@ class TableSpec(_message.Message):
     request to the scheduler to make one; 0: not known.
     """
     @_builtins.property
-    def sgd(self) -> Global___Sgd: ...
-    @_builtins.property
-    def momentum(self) -> Global___Momentum: ...
-    @_builtins.property
-    def sparse_momentum(self) -> Global___SparseMomentum: ...
-    @_builtins.property
-    def adam(self) -> Global___Adam: ...
+    def optimizer(self) -> Global___Optimizer:
+        """How a push changes a row. Required."""
+
     @_builtins.property
     def constant(self) -> Global___Constant: ...
     @_builtins.property
@@ -419,30 +308,23 @@ class TableSpec(_message.Message):
         seed: _builtins.int = ...,
         dtype: Global___DType.ValueType = ...,
         slot_dtype: Global___DType.ValueType = ...,
-        sgd: Global___Sgd | None = ...,
-        momentum: Global___Momentum | None = ...,
-        sparse_momentum: Global___SparseMomentum | None = ...,
-        adam: Global___Adam | None = ...,
+        optimizer: Global___Optimizer | None = ...,
         constant: Global___Constant | None = ...,
         uniform: Global___Uniform | None = ...,
         normal: Global___Normal | None = ...,
         incarnation: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "initializer", b"initializer", "momentum", b"momentum", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "sgd", b"sgd", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "constant", b"constant", "initializer", b"initializer", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "uniform", b"uniform"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "adam", b"adam", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "incarnation", b"incarnation", "initializer", b"initializer", "momentum", b"momentum", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "sgd", b"sgd", "slot_dtype", b"slot_dtype", "sparse_momentum", b"sparse_momentum", "uniform", b"uniform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "incarnation", b"incarnation", "initializer", b"initializer", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
     _WhichOneofReturnType_initializer: _TypeAlias = _typing.Literal["constant", "uniform", "normal"]  # noqa: Y015
     _WhichOneofArgType_initializer: _TypeAlias = _typing.Literal["initializer", b"initializer"]  # noqa: Y015
-    _WhichOneofReturnType_optimizer: _TypeAlias = _typing.Literal["sgd", "momentum", "sparse_momentum", "adam"]  # noqa: Y015
-    _WhichOneofArgType_optimizer: _TypeAlias = _typing.Literal["optimizer", b"optimizer"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_initializer) -> _WhichOneofReturnType_initializer | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_optimizer) -> _WhichOneofReturnType_optimizer | None: ...
 
 Global___TableSpec: _TypeAlias = TableSpec  # noqa: Y015

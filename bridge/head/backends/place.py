@@ -13,7 +13,8 @@ from torch import Tensor
 from geartrain.ams.programs.class_lifecycle import LivingClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.arguments import integer
-from geartrain.ams.values.specs import DTypeName, Initializer, RowOptimizerSpec
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import DTypeName, Initializer
 from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.head_loss import HeadCall
 from geartrain.bridge.head.loss.margins import CombinedMargin

@@ -6,6 +6,7 @@
 
 #include "base/lookahead.hpp"
 #include "rows/rounding.hpp"
+#include "rows/row_update.hpp"
 
 namespace geartrain {
 
@@ -19,11 +20,10 @@ void gather_rows(const float* rows, int64_t dim, const int64_t* numbers, int64_t
 
 namespace {
 
-// Whether a value of this magnitude stays finite in a storage type. The bits of NaN are above those of infinity.
-bool stays_finite(uint32_t magnitude_bits, DType dtype) {
+// Whether a magnitude stays finite in a storage type. The bits of NaN are above those of infinity.
+bool stays_finite(float value, DType dtype) {
   uint32_t stored = 0;
   float back = 0;
-  const float value = std::bit_cast<float>(magnitude_bits);
   kernels().store[static_cast<int>(dtype)](&stored, &value, 1);
   kernels().load[static_cast<int>(dtype)](&back, &stored, 1);
   return std::bit_cast<uint32_t>(back) < kInfinityBits;
@@ -68,10 +68,9 @@ void read_rows(const GivenRows& given, const int64_t* numbers, int64_t count, co
 int64_t update_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step) {
   DefaultFloatMode float_mode;
   const Kernels& k = kernels();
-  const size_t width = static_cast<size_t>(given.dim), slot_width = step.rule == Rule::adam ? 2 * width : width;
+  const size_t width = static_cast<size_t>(given.dim), slot_width = width * static_cast<size_t>(step.optimizer.num_slots());
   const size_t row_bytes = width * item_bytes(given.dtype), slot_bytes = slot_width * item_bytes(given.slot_dtype);
   const int row_type = static_cast<int>(given.dtype), slot_type = static_cast<int>(given.slot_dtype);
-  const auto update = step.rule == Rule::adam ? nullptr : k.update[static_cast<int>(step.rule)];
   const Ranges ranges = ranges_of(given);
   std::vector<float> row(width), slot(slot_width);
   int64_t refused = 0;
@@ -88,32 +87,24 @@ int64_t update_rows(const GivenRows& given, const int64_t* numbers, int64_t coun
         const size_t at = number_of(i);
         char *row_at = given.rows + at * row_bytes, *slot_at = given.slots != nullptr ? given.slots + at * slot_bytes : nullptr;
         const float* gradient = gradients + i * given.dim;
-        const int64_t last = given.steps != nullptr ? given.steps[at] : -1;
-        const int64_t t = step.catch_up != nullptr ? step.catch_up->now() + 1 : last + 1;
-        const bool late = step.catch_up != nullptr && last >= t;  // as a restored step that had not ended leaves it
         k.load[row_type](row.data(), row_at, width);
         if (slot_at != nullptr) k.load[slot_type](slot.data(), slot_at, slot_width);
-        const Elapsed* elapsed = step.catch_up != nullptr ? step.catch_up->of(last) : nullptr;
-        if (elapsed != nullptr) k.move(row.data(), slot.data(), width, *elapsed, ranges);
-        bool is_finite = false;
-        if (step.rule == Rule::adam) {
-          const AdamLargest largest = adam_update()(row.data(), slot.data(), slot.data() + width, gradient, width,
-                                                    adam_factors(step.adam, step.factors, t));
-          is_finite = stays_finite(largest.row, given.dtype) && largest.first < kInfinityBits && largest.second < kInfinityBits;
-        } else {
-          const Largest largest = late ? k.add_late(row.data(), slot.data(), gradient, width, step.factors)
-                                       : update(row.data(), slot.data(), gradient, width, step.factors);
-          is_finite = stays_finite(largest.row, given.dtype) && (slot_at == nullptr || stays_finite(largest.slot, given.slot_dtype));
-        }
+        const RowUpdate update = update_row(step.optimizer, step.catch_up, ranges, row.data(), slot.data(), gradient, width,
+                                            step.push, given.steps != nullptr ? given.steps[at] : 0);
+        const auto fits = [&](float largest) { return stays_finite(largest, given.slot_dtype); };
+        const float* slots = update.largest.slots.data();
+        const bool is_finite =
+            stays_finite(update.largest.row, given.dtype) && std::all_of(slots, slots + step.optimizer.num_slots(), fits);
         if (!is_finite) {
           ++refused;
           return;
         }
         const int64_t id = given.first_id + static_cast<int64_t>(at);
-        store_rounded(given.dtype, row_at, row.data(), width, {given.rounding_key, id, t, late ? Part::late_row : Part::row});
+        const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
+        store_rounded(given.dtype, row_at, row.data(), width, {given.rounding_key, id, update.number, row_part});
         if (slot_at != nullptr)
-          store_rounded(given.slot_dtype, slot_at, slot.data(), slot_width, {given.rounding_key, id, t, late ? Part::late_slot : Part::slot});
-        if (given.steps != nullptr) given.steps[at] = t;
+          store_rounded(given.slot_dtype, slot_at, slot.data(), slot_width, {given.rounding_key, id, update.number, slot_part});
+        if (given.steps != nullptr) given.steps[at] = update.number;
       });
   return refused;
 }

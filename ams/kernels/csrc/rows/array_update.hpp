@@ -3,16 +3,16 @@
 
 #include <cstdint>
 
-#include "rows/adam.hpp"
 #include "base/common.hpp"
 #include "rows/kernels.hpp"
+#include "optimizers/optimizer.hpp"
 #include "rows/step_history.hpp"
 
 namespace geartrain {
 
 struct GivenRows {
   char* rows;        // [L, D] of dtype
-  char* slots;       // [L, D], of adam [L, 2 D], of slot_dtype; null: the rule has none
+  char* slots;       // [L, num_slots * D] of slot_dtype; null: there are none
   int64_t* steps;    // [L], how often each row was updated, with a CatchUp its last step; null where nothing counts
   int64_t dim;
   DType dtype;
@@ -22,9 +22,8 @@ struct GivenRows {
 };
 
 struct GivenStep {
-  Rule rule;
-  StepFactors factors;
-  AdamSettings adam;  // of Rule::adam
+  const Optimizer& optimizer;
+  PushFactors push;
   const CatchUp* catch_up = nullptr;  // where rows move in steps without a gradient; it reaches back to all of them
 };
 

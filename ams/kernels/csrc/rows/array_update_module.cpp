@@ -29,19 +29,19 @@ void gather_checked(const FloatRows& rows, const IdArray& numbers, const FloatRo
 
 int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::optional<MatrixOutput>& slots, int slot_dtype_code,
                        const std::optional<IdOutput>& steps, const std::optional<IdArray>& numbers, const FloatRows& gradients,
-                       int64_t first_id, uint64_t seed, uint32_t table_hash, int rule, float lr, float scale, float momentum,
-                       float weight_decay, double beta1, double beta2, float epsilon, const CatchUp* catch_up) {
-  require(rule >= 0 && rule < kNumRules, "rule must be 0 (SGD), 1 (momentum), 2 (nesterov) or 3 (adam)");
-  const bool is_adam = rule == static_cast<int>(Rule::adam);
-  require((rule == static_cast<int>(Rule::sgd)) == !slots.has_value(), "SGD has no slots, the others do");
+                       int64_t first_id, uint64_t seed, uint32_t table_hash, const Optimizer& optimizer, float lr, float scale,
+                       const CatchUp* catch_up) {
+  const size_t num_slots = static_cast<size_t>(optimizer.num_slots());
+  require((num_slots > 0) == slots.has_value(), "slots must be given for an optimizer that has them, and only for those");
   const DType dtype = checked_dtype(rows, dtype_code);
   const DType slot_dtype = slots ? checked_dtype(*slots, slot_dtype_code) : DType::float32;
-  require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == (is_adam ? 2 : 1) * rows.shape(1)),
-          "slots must be shaped as the rows, of adam twice as wide");
-  require(!is_adam || slot_dtype == DType::float32, "slots of adam must be float32");
-  require(catch_up == nullptr || rule == static_cast<int>(Rule::momentum), "rows of this rule do not move without a gradient");
-  const bool counts = is_adam || dtype != DType::float32 || slot_dtype != DType::float32 || catch_up != nullptr;
-  require(counts == steps.has_value(), "steps must be given for adam, for 16 bits and with catch_up, and only for those");
+  require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == num_slots * rows.shape(1)),
+          "slots must be shaped as the rows, one slot after the other");
+  require(slot_dtype == DType::float32 || optimizer.takes_narrow_slots(), "slots of this optimizer must be float32");
+  require((catch_up != nullptr) == optimizer.drift().has_value(), "catch_up must be given where untouched rows move, and only there");
+  const bool counts =
+      optimizer.counts_updates() || dtype != DType::float32 || slot_dtype != DType::float32 || catch_up != nullptr;
+  require(counts == steps.has_value(), "steps must be given where updates or steps are counted, and for 16 bits, and only there");
   require(!steps || steps->size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
@@ -50,8 +50,8 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
   const GivenRows given{static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
                         steps ? steps->data() : nullptr, static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype,
                         first_id, rounding_key(seed, table_hash)};
-  const GivenStep step{static_cast<Rule>(rule), {lr, scale, momentum, weight_decay}, {beta1, beta2, epsilon}, catch_up};
-  return update_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), gradients.data(), step);
+  return update_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), gradients.data(),
+                     {optimizer, {lr, scale}, catch_up});
 }
 
 void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& slots, int slot_dtype_code, const IdOutput& steps,
@@ -66,6 +66,11 @@ void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& 
   const GivenRows given{static_cast<char*>(rows.data()), static_cast<char*>(slots.data()), steps.data(),
                         static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype, 0, 0};
   read_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), catch_up, out.data());
+}
+
+void create_history(StepHistory* self, const Optimizer& optimizer) {
+  require(optimizer.drift().has_value(), "rows of this optimizer do not move at steps that do not touch them");
+  new (self) StepHistory(*optimizer.drift());
 }
 
 void adopt(StepHistory& history, int64_t now, const std::vector<float>& lrs, double origin_ww, double origin_vw) {
@@ -85,7 +90,7 @@ void copy_factors(const CatchUp& catch_up, const FactorRows& out) {
 
 void bind_steps(nb::module_& m) {
   nb::class_<StepHistory>(m, "StepHistory")
-      .def(nb::init<float, float>(), nb::kw_only(), nb::arg("momentum"), nb::arg("weight_decay"))
+      .def("__init__", &create_history, nb::arg("optimizer"))
       .def("end_step", &StepHistory::end_step, nb::arg("lr"))
       .def("forget_before", &StepHistory::forget_before, nb::arg("step"))
       .def("state", [](const StepHistory& history) {
@@ -93,6 +98,7 @@ void bind_steps(nb::module_& m) {
         return nb::make_tuple(state.now, state.lrs, state.origin_ww, state.origin_vw);
       })
       .def("adopt", &adopt, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
+      .def_prop_ro("moves_rows_at_rest", &StepHistory::moves_rows_at_rest)
       .def_prop_ro("now", &StepHistory::now);
   nb::class_<CatchUp>(m, "CatchUp")
       .def("__init__", [](CatchUp* self, const StepHistory& history) { (new (self) CatchUp(history))->reach_back(1); },
@@ -110,8 +116,7 @@ void bind_given_rows(nb::module_& m) {
   m.def("update_rows", &update_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"),
         nb::arg("slots").noconvert().none(), nb::arg("slot_dtype"), nb::arg("steps").noconvert().none(),
         nb::arg("numbers").noconvert().none(), nb::arg("gradients").noconvert(), nb::arg("first_id"), nb::arg("seed"),
-        nb::arg("table_hash"), nb::arg("rule"), nb::arg("lr"), nb::arg("scale"), nb::arg("momentum"), nb::arg("weight_decay"),
-        nb::arg("beta1"), nb::arg("beta2"), nb::arg("epsilon"), nb::arg("catch_up").none());
+        nb::arg("table_hash"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("catch_up").none());
   m.def("read_rows", &read_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"), nb::arg("slots").noconvert(),
         nb::arg("slot_dtype"), nb::arg("steps").noconvert(), nb::arg("numbers").noconvert().none(), nb::arg("catch_up"),
         nb::arg("out").noconvert());

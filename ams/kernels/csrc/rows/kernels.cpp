@@ -9,6 +9,7 @@
 
 #include "base/half.hpp"
 #include "base/isa.hpp"
+#include "optimizers/largest.hpp"
 
 namespace geartrain {
 namespace {
@@ -71,41 +72,18 @@ GEARTRAIN_INLINE void add_body(float* __restrict out, const float* __restrict in
   for (size_t i = 0; i < count; ++i) out[i] += in[i];
 }
 
-GEARTRAIN_INLINE int32_t magnitude_bits(float value) { return std::bit_cast<int32_t>(value) & 0x7FFFFFFF; }
-
-template <Rule rule>
-GEARTRAIN_INLINE Largest update_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient,
-                                     size_t count, StepFactors factors) {
-  const auto [lr, scale, momentum, weight_decay] = factors;
-  int32_t largest_row = 0, largest_slot = 0;
+GEARTRAIN_INLINE Ranges add_late_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient, size_t count,
+                                      PushFactors push) {
+  Largest largest_row, largest_slot;
   for (size_t i = 0; i < count; ++i) {
-    const float direction = gradient[i] * scale + weight_decay * row[i];
-    float step = direction;
-    if constexpr (rule != Rule::sgd) {
-      const float velocity = momentum * slot[i] + direction;
-      slot[i] = velocity;
-      step = rule == Rule::nesterov ? direction + momentum * velocity : velocity;
-      largest_slot = largest_slot < magnitude_bits(velocity) ? magnitude_bits(velocity) : largest_slot;
-    }
-    const float weight = row[i] - lr * step;
-    row[i] = weight;
-    largest_row = largest_row < magnitude_bits(weight) ? magnitude_bits(weight) : largest_row;
-  }
-  return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
-}
-
-GEARTRAIN_INLINE Largest add_late_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient,
-                                       size_t count, StepFactors factors) {
-  int32_t largest_row = 0, largest_slot = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const float direction = gradient[i] * factors.scale;
-    const float velocity = slot[i] + direction, weight = row[i] - factors.lr * direction;
+    const float direction = gradient[i] * push.scale;
+    const float velocity = slot[i] + direction, weight = row[i] - push.lr * direction;
     slot[i] = velocity;
     row[i] = weight;
-    largest_slot = largest_slot < magnitude_bits(velocity) ? magnitude_bits(velocity) : largest_slot;
-    largest_row = largest_row < magnitude_bits(weight) ? magnitude_bits(weight) : largest_row;
+    largest_slot.see(velocity);
+    largest_row.see(weight);
   }
-  return {static_cast<uint32_t>(largest_row), static_cast<uint32_t>(largest_slot)};
+  return {largest_row.value(), largest_slot.value()};
 }
 
 GEARTRAIN_INLINE float moved(double w, double v, double by_w, double by_v, double range) {
@@ -167,8 +145,6 @@ constexpr Kernels kernels_for(Isa isa) {
                        Versions<&max_abs_bits_body<kBF16>>::pick(isa)},
       .copy_streaming = isa == Isa::baseline ? &copy_plain : copy_streaming_avx2,
       .add = Versions<&add_body>::pick(isa),
-      .update = {Versions<&update_body<Rule::sgd>>::pick(isa), Versions<&update_body<Rule::momentum>>::pick(isa),
-                 Versions<&update_body<Rule::nesterov>>::pick(isa)},
   };
 }
 

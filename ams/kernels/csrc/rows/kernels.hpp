@@ -8,24 +8,10 @@
 
 namespace geartrain {
 
-// What one push does to a row, in float32 and in this order (ams/kernels/reference/ops.py is the specification):
-//   g = gradient * scale;  d = g + weight_decay * w;  v = momentum * v + d;
-//   sgd: w -= lr * d · momentum: w -= lr * v · nesterov: w -= lr * (d + momentum * v)
-//   adam: see adam.hpp; it has two slots and a kernel of its own
-enum class Rule : int { sgd = 0, momentum = 1, nesterov = 2, adam = 3 };
-inline constexpr int kNumRules = 4, kNumPlainRules = 3;
-
-struct StepFactors {
+// What travels with a push.
+struct PushFactors {
   float lr;
   float scale;
-  float momentum;
-  float weight_decay;
-};
-
-// Bits of the largest |row| and |slot| value after an update, before rounding to a storage type.
-struct Largest {
-  uint32_t row;
-  uint32_t slot;
 };
 
 // The matrix of 2 x 2 that some steps without a gradient are:  w' = ww w + wv v;  v' = vw w + vv v.
@@ -43,8 +29,8 @@ struct Kernels {
   void (*move)(float* row, float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
   // The row alone.
   void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
-  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d.
-  Largest (*add_late)(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
+  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d. Returns the largest magnitudes.
+  Ranges (*add_late)(float* row, float* slot, const float* gradient, size_t count, PushFactors push);
   // Any storage type <-> float32, round to nearest even. Index: DType.
   void (*load[kNumDTypes])(float* out, const void* in, size_t count);
   void (*store[kNumDTypes])(void* out, const float* in, size_t count);
@@ -54,8 +40,6 @@ struct Kernels {
   void (*copy_streaming)(char* out, const char* in, size_t bytes);
   // out += in.
   void (*add)(float* out, const float* in, size_t count);
-  // Row update; `slot` is unused by sgd. Index: Rule, but adam.
-  Largest (*update[kNumPlainRules])(float* row, float* slot, const float* gradient, size_t count, StepFactors factors);
 };
 
 inline constexpr uint32_t kInfinityBits = 0x7F800000u;

@@ -7,6 +7,7 @@
 
 #include "base/fan_out.hpp"
 #include "base/lookahead.hpp"
+#include "rows/row_update.hpp"
 
 namespace geartrain {
 namespace {
@@ -73,12 +74,12 @@ RowStore::RowStore(const RowStoreSpec& spec)
       rounding_key_(rounding_key(spec.initial.seed, spec.initial.table_hash)),
       directory_(directory_for(spec)),
       rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)), most_positions(directory_)),
-      bounds_{rounded(static_cast<float>(spec.initial.bound()), spec.dtype), 0.0f} {
-  if (spec.rule != Rule::sgd)
+      bounds_{rounded(static_cast<float>(spec.initial.bound()), spec.dtype), {}} {
+  if (spec.slot_dim() > 0)
     slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_positions(directory_));
-  if (spec.window > 0 || spec.counts_updates())
+  if (spec.counts_steps() || spec.counts_updates())
     row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_positions(directory_));
-  if (spec.window > 0) steps_.emplace(spec.momentum, spec.weight_decay);
+  if (spec.counts_steps()) steps_.emplace(*spec.optimizer->drift());
 }
 
 int64_t RowStore::num_present() const {
@@ -132,15 +133,15 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
   const auto copy_streaming = kernels().copy_streaming;
   const Lookahead lookahead;
   int64_t found[kFoundTogether];
-  std::optional<CatchUp> catch_up = new_catch_up();
+  Now now = this->now();
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, last - begin);
     find_positions(directory_, ids + begin, size, found, [](int64_t, int64_t) {});
-    if (catch_up) reach_back(*catch_up, found, size);
+    reach_back(now, found, size);
     lookahead.each(
-        size, catch_up ? bytes + slot_bytes() : bytes,
+        size, now ? bytes + slot_bytes() : bytes,
         [&](int64_t i) {
-          if (catch_up)
+          if (now)
             ask_for(lookahead, Use::read, found[i]);
           else if (found[i] >= 0)
             lookahead.ask(Use::read, rows_.at(found[i]), bytes);
@@ -148,8 +149,8 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
         [&](int64_t i) {
           const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
           char* row = out.rows + static_cast<size_t>(target) * bytes;
-          if (catch_up && catch_up->of(found[i] < 0 ? 0 : last_step(found[i])) != nullptr)
-            pull_moved(row, found[i], ids[begin + i], *catch_up, buffer.data());
+          if (is_behind(now, found[i]))
+            pull_moved(row, found[i], ids[begin + i], *now, buffer.data());
           else if (found[i] < 0)
             write_initial(row, ids[begin + i], buffer.data());
           else if (streamed)
@@ -205,46 +206,43 @@ void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t position) co
   if (position < 0) return;
   lookahead.ask(use, rows_.at(position), row_bytes());
   if (slots_) lookahead.ask(use, slots_->at(position), slot_bytes());
-  if (use == Use::update && spec_.counts_updates()) lookahead.ask(use, row_steps_->at(position), step_bytes());
+  if (use == Use::update && row_steps_ && !steps_) lookahead.ask(use, row_steps_->at(position), step_bytes());
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
-                                          StepFactors factors, CatchUp* catch_up) const {
+                                          const PushFactors& push, Now& now) const {
   require_legal(ids, count);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   Resolved found = resolve(ids, count, values, dtype);
 
   // float32 products are monotone: the largest one is finite only if all are.
-  const float largest = std::fabs(std::bit_cast<float>(found.largest) * factors.scale);
+  const float largest = std::fabs(std::bit_cast<float>(found.largest) * push.scale);
   if (!std::isfinite(largest)) {
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t bits = kernels().max_abs_bits[static_cast<int>(dtype)](row_of(values, i, gradient_bytes),
                                                                             static_cast<size_t>(spec_.dim));
-      if (!std::isfinite(std::bit_cast<float>(bits) * factors.scale)) throw Refusal{Reason::non_finite, i};
+      if (!std::isfinite(std::bit_cast<float>(bits) * push.scale)) throw Refusal{Reason::non_finite, i};
     }
   }
-  if (catch_up != nullptr) reach_back(*catch_up, found.positions.data(), count);
-  const Bounds before = catch_up != nullptr ? caught_up_bounds(*catch_up) : bounds_;
-  if (count > 0 && !cannot_overflow(largest, factors, before)) rehearse(ids, found, values, dtype, factors, catch_up);
+  reach_back(now, found.positions.data(), count);
+  if (count > 0 && !cannot_overflow(largest, push, now)) rehearse(ids, found, values, dtype, push, now);
   return found;
 }
 
 void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
-  std::optional<CatchUp> catch_up = new_catch_up();
-  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale, spec_.momentum, spec_.weight_decay},
-               catch_up ? &*catch_up : nullptr);
+  Now now = this->now();
+  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale}, now);
 }
 
 bool RowStore::surely_takes(float largest, float lr, float scale) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   const float product = std::fabs(largest * scale);
-  std::optional<CatchUp> catch_up = new_catch_up();
-  if (catch_up) catch_up->reach_back(1);
-  return std::isfinite(product) && cannot_overflow(product, {lr, scale, spec_.momentum, spec_.weight_decay},
-                                                   catch_up ? caught_up_bounds(*catch_up) : bounds_);
+  Now now = this->now();
+  if (now) now->reach_back(1);
+  return std::isfinite(product) && cannot_overflow(product, {lr, scale}, now);
 }
 
 void RowStore::make_room(const int64_t* ids, int64_t count) {
@@ -262,10 +260,8 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
 
 void RowStore::make_room_to_keep(int64_t count) {
   std::unique_lock lock(mutex_);
-  if (steps_) {  // the end of the step writes rows of its own
-    steps_->reserve();
-    count += rows_of_a_sweep(num_rows_there() + count);
-  }
+  reserve_step();
+  count += rows_of_a_sweep(num_rows_there() + count);  // the end of the step writes rows of its own
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 
@@ -275,16 +271,15 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   std::unique_lock lock(mutex_);
   const char* values = static_cast<const char*>(gradients);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
-  const StepFactors factors{lr, scale, spec_.momentum, spec_.weight_decay};
-  std::optional<CatchUp> catch_up = new_catch_up();
-  Resolved found = resolve_push(ids, count, values, dtype, factors, catch_up ? &*catch_up : nullptr);
+  const PushFactors factors{lr, scale};
+  Now now = this->now();
+  Resolved found = resolve_push(ids, count, values, dtype, factors, now);
   reserve(found.missing);
-  const bool ends = steps_ && ends_step;
-  const Overdue overdue = ends ? next_overdue() : Overdue{};
-  if (ends) steps_->reserve();
-  if (ends) reach_back(*catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
-  std::vector<Bounds> bounds(static_cast<size_t>(spec_.threads), bounds_);
-  std::vector<float> buffers(static_cast<size_t>(spec_.threads * spec_.dim) * 3);
+  reserve_step();
+  const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
+  std::vector<Magnitudes> bounds(static_cast<size_t>(spec_.threads), bounds_);
+  const int64_t buffer_size = std::max(3 * spec_.dim, 2 * spec_.dim + spec_.slot_dim());
+  std::vector<float> buffers(static_cast<size_t>(spec_.threads * buffer_size));
   before_writes(found.positions);
   before_writes(overdue.positions);
   // From here on nothing can fail.
@@ -295,24 +290,20 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   const Lookahead lookahead;
   fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
-    float* buffer = buffers.data() + thread * spec_.dim * 3;
-    Bounds seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
+    float* buffer = buffers.data() + thread * buffer_size;
+    Magnitudes seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
     lookahead.each(
         end - begin, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
-          update_one(position, ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, factors,
-                     catch_up ? &*catch_up : nullptr, buffer, seen);
+          update_one(position, ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, factors, now, buffer, seen);
         });
     bounds[static_cast<size_t>(thread)] = seen;
   });
-  if (ends) {
-    bring_up(overdue, *catch_up, buffers.data());
-    steps_->end_step(lr);
-  }
-  for (const Bounds& seen : bounds)
-    bounds_ = {std::max(bounds_.row, seen.row), std::max(bounds_.slot, seen.slot), std::max(bounds_.second, seen.second)};
-  bounds_ = {rounded_up(bounds_.row, spec_.dtype), rounded_up(bounds_.slot, spec_.slot_dtype), bounds_.second};
+  if (ends_step) end_step(overdue, now, lr, buffers.data());
+  for (const Magnitudes& seen : bounds) bounds_.raise_to(seen);
+  bounds_.row = rounded_up(bounds_.row, spec_.dtype);
+  for (float& slot : bounds_.slots) slot = rounded_up(slot, spec_.slot_dtype);
   return created;
 }
 
@@ -330,44 +321,15 @@ int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& posit
   return created;
 }
 
-// The update of one worst row: each float32 step is monotone in the magnitudes, so what is finite here is finite everywhere.
-bool RowStore::cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const {
-  if (spec_.rule == Rule::adam) return adam_cannot_overflow(largest_gradient, factors, bounds);
-  const float direction = largest_gradient + factors.weight_decay * bounds.row;
-  const float velocity = (steps_ ? 1.0f : factors.momentum) * bounds.slot + direction;  // late gradients meet all of the slot
-  const float step = spec_.rule == Rule::sgd        ? direction
-                     : spec_.rule == Rule::momentum ? velocity
-                                                    : direction + factors.momentum * velocity;
-  const float row = bounds.row + factors.lr * step;
-  return std::isfinite(rounded(row, spec_.dtype)) &&
-         (spec_.rule == Rule::sgd || std::isfinite(rounded(velocity, spec_.slot_dtype)));
-}
-
-// Loose for rows of float16, whose pushes are nearly always rehearsed: how far a row moves depends on its own second moments.
-bool RowStore::adam_cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const {
-  const AdamFactors most = adam_bounds(spec_.adam, factors);
-  const float direction = largest_gradient + most.weight_decay * bounds.row;
-  const float first = most.beta1 * bounds.slot + most.rest1 * direction;
-  const float second = most.beta2 * bounds.second + most.rest2 * direction * direction;
-  const float row = bounds.row + most.step_size * (first / most.epsilon);
-  return std::isfinite(rounded(row, spec_.dtype)) && std::isfinite(first) && std::isfinite(second);
-}
-
-RowStore::Bounds RowStore::update_values(float* row, float* slot, const float* gradient, StepFactors factors,
-                                         int64_t updates) const {
-  const size_t dim = static_cast<size_t>(spec_.dim);
-  if (spec_.rule == Rule::adam) {
-    const AdamLargest largest =
-        adam_update()(row, slot, slot + dim, gradient, dim, adam_factors(spec_.adam, factors, updates + 1));
-    return {std::bit_cast<float>(largest.row), std::bit_cast<float>(largest.first), std::bit_cast<float>(largest.second)};
-  }
-  const Largest largest = kernels().update[static_cast<int>(spec_.rule)](row, slot, gradient, dim, factors);
-  return {std::bit_cast<float>(largest.row), std::bit_cast<float>(largest.slot)};
+bool RowStore::cannot_overflow(float largest_gradient, const PushFactors& push, const Now& now) const {
+  const Magnitudes most = spec_.optimizer->worst(largest_gradient, push, bounds_at(now));
+  const auto fits = [this](float slot) { return std::isfinite(rounded(slot, spec_.slot_dtype)); };
+  return std::isfinite(rounded(most.row, spec_.dtype)) && std::all_of(most.slots.begin(), most.slots.end(), fits);
 }
 
 // Near the end of a storage type's range: computes every row aside and refuses the push if one would become infinite.
 void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype,
-                        StepFactors factors, const CatchUp* catch_up) const {
+                        const PushFactors& push, const Now& now) const {
   const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
   std::vector<float> row(dim), slot(slot_dim), gradient(dim), scratch(dim);
   std::vector<char> stored(std::max(dim, slot_dim) * sizeof(float));
@@ -382,13 +344,9 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
-    if (const Elapsed* elapsed = catch_up ? catch_up->of(position < 0 ? 0 : last_step(position)) : nullptr)
-      k.move(row.data(), slot.data(), dim, *elapsed, ranges());
     k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
-    if (catch_up && is_late(position))
-      k.add_late(row.data(), slot.data(), gradient.data(), dim, factors);
-    else
-      update_values(row.data(), slot.data(), gradient.data(), factors, updates_of(position));
+    update_row(*spec_.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim, push,
+               number_of(position));
     const auto require_finite = [&](const std::vector<float>& values, DType type) {
       k.store[static_cast<int>(type)](stored.data(), values.data(), values.size());
       if (k.max_abs_bits[static_cast<int>(type)](stored.data(), values.size()) >= kInfinityBits)
@@ -399,41 +357,31 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
   }
 }
 
-// Half types pass through float32 buffers: [0, D) row, [D, 2D) slot, [2D, 3D) gradient. Slots of adam are float32.
-void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DType dtype, StepFactors factors,
-                          const CatchUp* catch_up, float* buffer, Bounds& bounds) {
-  const size_t dim = static_cast<size_t>(spec_.dim);
+// Half types pass through float32 buffers: [0, D) row, then the slots, then [D] gradient.
+void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushFactors& push,
+                          const Now& now, float* buffer, Magnitudes& bounds) {
+  const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
   char *row = rows_.at(position), *slot = slots_ ? slots_->at(position) : nullptr;
   const Kernels& k = kernels();
   const int row_type = static_cast<int>(spec_.dtype), slot_type = static_cast<int>(spec_.slot_dtype);
   const bool wide_row = spec_.dtype == DType::float32;
   const bool wide_slot = spec_.slot_dtype == DType::float32 || slot == nullptr;
   float* weights = wide_row ? reinterpret_cast<float*>(row) : buffer;
-  float* velocity = wide_slot ? reinterpret_cast<float*>(slot) : buffer + dim;
+  float* slots = wide_slot ? reinterpret_cast<float*>(slot) : buffer + dim;
   const float* direction = reinterpret_cast<const float*>(gradient);
   if (!wide_row) k.load[row_type](weights, row, dim);
-  if (!wide_slot) k.load[slot_type](velocity, slot, dim);
+  if (!wide_slot) k.load[slot_type](slots, slot, slot_dim);
   if (dtype != DType::float32) {
-    k.load[static_cast<int>(dtype)](buffer + 2 * dim, gradient, dim);
-    direction = buffer + 2 * dim;
+    k.load[static_cast<int>(dtype)](buffer + dim + slot_dim, gradient, dim);
+    direction = buffer + dim + slot_dim;
   }
-  const bool late = catch_up != nullptr && is_late(position);
-  if (catch_up != nullptr) {
-    if (const Elapsed* elapsed = catch_up->of(last_step(position))) k.move(weights, velocity, dim, *elapsed, ranges());
-    last_step(position) = catch_up->now() + 1;
-  }
-  Bounds largest{};
-  if (late) {
-    const Largest added = k.add_late(weights, velocity, direction, dim, factors);
-    largest = {std::bit_cast<float>(added.row), std::bit_cast<float>(added.slot)};
-  } else {
-    largest = update_values(weights, velocity, direction, factors, updates_of(position));
-  }
-  if (spec_.counts_updates()) ++row_step(position);
-  const int64_t number = row_steps_ ? row_step(position) : 0;  // of this update, from 1; with a window of its step
-  bounds = {std::max(bounds.row, largest.row), std::max(bounds.slot, largest.slot), std::max(bounds.second, largest.second)};
-  if (!wide_row) store_rounded(spec_.dtype, row, weights, dim, draw_of(id, number, late ? Part::late_row : Part::row));
-  if (!wide_slot) store_rounded(spec_.slot_dtype, slot, velocity, dim, draw_of(id, number, late ? Part::late_slot : Part::slot));
+  const RowUpdate update =
+      update_row(*spec_.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim, push, number_of(position));
+  if (row_steps_) row_step(position) = update.number;
+  bounds.raise_to(update.largest);
+  const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
+  if (!wide_row) store_rounded(spec_.dtype, row, weights, dim, draw_of(id, update.number, row_part));
+  if (!wide_slot) store_rounded(spec_.slot_dtype, slot, slots, slot_dim, draw_of(id, update.number, slot_part));
 }
 
 int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
@@ -453,6 +401,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   before_writes(found.positions);
   int64_t created = 0;
   int64_t* positions = found.positions.data();
+  const std::optional<int64_t> number = number_when_assigned();
   const Lookahead lookahead;
   lookahead.each(
       count, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[i]); },
@@ -465,8 +414,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
         touched_.set(positions[i]);
         std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
         if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
-        if (steps_) last_step(positions[i]) = steps_->moves_rows_at_rest() ? steps_->now() : kResting;
-        if (spec_.rule == Rule::adam) row_step(positions[i]) = 0;  // others only round by it, and not twice alike
+        if (number) row_step(positions[i]) = *number;
       });
   return created;
 }
@@ -554,18 +502,17 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
   Resolved found = resolve(ids, count, rows, spec_.dtype);
-  uint32_t largest_slot = 0, largest_second = 0;
+  const size_t dim = static_cast<size_t>(spec_.dim), num_slots = static_cast<size_t>(spec_.optimizer->num_slots());
+  Magnitudes largest{std::bit_cast<float>(found.largest), {}};
   for (int64_t i = 0; i < count; ++i) {
-    const auto largest = [&](const char* values, DType dtype) {
-      return kernels().max_abs_bits[static_cast<int>(dtype)](values, static_cast<size_t>(spec_.dim));
-    };
-    const char* slot = slots_ ? row_of(slots, i, slot_bytes()) : nullptr;
-    const uint32_t first = slots_ ? largest(slot, spec_.slot_dtype) : 0;
-    const uint32_t second = spec_.rule == Rule::adam ? largest(slot + slot_bytes() / 2, spec_.slot_dtype) : 0;
-    if (std::max({largest(row_of(rows, i, row_bytes()), spec_.dtype), first, second}) >= kInfinityBits)
-      throw Refusal{Reason::non_finite, i};
-    largest_slot = std::max(largest_slot, first);
-    largest_second = std::max(largest_second, second);
+    bool is_finite = kernels().max_abs_bits[static_cast<int>(spec_.dtype)](row_of(rows, i, row_bytes()), dim) < kInfinityBits;
+    for (size_t slot = 0; slot < num_slots; ++slot) {
+      const char* values = row_of(slots, i, slot_bytes()) + slot * slot_bytes() / num_slots;
+      const uint32_t bits = kernels().max_abs_bits[static_cast<int>(spec_.slot_dtype)](values, dim);
+      is_finite = is_finite && bits < kInfinityBits;
+      largest.slots[slot] = std::max(largest.slots[slot], std::bit_cast<float>(bits));
+    }
+    if (!is_finite) throw Refusal{Reason::non_finite, i};
   }
   reserve(found.missing);
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
@@ -577,8 +524,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     if (slots_) std::memcpy(slots_->at(position), row_of(slots, i, slot_bytes()), slot_bytes());
     if (row_steps_) row_step(position) = steps[i];
   }
-  bounds_ = {std::max(bounds_.row, std::bit_cast<float>(found.largest)), std::max(bounds_.slot, std::bit_cast<float>(largest_slot)),
-             std::max(bounds_.second, std::bit_cast<float>(largest_second))};
+  bounds_.raise_to(largest);
   return created;
 }
 

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <vector>
 
-#include "rows/adam.hpp"
 #include "rows/bits.hpp"
 #include "base/common.hpp"
 #include "rows/directory.hpp"
@@ -15,6 +15,7 @@
 #include "rows/initial_values.hpp"
 #include "rows/kernels.hpp"
 #include "base/lookahead.hpp"
+#include "optimizers/optimizer.hpp"
 #include "rows/rounding.hpp"
 #include "rows/slabs.hpp"
 #include "rows/step_history.hpp"
@@ -25,21 +26,20 @@ struct RowStoreSpec {
   int64_t dim;
   DType dtype;
   DType slot_dtype;
-  Rule rule;
-  float momentum;
-  float weight_decay;
+  std::shared_ptr<const Optimizer> optimizer;
   InitialValues initial;
   std::vector<int64_t> owned_buckets;  // ascending
   int64_t num_rows;                    // -1: hashed
   int64_t threads;                     // most threads on one request
-  int64_t window;                      // 0: untouched rows are frozen; else steps after which a row is caught up at the latest
-  AdamSettings adam;                   // of Rule::adam
+  int64_t window;                      // where untouched rows move: steps after which a row is caught up at the latest
 
-  // Numbers of a row's slots: adam keeps the first moments, then the second ones.
-  int64_t slot_dim() const { return rule == Rule::sgd ? 0 : rule == Rule::adam ? 2 * dim : dim; }
+  // Numbers of a row's slots, one slot after the other.
+  int64_t slot_dim() const { return optimizer->num_slots() * dim; }
+  // Whether rows move at steps that do not touch them.
+  bool counts_steps() const { return optimizer->drift().has_value(); }
   // Whether an update is rounded to fewer bits than it was computed in.
-  bool rounds() const { return dtype != DType::float32 || (rule != Rule::sgd && slot_dtype != DType::float32); }
-  bool counts_updates() const { return rule == Rule::adam || (rounds() && window == 0); }
+  bool rounds() const { return dtype != DType::float32 || (optimizer->num_slots() > 0 && slot_dtype != DType::float32); }
+  bool counts_updates() const { return optimizer->counts_updates() || (rounds() && !counts_steps()); }
 };
 
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
@@ -56,7 +56,7 @@ class RowStore {
   };
   // Creates nothing; a missing row yields its initial value.
   void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
-  // Returns the number of rows created. `ends_step`: rows that no push of this step had are moved by it too (with a window).
+  // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
   int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale, bool ends_step);
   // Refuses what a push of these would refuse; changes nothing.
   void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const;
@@ -64,8 +64,8 @@ class RowStore {
   bool surely_takes(float largest, float lr, float scale) const;
   // Reserves the memory of those rows that are not there.
   void make_room(const int64_t* ids, int64_t count);
-  // Reserves what a step that writes `count` rows takes beside them: a freeze under way keeps what they were, and with a
-  // window the rows of the sweep.
+  // Reserves what a step that writes `count` rows takes beside them: a freeze under way keeps what they were, and where untouched
+  // rows move there are those of the sweep.
   void make_room_to_keep(int64_t count);
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows);
@@ -74,8 +74,8 @@ class RowStore {
   // Returns their number. One freeze at a time.
   int64_t freeze(bool only_touched);
   bool is_frozen() const;
-  // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (of sgd: null)
-  // and row steps [most] (last steps with a window, updates with adam or 16 bits, else null). They are as they lie, not caught up.
+  // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (or null) and row
+  // steps [most] (last steps where untouched rows move, updates where those are counted, else null). They are as they lie, not caught up.
   // Returns how many; 0: that was all.
   int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps);
   // Ends the freeze. If what was read is not kept, its rows count as touched again.
@@ -92,12 +92,8 @@ class RowStore {
   size_t row_bytes() const { return static_cast<size_t>(rows_.item_bytes()); }
 
  private:
-  // Upper bounds of |value| over all rows and slots, kept exact enough to prove that a push cannot overflow.
-  struct Bounds {
-    float row;
-    float slot;
-    float second = 0;  // of adam's second moments; `slot` is of the first
-  };
+  // What holds for all rows of one request; of nothing unless untouched rows move.
+  using Now = std::optional<CatchUp>;
   struct Resolved {
     std::vector<int64_t> positions;  // -1: missing
     std::vector<int64_t> missing;
@@ -106,38 +102,43 @@ class RowStore {
 
   void require_legal(const int64_t* ids, int64_t count) const;
   Resolved resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const;
-  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, StepFactors factors,
-                        CatchUp* catch_up) const;
+  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, const PushFactors& push,
+                        Now& now) const;
   void reserve(const std::vector<int64_t>& missing);
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
-  bool cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const;
-  bool adam_cannot_overflow(float largest_gradient, StepFactors factors, Bounds bounds) const;
-  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, StepFactors factors,
-                const CatchUp* catch_up) const;
+  bool cannot_overflow(float largest_gradient, const PushFactors& push, const Now& now) const;
+  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, const PushFactors& push,
+                const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);
-  void update_one(int64_t position, int64_t id, const char* gradient, DType dtype, StepFactors factors, const CatchUp* catch_up,
-                  float* buffer, Bounds& bounds);
-  // Updates a float32 row and its slots that had `updates` updates before.
-  Bounds update_values(float* row, float* slot, const float* gradient, StepFactors factors, int64_t updates) const;
+  void update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushFactors& push, const Now& now,
+                  float* buffer, Magnitudes& bounds);
   void ask_for(const Lookahead& lookahead, Use use, int64_t position) const;
   int64_t& row_step(int64_t position) const { return *reinterpret_cast<int64_t*>(row_steps_->at(position)); }
-  int64_t updates_of(int64_t position) const { return spec_.counts_updates() && position >= 0 ? row_step(position) : 0; }
-  // With a window only (row_store_elapsed.cpp):
-  int64_t& last_step(int64_t position) const { return row_step(position); }
-  std::optional<CatchUp> new_catch_up() const { return steps_ ? std::optional<CatchUp>(*steps_) : std::nullopt; }
-  void reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const;
-  Bounds caught_up_bounds(const CatchUp& catch_up) const;
-  Ranges ranges() const;
+  // Of a row that is not there (-1), or where nothing counts: 0.
+  int64_t number_of(int64_t position) const { return row_steps_ && position >= 0 ? row_step(position) : 0; }
+  Draw draw_of(int64_t id, int64_t number, Part part) const { return {rounding_key_, id, number, part}; }
+  Ranges ranges() const { return {largest_of(spec_.dtype), largest_of(spec_.slot_dtype)}; }
+
+  // Where untouched rows move (row_store_elapsed.cpp); elsewhere they do nothing.
+  Now now() const { return steps_ ? Now(*steps_) : std::nullopt; }
+  void reach_back(Now& now, const int64_t* positions, int64_t count) const;
+  Magnitudes bounds_at(const Now& now) const;
+  // Whether the row of `position` (-1: not there) is not what lies there any more.
+  bool is_behind(const Now& now, int64_t position) const { return now && now->of(number_of(position)) != nullptr; }
   void pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const;
-  bool is_late(int64_t position) const { return position >= 0 && last_step(position) > steps_->now(); }
+  std::optional<int64_t> number_when_assigned() const;
   struct Overdue {
     std::vector<int64_t> positions;
     int64_t sweep_at = 0;  // where the sweep goes on
   };
   int64_t rows_of_a_sweep(int64_t count) const;
-  Overdue next_overdue();
+  void reserve_step() {
+    if (steps_) steps_->reserve();
+  }
+  Overdue next_overdue(Now& now);
+  void end_step(const Overdue& overdue, const Now& now, float lr, float* buffer);
   void bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer);
   int64_t next_present(int64_t from) const;
   int64_t num_rows_there() const;
@@ -147,18 +148,16 @@ class RowStore {
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
 
-  Draw draw_of(int64_t id, int64_t number, Part part) const { return {rounding_key_, id, number, part}; }
-
   RowStoreSpec spec_;
   uint64_t rounding_key_;
   Directory directory_;
   SlabArray rows_;
   std::optional<SlabArray> slots_;
-  std::optional<SlabArray> row_steps_;  // int64 by position: with a window its last step, else the number of its updates
+  std::optional<SlabArray> row_steps_;  // int64 by position: where untouched rows move its last step, else the number of its updates
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
   int64_t sweep_began_ = 0;  // the step at which it was at position 0
-  Bounds bounds_;
+  Magnitudes bounds_;        // of all rows and slots, kept exact enough to prove that a push cannot overflow
   Bits touched_;  // positions written since the last freeze
   std::optional<FrozenRows> frozen_;
   std::optional<SlabArray> room_;  // what the last freeze kept rows in

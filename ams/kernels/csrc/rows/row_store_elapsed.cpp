@@ -1,4 +1,4 @@
-// The part of a row store that moves the rows nobody pushed (RowStoreSpec::window > 0). Reading moves nothing: a pull computes
+// The part of a row store that moves the rows nobody pushed, for an optimizer with a drift. Reading moves nothing: a pull computes
 // what a row has become, the next push of the row, or the sweep for old rows, writes it.
 #include <algorithm>
 #include <bit>
@@ -26,26 +26,32 @@ int64_t RowStore::next_present(int64_t from) const {
 }
 
 // Finds how old the rows are; each of their last steps is another line of memory.
-void RowStore::reach_back(CatchUp& catch_up, const int64_t* positions, int64_t count) const {
+void RowStore::reach_back(Now& now, const int64_t* positions, int64_t count) const {
+  if (!now) return;
   constexpr int64_t kAhead = 32;
   int64_t oldest = INT64_MAX;
   for (int64_t i = 0; i < count + kAhead; ++i) {
     if (i < count && positions[i] >= 0) prefetch_bytes(row_steps_->at(positions[i]), 1);
     if (i < kAhead || positions[i - kAhead] < 0) continue;
-    const int64_t last = last_step(positions[i - kAhead]);
+    const int64_t last = row_step(positions[i - kAhead]);
     if (last > 0) oldest = std::min(oldest, last);
   }
-  if (oldest != INT64_MAX) catch_up.reach_back(oldest);
+  if (oldest != INT64_MAX) now->reach_back(oldest);
 }
 
-// Bounds of the rows that `catch_up` can bring up to date, once they are.
-RowStore::Bounds RowStore::caught_up_bounds(const CatchUp& catch_up) const {
-  const Elapsed most = catch_up.largest();
-  const double row = bounds_.row, slot = bounds_.slot;
-  return {as_bound(most.ww * row + most.wv * slot), as_bound(most.vw * row + most.vv * slot)};
+// Bounds of the rows that `now` can bring up to date, once they are.
+Magnitudes RowStore::bounds_at(const Now& now) const {
+  if (!now) return bounds_;
+  const Elapsed most = now->largest();
+  const double row = bounds_.row, slot = bounds_.slots[0];
+  return {as_bound(most.ww * row + most.wv * slot), {as_bound(most.vw * row + most.vv * slot)}};
 }
 
-Ranges RowStore::ranges() const { return {largest_of(spec_.dtype), largest_of(spec_.slot_dtype)}; }
+// Of a row that is assigned; none: it keeps its own, since rows that are only rounded by it must not be rounded twice alike.
+std::optional<int64_t> RowStore::number_when_assigned() const {
+  if (steps_) return steps_->moves_rows_at_rest() ? steps_->now() : kResting;
+  return spec_.optimizer->counts_updates() ? std::optional<int64_t>(0) : std::nullopt;
+}
 
 // The row of `position` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
 void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const {
@@ -53,7 +59,7 @@ void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp
   const Kernels& k = kernels();
   const auto load = k.load[static_cast<int>(spec_.dtype)], load_slot = k.load[static_cast<int>(spec_.slot_dtype)];
   float *weights = buffer + dim, *velocity = buffer + 2 * dim;
-  const Elapsed* elapsed = catch_up.of(position < 0 ? 0 : last_step(position));
+  const Elapsed* elapsed = catch_up.of(number_of(position));
   if (position < 0) {
     write_initial(out, id, buffer);
     std::fill_n(velocity, dim, 0.0f);
@@ -66,11 +72,12 @@ void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp
 }
 
 // How many of a table's `count` rows a step looks at.
-int64_t RowStore::rows_of_a_sweep(int64_t count) const { return count * kSweepShare / spec_.window + 1; }
+int64_t RowStore::rows_of_a_sweep(int64_t count) const { return steps_ ? count * kSweepShare / spec_.window + 1 : 0; }
 
 // The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
 // it began.
-RowStore::Overdue RowStore::next_overdue() {
+RowStore::Overdue RowStore::next_overdue(Now& catch_up) {
+  if (!steps_) return {};
   const int64_t now = steps_->now();
   if (next_present(sweep_at_) < 0) {
     steps_->forget_before(sweep_began_ - spec_.window / kOverdueShare);
@@ -82,13 +89,21 @@ RowStore::Overdue RowStore::next_overdue() {
     const int64_t position = next_present(overdue.sweep_at);
     if (position < 0) break;
     overdue.sweep_at = position + 1;
-    const int64_t last = last_step(position);
+    const int64_t last = row_step(position);
     if (last > 0 && last <= now - spec_.window / kOverdueShare) overdue.positions.push_back(position);
   }
+  reach_back(catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
   return overdue;
 }
 
-// Catches up the rows that the push at hand has not. All that can fail came before.
+// All that can fail came before.
+void RowStore::end_step(const Overdue& overdue, const Now& now, float lr, float* buffer) {
+  if (!now) return;
+  bring_up(overdue, *now, buffer);
+  steps_->end_step(lr);
+}
+
+// Catches up the rows that the push at hand has not.
 void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer) {
   const size_t dim = static_cast<size_t>(spec_.dim);
   const Kernels& k = kernels();
@@ -98,17 +113,17 @@ void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* 
     return largest != 0;
   };
   for (int64_t position : overdue.positions) {
-    if (is_late(position)) continue;
+    if (row_step(position) > catch_up.now()) continue;
     char *row = rows_.at(position), *slot = slots_->at(position);
     k.load[static_cast<int>(spec_.dtype)](buffer, row, dim);
     k.load[static_cast<int>(spec_.slot_dtype)](buffer + dim, slot, dim);
-    if (const Elapsed* elapsed = catch_up.of(last_step(position))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
+    if (const Elapsed* elapsed = catch_up.of(row_step(position))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
     const int64_t id = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
     store_rounded(spec_.dtype, row, buffer, dim, draw_of(id, catch_up.now(), Part::row));
     store_rounded(spec_.slot_dtype, slot, buffer + dim, dim, draw_of(id, catch_up.now(), Part::slot));
     raise(bounds_.row, spec_.dtype, row);
-    const bool moves = raise(bounds_.slot, spec_.slot_dtype, slot) || steps_->moves_rows_at_rest();
-    last_step(position) = moves ? catch_up.now() : kResting;
+    const bool moves = raise(bounds_.slots[0], spec_.slot_dtype, slot) || steps_->moves_rows_at_rest();
+    row_step(position) = moves ? catch_up.now() : kResting;
   }
   sweep_at_ = overdue.sweep_at;
 }

@@ -1,4 +1,7 @@
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -15,19 +18,15 @@ void require_width(const RowStore& store, size_t width) {
   require(static_cast<int64_t>(width) == store.spec().dim, "rows must be as wide as the table's dim");
 }
 
-void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, float momentum, float weight_decay,
+void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer,
             int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads, int64_t window, double beta1, double beta2, float epsilon) {
+            int64_t num_rows, int64_t threads, int64_t window) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
   require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
-  require(window == 0 || (window >= 4 && rule == static_cast<int>(Rule::momentum)), "window must be 0, or >= 4 with momentum");
-  require(rule >= 0 && rule < kNumRules, "unknown rule");
-  if (static_cast<Rule>(rule) == Rule::adam) {
-    require(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "beta1 and beta2 must lie in [0, 1)");
-    require(std::isnormal(epsilon) && epsilon > 0, "epsilon must be a normal float32 > 0");
-    require(static_cast<DType>(slot_dtype) == DType::float32, "slots of adam must be float32");
-  }
+  require(window >= 4, "window must be >= 4");
+  require(static_cast<DType>(slot_dtype) == DType::float32 || optimizer->takes_narrow_slots(),
+          "slots of this optimizer must be float32");
   require(distribution >= 0 && distribution <= 2, "unknown distribution");
   require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
   const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
@@ -35,9 +34,8 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, int rule, fl
     require(owned[i] >= 0 && owned[i] < kNumBuckets && (i == 0 || owned[i - 1] < owned[i]),
             "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
-  new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), static_cast<Rule>(rule),
-                                   momentum, weight_decay, initial, owned, num_rows, threads, window,
-                                   AdamSettings{beta1, beta2, epsilon}});
+  new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned,
+                                   num_rows, threads, window});
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
@@ -90,14 +88,14 @@ struct RowArrays {
 
 template <class Array>
 RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, const std::optional<Array>& slots) {
-  const bool has_slots = store.spec().rule != Rule::sgd;
+  const bool has_slots = store.spec().slot_dim() > 0;
   require(slots.has_value() == has_slots, "slots must be given for tables that have them, and only for those");
   checked_dtype(rows, static_cast<int>(store.spec().dtype));
   require_width(store, rows.shape(1));
   require(rows.shape(0) == count, "rows must be as many as ids");
   if (has_slots) {
     checked_dtype(*slots, static_cast<int>(store.spec().slot_dtype));
-    require(static_cast<int64_t>(slots->shape(1)) == store.spec().slot_dim(), "slots must be as wide as the rule's slots");
+    require(static_cast<int64_t>(slots->shape(1)) == store.spec().slot_dim(), "slots must be as wide as the optimizer's");
     require(slots->shape(0) == count, "slots must be as many as ids");
   }
   return {const_cast<char*>(static_cast<const char*>(rows.data())),
@@ -111,8 +109,8 @@ int64_t freeze(RowStore& store, bool only_touched) {
 }
 
 void require_steps(const RowStore& store, size_t count, size_t steps, bool given) {
-  require(given == (store.spec().window > 0 || store.spec().counts_updates()),
-          "steps must be given for tables with a window or with adam, and only for those");
+  require(given == (store.spec().counts_steps() || store.spec().counts_updates()),
+          "steps must be given for tables that count steps or updates, and only for those");
   require(!given || steps == count, "steps must be as many as ids");
 }
 
@@ -134,13 +132,13 @@ int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const s
 }
 
 nb::tuple step_state(const RowStore& store) {
-  require(store.spec().window > 0, "the table counts no steps");
+  require(store.spec().counts_steps(), "the table counts no steps");
   const StepState state = store.step_state();
   return nb::make_tuple(state.now, state.lrs, state.origin_ww, state.origin_vw);
 }
 
 void adopt_steps(RowStore& store, int64_t now, const std::vector<float>& lrs, double origin_ww, double origin_vw) {
-  require(store.spec().window > 0, "the table counts no steps");
+  require(store.spec().counts_steps(), "the table counts no steps");
   const StepState state{now, lrs, origin_ww, origin_vw};
   require_steps(state);
   store.adopt_steps(state);
@@ -149,11 +147,17 @@ void adopt_steps(RowStore& store, int64_t now, const std::vector<float>& lrs, do
 }  // namespace
 
 void bind_row_store(nb::module_& m) {
+  m.def("optimizer_names", &optimizer_names);
+  nb::class_<Optimizer>(m, "Optimizer")
+      .def(nb::new_([](const std::string& name, const std::map<std::string, double>& scalars) {
+             return make_optimizer(name, Scalars(scalars));
+           }),
+           nb::arg("name"), nb::arg("scalars"));
   nb::class_<RowStore>(m, "RowStore")
-      .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("rule"),
-           nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
+      .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"),
+           nb::arg("optimizer"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"), nb::arg("window"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("epsilon"))
+           nb::arg("threads"), nb::arg("window"))
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),

@@ -1,4 +1,4 @@
-// Momentum that acts on every row at every step, applied to a row when somebody looks at it (SparseMomentum, "elapsed").
+// Momentum that acts on every row at every step, applied to a row when somebody looks at it (Optimizer::drift).
 //
 // A step without a gradient is linear:  v' = mu v + lambda w;  w' = w - lr v'.  So what k steps do to a row is one matrix of
 // 2 x 2 that all of its columns share, and all rows of the same last step. Scalars are float64.
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "rows/kernels.hpp"
+#include "optimizers/optimizer.hpp"
 
 namespace geartrain {
 
@@ -30,7 +31,7 @@ void require_steps(const StepState& state);
 
 class StepHistory {
  public:
-  StepHistory(float momentum, float weight_decay) : momentum_(momentum), weight_decay_(weight_decay) {}
+  explicit StepHistory(Drift drift) : momentum_(drift.momentum), weight_decay_(drift.weight_decay) {}
 
   int64_t now() const { return now_; }
   bool moves_rows_at_rest() const { return weight_decay_ != 0; }

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import CatchUp, StepHistory
 from geartrain.ams.tables.row_table import ELAPSED_WINDOW, TableSteps
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.specs import SparseMomentum, TableSpec
+from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.rows.tables import TORCH_DTYPES
 from geartrain.bridge.rows.transfers import upload
 
@@ -35,14 +36,15 @@ class RankSteps:
 
     def __init__(self, spec: TableSpec, share: int, device: torch.device, window: int = ELAPSED_WINDOW) -> None:
         """``share`` is the most rows that any rank holds: all ranks sweep alike, and so remember the same steps."""
-        assert isinstance(spec.optimizer, SparseMomentum)
+        assert spec.optimizer.drift is not None
+        self._momentum, self._weight_decay = spec.optimizer.drift
         self._name = spec.name
         self._share = share
         self._window = window
         self._device = device
         self._largest = [torch.finfo(TORCH_DTYPES[dtype]).max for dtype in (spec.dtype, spec.slot_dtype)]
-        self._history = StepHistory(momentum=spec.optimizer.momentum, weight_decay=spec.optimizer.weight_decay)
-        self.moves_rows_at_rest = bool(np.float32(spec.optimizer.weight_decay))
+        self._history = StepHistory(ops.compiled_optimizer(spec.optimizer))
+        self.moves_rows_at_rest = self._history.moves_rows_at_rest
         """Whether a row without momentum moves."""
         self._sweep_at = self._sweep_began = 0
         self._refresh()
@@ -107,6 +109,16 @@ class RankSteps:
         factors = self._factors(last_N)
         rows = self._combined(factors[:, :2], rows_ND, slots_ND, 0)
         return rows, self._combined(factors[:, 2:], rows_ND, slots_ND, 1)
+
+    def update(self, rows_ND: Tensor, slots_ND: Tensor, last_N: Tensor, gradient_ND: Tensor, lr: float) -> None:
+        """Catch up rows of these last steps and update them in place, one step of ``lr``. Overwrites the gradient."""
+        moved_ND, moved_slots_ND = self.moved(rows_ND, slots_ND, last_N)
+        rows_ND.copy_(moved_ND)
+        slots_ND.copy_(moved_slots_ND)
+        is_late = self.are_late(last_N).unsqueeze(1)  # [N, 1]: a second gradient of the row's step
+        gradient_ND.add_(torch.where(is_late, 0.0, rows_ND), alpha=self._weight_decay)
+        slots_ND.copy_(torch.where(is_late, slots_ND, slots_ND * self._momentum)).add_(gradient_ND)
+        rows_ND.add_(torch.where(is_late, gradient_ND, slots_ND), alpha=-lr)
 
     def _factors(self, last_N: Tensor) -> Tensor:
         """Row by row the matrix of 2 x 2, [N, 4]."""

@@ -18,7 +18,7 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.place import HeadSettings
 from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable, require_supported
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.update import RankStep, RankUpdate
 from geartrain.bridge.head.batch import Arithmetic
@@ -90,7 +90,6 @@ def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
             dtype=settings.dtype,
             slot_dtype=settings.slot_dtype,
         )
-        require_supported(spec)
     except GeartrainError as exc:
         link.require_equal({"error": str(exc)}, f"table {settings.name!r}")
         raise

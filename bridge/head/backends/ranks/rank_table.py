@@ -16,12 +16,13 @@ from torch import Tensor
 
 from geartrain.ams.tables import array_update as given_rows
 from geartrain.ams.tables.row_table import RowTable, table_hash
-from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.messages import Done, SyncGroup
-from geartrain.ams.values.specs import SGD, Adam, Ids, Momentum, SparseMomentum, TableSpec
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.backends.ranks.elapsed_momentum import RESTING, RankSteps
 from geartrain.bridge.head.backends.ranks.link import RankLink
-from geartrain.bridge.head.backends.ranks.optimizers import elapsed_step, plain_step
+from geartrain.bridge.head.backends.ranks.optimizers.registry import update_rows
+from geartrain.bridge.head.backends.ranks.optimizers.step import RowStep
 from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.head.batch import Workspace
 from geartrain.bridge.head.loss.scratch import BufferPool
@@ -50,7 +51,6 @@ class RankTable:
     """
 
     def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
-        require_supported(spec)
         self.spec = spec
         self.link = link
         self.first, self.stop = class_range(spec.num_rows or 0, link.world_size, link.rank)
@@ -146,7 +146,7 @@ class RankTable:
             self.slots_LD[numbers] = 0
         if self.steps_L is not None and self.steps is not None:
             self.steps_L[numbers] = self.steps.now if self.steps.moves_rows_at_rest else RESTING
-        elif self.steps_L is not None and isinstance(self.spec.optimizer, Adam):
+        elif self.steps_L is not None and self.spec.optimizer.counts_updates:
             self.steps_L[numbers] = 0  # others only round by it, and not twice alike
         return Done()
 
@@ -209,7 +209,7 @@ class RankTable:
     def update(self, work: Workspace, place: Place, gradient_ND: Tensor, lr: float, scale: Tensor) -> None:
         """One step of the optimizer with ``scale`` (0-dim) times the gradient, which is overwritten.
 
-        The formulas of ``ams/kernels/reference``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
+        The formulas of ``ams/values/optimizers``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
         row that would leave the range of its storage type stays as it is, with its slot, and is counted in ``refused``.
         """
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
@@ -218,16 +218,13 @@ class RankTable:
         gradient_ND.mul_(scale)
         rows_ND = self._loaded(work, self.rows_LD, place, "updated rows")
         steps_N = None if self.steps_L is None else self.steps_L[place] + 1
-        optimizer = self.spec.optimizer
-        slots_ND = None
-        if self.slots_LD is not None:
-            slots_ND = self._loaded(work, self.slots_LD, place, "slots")
+        slots_ND = None if self.slots_LD is None else self._loaded(work, self.slots_LD, place, "slots")
         if self.steps is not None:
-            assert isinstance(optimizer, SparseMomentum) and slots_ND is not None and steps_N is not None
+            assert slots_ND is not None and steps_N is not None
             last_N, steps_N = steps_N - 1, torch.full_like(steps_N, self.steps.now + 1)
-            elapsed_step(optimizer, self.steps, rows_ND, slots_ND, last_N, gradient_ND, lr)
+            self.steps.update(rows_ND, slots_ND, last_N, gradient_ND, lr)
         else:
-            plain_step(optimizer, rows_ND, slots_ND, gradient_ND, lr, steps_N)
+            update_rows(self.spec.optimizer, RowStep(rows_ND, slots_ND, gradient_ND, lr, steps_N))
         rows_ND = self._as_stored(work, place, steps_N, rows_ND, self.rows_LD, ROW)
         if slots_ND is not None and self.slots_LD is not None:
             slots_ND = self._as_stored(work, place, steps_N, slots_ND, self.slots_LD, SLOT)
@@ -361,11 +358,3 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def require_supported(spec: TableSpec) -> None:
-    optimizer = spec.optimizer
-    if not isinstance(optimizer, SGD | Momentum | SparseMomentum | Adam):
-        raise InvalidArgument(
-            f"optimizer is {optimizer!r}; with rows='ranks' it must be SGD, Momentum, SparseMomentum or Adam"
-        )

@@ -26,7 +26,7 @@ from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, within
 from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement, split_by_shard
-from geartrain.ams.values.specs import Adam, Ids, TableSpec
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable, as_tensor
 from geartrain.bridge.rows.tables import as_numpy
 
@@ -192,7 +192,7 @@ def _require_fit(table: RankTable, entry: FileEntry, snapshot: Snapshot, arrays:
         and (slots is None or slots.shape == (num, spec.slot_dim))
         and (slots is not None) == spec.has_slots
         and (steps is None or (bool(spec.step_bytes) and steps.shape == (num,)))
-        and (steps is not None or not (isinstance(spec.optimizer, Adam) or spec.counts_steps))
+        and (steps is not None or not spec.needs_step_numbers)
     )
     if not fits:
         raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}")

@@ -32,7 +32,8 @@ from geartrain.ams.values.errors import (
     StateDamaged,
     TableNotFound,
 )
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 
 ROWS = np.random.default_rng(5).standard_normal((900, 12)).astype(np.float32)
 LABELS = np.array([7, 3, 7, 899])

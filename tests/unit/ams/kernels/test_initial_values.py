@@ -8,7 +8,8 @@ import pytest
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.specs import SGD, Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
 
 ALL_BUCKETS = np.arange(4096)
 IDS = np.concatenate([np.arange(20), np.random.default_rng(0).integers(0, 2**63 - 1, 180), [2**32, 2**63 - 2]])

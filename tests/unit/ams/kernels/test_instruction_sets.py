@@ -12,7 +12,8 @@ import pytest
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import SGD, Adam, Constant, Momentum, Normal, SparseMomentum, TableSpec, Uniform
+from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, SparseMomentum
+from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
 
 INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
 

@@ -11,7 +11,8 @@ import pytest
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.position_lru import SlotIndex
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 
 COUNT = 30_000
 MASK = 2**64 - 1
@@ -76,7 +77,8 @@ def test_what_is_seen_of_a_table_does_not_depend_on_the_key_of_its_process() -> 
 import numpy as np
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.kernels.position_lru import SlotIndex
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
 ids = np.random.default_rng(0).integers(0, 2**62, 3000) // 3 * 3

@@ -17,7 +17,8 @@ from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerService
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, StaleClient
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
 HOUR_NS = 3600 * 10**9

@@ -15,7 +15,8 @@ from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values import errors
 from geartrain.ams.values.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
 

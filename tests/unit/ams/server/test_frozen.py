@@ -14,7 +14,8 @@ from geartrain.ams.storage.snapshot.folder import Staging, new_staging
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import SnapshotFailed
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 
 
 @pytest.fixture

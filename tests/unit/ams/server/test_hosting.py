@@ -41,8 +41,9 @@ from geartrain.ams.values.messages import (
     SyncGroup,
     UpdateHosted,
 )
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import SGD, Constant, Ids, TableSpec
+from geartrain.ams.values.specs import Constant, Ids, TableSpec
 
 NUM_ROWS, DIM = 9000, 2
 SPEC = TableSpec(name="t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
@@ -202,7 +203,8 @@ import numpy as np
 sys.path.insert(0, {root!r})
 from geartrain.ams.server import hosting
 from geartrain.ams.server.hosting import Hosting
-from geartrain.ams.values.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import GeartrainError
 from tests.unit.ams.server import test_hosting as tests
@@ -252,7 +254,8 @@ sys.path.insert(0, {root!r})
 from geartrain.ams.programs.hosted import Gradients
 from geartrain.ams.server import hosting
 from geartrain.ams.server.hosting import Hosting
-from geartrain.ams.values.specs import Constant, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Constant, TableSpec
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import GeartrainError
 from tests.unit.ams.server import test_hosting as tests

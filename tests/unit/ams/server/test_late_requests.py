@@ -30,7 +30,8 @@ from geartrain.ams.values.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.values.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))
 IDS = np.arange(8)

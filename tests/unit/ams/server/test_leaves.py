@@ -11,8 +11,9 @@ from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.interrupts import Leave
 from geartrain.ams.values.messages import CallContext, CreateTable, Pull, Push, SyncGroup
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import SGD, Constant, TableSpec
+from geartrain.ams.values.specs import Constant, TableSpec
 
 IDS = np.arange(4)
 ONES = np.ones((4, 2), np.float32)

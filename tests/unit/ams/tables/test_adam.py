@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference.adam import AdamTable, adam_update, power
 from geartrain.ams.kernels.reference.ops import initial_row
+from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.rpc.codec import spec_from_pb, spec_to_pb
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
-from geartrain.ams.values.specs import DTYPES, Adam, Constant, DTypeName, Normal, TableSpec
+from geartrain.ams.values.optimizers.adam import Adam, power
+from geartrain.ams.values.optimizers.spec import Push
+from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Normal, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
 SETTINGS = [
@@ -28,9 +30,9 @@ SETTINGS = [
 
 def make(
     optimizer: Adam, *, dim: int = 5, num_rows: int | None = None, dtype: DTypeName = "float32"
-) -> tuple[RowTable, AdamTable]:
+) -> tuple[RowTable, ReferenceTable]:
     spec = TableSpec(name="t", dim=dim, optimizer=optimizer, num_rows=num_rows, dtype=dtype, seed=3)
-    return RowTable(spec, ALL_BUCKETS), AdamTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype)
+    return RowTable(spec, ALL_BUCKETS), ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype)
 
 
 def pulled(table: RowTable, ids: np.ndarray) -> np.ndarray:
@@ -124,7 +126,7 @@ def test_rows_follow_torch_in_float64_while_the_learning_rate_changes(optimizer:
         weights.grad = torch.from_numpy(gradients).double() * 0.5
         torch_adam.param_groups[0]["lr"] = lr
         torch_adam.step()
-        exact, slots = adam_update(optimizer, exact, slots, step + 1, gradients, lr, 0.5, np.float64)
+        exact, slots = optimizer.updated(exact, slots, gradients, Push(lr, 0.5, step + 1, np.float64))
     np.testing.assert_allclose(exact, weights.detach().numpy(), rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(pulled(ours, ids), weights.detach().numpy(), rtol=2e-4, atol=2e-5)
 

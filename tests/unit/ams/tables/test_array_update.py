@@ -8,7 +8,8 @@ import pytest
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables import array_update as given_rows
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import SGD, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import TableSpec
 
 LENGTH, DIM = 200, 19
 

@@ -12,7 +12,8 @@ from geartrain.ams.kernels.reference.elapsed_momentum import ElapsedTable
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.row_table import RowTable, TableSteps, table_hash
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
-from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, Normal, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, Normal, TableSpec
 
 DIM, COUNT = 3, 24
 EVERY_ID = np.arange(COUNT)

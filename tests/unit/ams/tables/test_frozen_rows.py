@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.values.specs import SGD, Ids, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import Ids, TableSpec
 
 DIM = 3
 ALL_BUCKETS = np.arange(4096)

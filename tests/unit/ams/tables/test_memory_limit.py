@@ -15,7 +15,8 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.kernels import memory
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, OutOfMemory
-from geartrain.ams.values.specs import Momentum, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
+from geartrain.ams.values.specs import TableSpec
 
 MIB = 1 << 20
 DIM = 1024

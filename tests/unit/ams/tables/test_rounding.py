@@ -11,17 +11,8 @@ from geartrain.ams.kernels.reference.ops import bucket_of
 from geartrain.ams.kernels.reference.rounding import LATE_ROW, ROW, SLOT, draws, rounded, rounding_key, stored
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import InvalidRows, NonFinite
-from geartrain.ams.values.specs import (
-    DTYPES,
-    SGD,
-    Adam,
-    Constant,
-    DTypeName,
-    Momentum,
-    RowOptimizerSpec,
-    SparseMomentum,
-    TableSpec,
-)
+from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, TableSpec
 
 HALVES: list[DTypeName] = ["float16", "bfloat16"]
 LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}

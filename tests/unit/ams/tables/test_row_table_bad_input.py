@@ -8,7 +8,8 @@ import pytest
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.values.specs import SGD, DTypeName, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import DTypeName, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
 IDS = np.arange(6)

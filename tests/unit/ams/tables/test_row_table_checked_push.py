@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, NonFinite
-from geartrain.ams.values.specs import SGD, Constant, DTypeName, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import Constant, DTypeName, TableSpec
 
 IDS = np.arange(3)
 RULES: list[RowOptimizerSpec] = [

@@ -5,7 +5,8 @@ import pytest
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import SGD, Momentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Momentum
+from geartrain.ams.values.specs import TableSpec
 
 ALL_BUCKETS = np.arange(4096)
 MASK = 2**64 - 1

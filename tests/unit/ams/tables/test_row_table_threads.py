@@ -11,7 +11,9 @@ import pytest
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import NonFinite
-from geartrain.ams.values.specs import DTypeName, SparseMomentum, TableSpec, Untouched
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.optimizers.sparse_momentum import Untouched
+from geartrain.ams.values.specs import DTypeName, TableSpec
 
 BUCKETS = np.arange(4096)
 NUM_IDS, DIM = 30_000, 64  # 7.7 MB of rows: above the threshold for three slices
@@ -52,7 +54,8 @@ def test_a_large_push_with_one_bad_number_changes_nothing() -> None:
 STARVED = """
 import resource, threading
 import numpy as np
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
 table = RowTable(TableSpec(name="t", dim=64, optimizer=SGD(1.0), num_rows=30_000), np.arange(4096), threads=3)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import SGD, Constant, Momentum, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Momentum, SparseMomentum
+from geartrain.ams.values.specs import Constant, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
 VAST = 2**61
@@ -112,7 +113,8 @@ _MEASURED = """
 import resource, sys
 import numpy as np
 from pathlib import Path
-from geartrain.ams.values.specs import Momentum, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
+from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
 MIB = 1 << 20
@@ -151,7 +153,8 @@ def test_a_table_that_cannot_grow_says_so_and_changes_nothing() -> None:
 import resource
 import numpy as np
 from pathlib import Path
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.tables.row_table import RowTable
 
 table = RowTable(TableSpec(name="t", dim=65_536, num_rows=2**61, optimizer=SGD(0.1)), np.arange(4096))

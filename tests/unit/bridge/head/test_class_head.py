@@ -18,7 +18,7 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.bridge.head import batch as batch_module
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass

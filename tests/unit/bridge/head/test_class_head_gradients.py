@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.bridge.head.checks import check_margin
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass

@@ -18,7 +18,8 @@ from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.programs.class_lifecycle import LivingClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.specs import Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks.rank_place import RankPlace
 from geartrain.bridge.head.backends.ranks.rank_table import class_range

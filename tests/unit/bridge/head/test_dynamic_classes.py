@@ -24,7 +24,8 @@ from geartrain.ams.values.errors import (
     SpecMismatch,
     SyncError,
 )
-from geartrain.ams.values.specs import Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace

@@ -15,7 +15,8 @@ import geartrain as gt
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
-from geartrain.ams.values.specs import DTypeName, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.ranks.elapsed_momentum import RankSteps
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable, as_tensor
 from geartrain.bridge.head.batch import Arithmetic, Workspace

@@ -23,7 +23,8 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.kernels.reference.ops import nearest_neighbours
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC
 from geartrain.ams.values.errors import SpecMismatch
-from geartrain.ams.values.specs import DTypeName, Momentum, Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
+from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax

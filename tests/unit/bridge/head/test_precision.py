@@ -12,7 +12,8 @@ from torch import nn
 
 from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import PartialFC
-from geartrain.ams.values.specs import DTypeName, Normal, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer

@@ -17,7 +17,8 @@ import torch
 import geartrain.bridge.head.batch as batch_module
 from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import FullSoftmax
-from geartrain.ams.values.specs import SGD, Normal
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
 from geartrain.bridge.head.batch import Arithmetic, Batch, Targets, Workspace
 from geartrain.bridge.head.class_head import ClassHead

@@ -22,7 +22,8 @@ from geartrain.ams.values.errors import (
     SpecMismatch,
     SyncError,
 )
-from geartrain.ams.values.specs import Adam, DTypeName, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import DTypeName
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.head.weights import export_class_weights, import_class_weights

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.specs import SGD, Adam, DTypeName, Momentum, RowOptimizerSpec, SparseMomentum, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.ranks import rank_table
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key

@@ -12,7 +12,8 @@ import pytest
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.values.errors import Cancelled, InvalidArgument
 from geartrain.ams.values.graph_messages import GraphBuilding
-from geartrain.ams.values.specs import SGD, TableSpec
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 
 CLASSES = 20

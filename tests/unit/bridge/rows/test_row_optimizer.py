@@ -13,7 +13,7 @@ from torch import nn
 from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
-from geartrain.ams.values.specs import SGD
+from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace

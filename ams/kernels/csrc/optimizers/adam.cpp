@@ -1,0 +1,78 @@
+#include "optimizers/adam.hpp"
+
+#include <cmath>
+#include <stdexcept>
+
+#include "base/isa.hpp"
+#include "optimizers/largest.hpp"
+
+namespace geartrain {
+namespace {
+
+// By squaring, from products alone: std::pow rounds differently from one machine to the next.
+double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0 && base != 0; exponent >>= 1, base *= base)
+    if (exponent & 1) result *= base;
+  return exponent > 0 ? 0 : result;
+}
+
+GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict first, float* __restrict second,
+                                        const float* __restrict gradient, size_t count, const AdamFactors& factors) {
+  const AdamFactors f = factors;
+  Largest largest_row, largest_first, largest_second;
+  for (size_t i = 0; i < count; ++i) {
+    const float direction = gradient[i] * f.scale + f.weight_decay * row[i];
+    const float mean = f.beta1 * first[i] + f.rest1 * direction;
+    const float square = f.beta2 * second[i] + f.rest2 * direction * direction;
+    const float weight = row[i] - f.step_size * (mean / (std::sqrt(square) * f.inverse_root + f.epsilon));
+    first[i] = mean;
+    second[i] = square;
+    row[i] = weight;
+    largest_row.see(weight);
+    largest_first.see(mean);
+    largest_second.see(square);
+  }
+  return {largest_row.value(), {largest_first.value(), largest_second.value()}};
+}
+
+}  // namespace
+
+Adam::Adam(const Scalars& scalars, float weight_decay)
+    : beta1_(scalars.wide("beta1")),
+      beta2_(scalars.wide("beta2")),
+      epsilon_(scalars["eps"]),
+      weight_decay_(weight_decay),
+      update_(Versions<&update_body>::pick(active_isa())) {
+  if (!(beta1_ >= 0 && beta1_ < 1 && beta2_ >= 0 && beta2_ < 1))
+    throw std::invalid_argument("beta1 and beta2 must lie in [0, 1)");
+  if (!(std::isnormal(epsilon_) && epsilon_ > 0)) throw std::invalid_argument("eps must be a normal float32 > 0");
+}
+
+AdamFactors Adam::factors_of(const PushFactors& push, double correction1, double correction2) const {
+  return {.scale = push.scale,
+          .weight_decay = weight_decay_,
+          .beta1 = static_cast<float>(beta1_),
+          .rest1 = static_cast<float>(1 - beta1_),
+          .beta2 = static_cast<float>(beta2_),
+          .rest2 = static_cast<float>(1 - beta2_),
+          .inverse_root = static_cast<float>(1 / std::sqrt(correction2)),
+          .step_size = static_cast<float>(static_cast<double>(push.lr) / correction1),
+          .epsilon = epsilon_};
+}
+
+Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const {
+  return update_(row, moments, moments + dim, gradient, dim, factors_of(push, 1 - power(beta1_, t), 1 - power(beta2_, t)));
+}
+
+Magnitudes Adam::worst(float gradient, const PushFactors& push, const Magnitudes& before) const {
+  const AdamFactors most = factors_of(push, 1 - beta1_, 1);  // no row moves further than by step_size * (first / epsilon)
+  const float direction = gradient + most.weight_decay * before.row;
+  const float first = most.beta1 * before.slots[0] + most.rest1 * direction;
+  const float second = most.beta2 * before.slots[1] + most.rest2 * direction * direction;
+  return {before.row + most.step_size * (first / most.epsilon), {first, second}};
+}
+
+std::shared_ptr<Optimizer> make_adam(const Scalars& scalars) { return std::make_shared<Adam>(scalars, scalars["weight_decay"]); }
+
+}  // namespace geartrain

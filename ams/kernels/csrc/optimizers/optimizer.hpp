@@ -1,0 +1,76 @@
+// How a push changes a row. A table has one optimizer, made from a name and numbers; registry.cpp lists those there are, and each
+// has a file here. The Python classes of the same names (ams/values/optimizers) are their specification.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "rows/kernels.hpp"
+
+namespace geartrain {
+
+inline constexpr int kMaxSlots = 2;
+
+// Magnitudes: of one row and its slots, or bounds of those of all rows.
+struct Magnitudes {
+  float row = 0;
+  std::array<float, kMaxSlots> slots{};
+
+  void raise_to(const Magnitudes& other) {
+    row = row < other.row ? other.row : row;
+    for (size_t i = 0; i < kMaxSlots; ++i) slots[i] = slots[i] < other.slots[i] ? other.slots[i] : slots[i];
+  }
+};
+
+// The numbers that an optimizer is made from, by name; true is 1.
+class Scalars {
+ public:
+  explicit Scalars(const std::map<std::string, double>& values) : values_(values) {}
+  // Throws std::invalid_argument where there is no number of the name.
+  double wide(const char* name) const;
+  float operator[](const char* name) const { return static_cast<float>(wide(name)); }
+
+ private:
+  const std::map<std::string, double>& values_;
+};
+
+// Momentum that also acts on rows that a step does not touch.
+struct Drift {
+  float momentum, weight_decay;
+};
+
+// Stateless: threads may update different rows at a time. Every slot of a row that has had no update is zero.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+
+  // At most kMaxSlots.
+  virtual int num_slots() const = 0;
+  // Whether an update depends on how many the row had before.
+  virtual bool counts_updates() const { return false; }
+  // Whether slots may be stored in 16 bits.
+  virtual bool takes_narrow_slots() const { return true; }
+  // If rows move at steps that do not touch them: how.
+  virtual std::optional<Drift> drift() const { return std::nullopt; }
+
+  // Update number `t` of a row, from 1, in float32 and in the order that the specification has: row [dim], slots [num_slots, dim],
+  // `push.scale` times the gradient. Returns the largest magnitudes after it, before rounding to a storage type.
+  virtual Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push,
+                            int64_t t) const = 0;
+
+  // Bounds after any one update of rows within `before` by gradients that, scaled, are at most `gradient`: an update of one worst
+  // row. Each float32 step is monotone in the magnitudes, so what is finite here is finite everywhere.
+  virtual Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const = 0;
+};
+
+// Throws std::invalid_argument for an unknown name, and for numbers that are missing or outside their range.
+std::shared_ptr<Optimizer> make_optimizer(const std::string& name, const Scalars& scalars);
+std::vector<std::string> optimizer_names();
+
+}  // namespace geartrain

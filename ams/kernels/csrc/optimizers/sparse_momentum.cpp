@@ -1,0 +1,27 @@
+#include "optimizers/momentum.hpp"
+
+namespace geartrain {
+namespace {
+
+// Rows that a step does not touch move by their momentum (step_history.hpp says how), so that this is dense momentum.
+class ElapsedMomentum final : public Momentum {
+ public:
+  explicit ElapsedMomentum(const Scalars& scalars) : Momentum(scalars, false) {}
+
+  std::optional<Drift> drift() const override { return factors_; }
+
+  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override {
+    const float direction = gradient + factors_.weight_decay * before.row;
+    const float velocity = before.slots[0] + direction;  // a second gradient of a step meets all of the slot
+    return {before.row + push.lr * velocity, {velocity}};
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Optimizer> make_sparse_momentum(const Scalars& scalars) {
+  if (scalars["elapsed"] != 0) return std::make_shared<ElapsedMomentum>(scalars);
+  return std::make_shared<Momentum>(scalars, false);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,96 @@
+"""Adam, each row by its own number of updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+
+from geartrain.ams.values.arguments import real_number
+from geartrain.ams.values.optimizers.spec import Floats, Push, RowOptimizerSpec, Slot, require, require_rate
+
+
+@dataclass(frozen=True)
+class Adam(RowOptimizerSpec):
+    """m ← β₁ m + (1 − β₁) d;  v ← β₂ v + (1 − β₂) d²;  w ← w − lr · m̂ / (√v̂ + eps), with d = g + weight_decay · w.
+
+    m̂ = m / (1 − β₁ᵗ) and v̂ = v / (1 − β₂ᵗ), where t is the row's own number of updates: on a table all of whose rows
+    are pushed each step this is ``torch.optim.Adam`` (Kingma and Ba, ICLR 2015, algorithm 1; weight decay as L2), and a
+    row outside a push neither moves nor decays. Memory: two slots of float32 and 8 bytes per row. A push whose second
+    moments would leave the range of float32 (gradients above about 5e20) is refused like any other overflow.
+    """
+
+    lr: float = 1e-3
+    """Learning rate; a push may carry another one."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decays of the first and second moments, each in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment; at least 1.2e-38, so that a zero gradient divides by no zero."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+
+    name: ClassVar[str] = "adam"
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("first moment"), Slot("second moment", is_non_negative=True))
+    takes_narrow_slots: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_rate("lr", self.lr)
+        require_rate("weight_decay", self.weight_decay)
+        require_epsilon(self.eps)
+        require(
+            isinstance(self.betas, tuple | list) and len(self.betas) == 2,
+            f"betas is {self.betas!r}; it must be a pair such as (0.9, 0.999)",
+        )
+        for beta in self.betas:
+            real_number("a beta", beta)
+            require(0 <= beta < 1, f"betas is {self.betas!r}; each must lie in [0, 1)")
+        object.__setattr__(self, "betas", tuple(self.betas))  # JSON knows lists only
+
+    @property
+    def counts_updates(self) -> bool:
+        """See the base class."""
+        return True
+
+    def scalars(self) -> dict[str, float]:
+        """See the base class."""
+        beta1, beta2 = map(float, self.betas)
+        rest = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
+        return {"beta1": beta1, "beta2": beta2, **{name: float(value) for name, value in rest.items()}}
+
+    @classmethod
+    def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
+        """See the base class."""
+        rest = dict(scalars)
+        return cls(betas=(rest.pop("beta1", 0.9), rest.pop("beta2", 0.999)), **rest)
+
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+        """See the base class."""
+        dim, dtype = row.shape[-1], push.dtype
+        w, m, v = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
+        beta1, beta2 = self.betas
+        step_size = dtype(float(dtype(push.lr)) / (1 - power(beta1, push.t)))
+        inverse_root = dtype(1 / math.sqrt(1 - power(beta2, push.t)))
+        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
+        m = dtype(beta1) * m + dtype(1 - beta1) * direction
+        v = dtype(beta2) * v + dtype(1 - beta2) * direction * direction
+        w = w - step_size * (m / (np.sqrt(v) * inverse_root + dtype(self.eps)))
+        return w, np.concatenate([m, v], axis=-1)
+
+
+def require_epsilon(eps: float) -> None:
+    """Raise InvalidArgument unless what is divided by a root plus ``eps`` is never divided by zero."""
+    require_rate("eps", eps)
+    require(2.0**-126 <= eps < 2.0**127, f"eps is {eps!r}; it must lie in [1.2e-38, 1.7e38)")
+
+
+def power(base: float, exponent: int) -> float:
+    """Return ``base`` to the ``exponent`` by squaring: products alone have the same bits on every machine. Exact."""
+    result = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            result *= base
+        exponent, base = exponent >> 1, base * base
+    return result

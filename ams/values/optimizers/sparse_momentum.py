@@ -1,0 +1,83 @@
+"""Momentum for tables of which a push has some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from geartrain.ams.values.optimizers.momentum import Momentum, require_momentum
+from geartrain.ams.values.optimizers.spec import (
+    Drift,
+    Floats,
+    Push,
+    RowOptimizerSpec,
+    Slot,
+    flag,
+    require,
+    require_rate,
+)
+
+Untouched = Literal["freeze", "elapsed"]
+
+
+@dataclass(frozen=True)
+class SparseMomentum(RowOptimizerSpec):
+    """Momentum on the rows of a push: v ← momentum · v + g + weight_decay · w;  w ← w − lr · v (PLSC, section 4).
+
+    ``untouched="freeze"`` is the lazy form: a row outside the push neither moves nor decays.
+
+    ``untouched="elapsed"`` equals dense momentum: at every push each row of the table, even one that was never written,
+    decays and moves on by its momentum. It is caught up when it is read or pushed next, from its last step and the
+    learning rates since then, so that a step costs what its own rows cost. Memory: 8 bytes more per row, for its last
+    step, and 4 per step remembered (at most about 20,000 per table and shard; no gradient buffer, no pass over all
+    rows). Traffic: every push goes to every shard, if need be empty, to count as a step there. A row that would move
+    beyond the range of its type stays at its end.
+    """
+
+    lr: float
+    """Learning rate; a push may carry another one."""
+    momentum: float = 0.9
+    """Decay μ of the velocity, in [0, 1)."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+    untouched: Untouched = "freeze"
+    """What happens to rows outside a push."""
+
+    name: ClassVar[str] = "sparse_momentum"
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"),)
+    saves_gradient_buffer: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_rate("lr", self.lr)
+        require_rate("weight_decay", self.weight_decay)
+        require_momentum(self.momentum)
+        require(
+            self.untouched in ("freeze", "elapsed"),
+            f"untouched is {self.untouched!r}; it must be 'freeze' or 'elapsed'",
+        )
+
+    @property
+    def drift(self) -> Drift | None:
+        """See the base class."""
+        return Drift(self.momentum, self.weight_decay) if self.untouched == "elapsed" else None
+
+    def scalars(self) -> dict[str, float]:
+        """See the base class."""
+        elapsed = float(self.untouched == "elapsed")
+        return {
+            "lr": float(self.lr),
+            "momentum": float(self.momentum),
+            "weight_decay": float(self.weight_decay),
+            "elapsed": elapsed,
+        }
+
+    @classmethod
+    def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
+        """See the base class."""
+        rest = dict(scalars)
+        return cls(untouched="elapsed" if flag("elapsed", rest.pop("elapsed", 0)) else "freeze", **rest)
+
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+        """See the base class. What steps without a gradient do is in ``ams/kernels/reference/elapsed_momentum.py``."""
+        return Momentum(self.lr, self.momentum, self.weight_decay).updated(row, slots, gradient, push)

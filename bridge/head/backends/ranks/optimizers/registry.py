@@ -1,0 +1,24 @@
+"""Every optimizer of rows in tensor operations, by its name in ``ams/values/optimizers/registry.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.head.backends.ranks.optimizers.adam import adam
+from geartrain.bridge.head.backends.ranks.optimizers.momentum import momentum, sparse_momentum
+from geartrain.bridge.head.backends.ranks.optimizers.sgd import sgd
+from geartrain.bridge.head.backends.ranks.optimizers.step import RowStep
+
+TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "sparse_momentum": sparse_momentum,
+    "adam": adam,
+}
+
+
+def update_rows(optimizer: RowOptimizerSpec, step: RowStep) -> None:
+    """Make one update as ``optimizer.updated`` specifies it."""
+    TENSOR_OPTIMIZERS[optimizer.name](optimizer, step)
