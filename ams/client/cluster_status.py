@@ -88,12 +88,11 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
     """
     config = config or ClientConfig()
     scheduler, _ = dial(address, config, once=True)
-    from geartrain.ams.rpc.gear_client import GrpcGearCarrier  # as dial: not before it is needed
 
     seconds = config.connect_timeout_seconds
     try:
         names = [spec.name for spec in scheduler.describe(seconds).tables]
-        return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds), GrpcGearCarrier)
+        return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds))
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
     finally:

@@ -221,6 +221,16 @@ class GearHandler(Protocol):
         ...
 
 
+def process_at(address: str, incarnation: int) -> str:
+    """Names the process of a slow gear: one that is started again at the same address is another."""
+    return f"{address}#{incarnation}"
+
+
+def address_of(process: str) -> str:
+    """The address of a slow gear's process."""
+    return process.partition("#")[0]
+
+
 def family_of(source: str) -> str:
     """The fast gear that a series of deliveries is of."""
     return source.partition("\t")[0]

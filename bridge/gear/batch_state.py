@@ -24,7 +24,7 @@ FATES = tuple(one.name for one in fields(GearAccount))
 
 
 @dataclass
-class Taken:
+class TakenBatch:
     """A batch that is out for a backward pass."""
 
     number: int
@@ -52,7 +52,7 @@ class BatchState:
         self.ids_per_update = ids_per_update
         self.number = 0
         """Of the last batch taken."""
-        self.taken: Taken | None = None
+        self.taken: TakenBatch | None = None
         self.last_sequences: dict[str, int] = {}
         """Of the last add of each source that counted."""
         self.sources: dict[str, int] = {}
@@ -159,14 +159,14 @@ class BatchState:
         slots = self._index.find(ids, touch=False)
         return self._sums[slots], self._counts[slots].sum(1)
 
-    def take(self, ids: Ids) -> Taken:
+    def take(self, ids: Ids) -> TakenBatch:
         """Take the due batches of these ids [K] out. There must be none out."""
         assert self.taken is None
         slots = self._release(ids)
         self.number += 1
         newest = slots[np.argmax(self._last_add[slots])]
         lr = float(self._lrs[newest]) if self._last_add[newest] else float("nan")
-        self.taken = Taken(self.number, ids, self._sums[slots], self._counts[slots], self._versions[slots], lr)
+        self.taken = TakenBatch(self.number, ids, self._sums[slots], self._counts[slots], self._versions[slots], lr)
         return self.taken
 
     def discard(self, ids: Ids) -> None:
@@ -182,7 +182,7 @@ class BatchState:
         kept = ~gone
         self.taken = None
         if kept.any():
-            self.taken = Taken(
+            self.taken = TakenBatch(
                 taken.number,
                 taken.ids[kept],
                 taken.sums[kept],

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,25 +56,33 @@ class DenseFeatures:
     """[N] unix seconds when each was computed; -inf where there is none."""
 
 
-@dataclass(frozen=True)
-class Freshness:
-    """When an entry may still be used; see the head of this file."""
+class FeatureCache(Protocol):
+    """What an engine asks of a cache: :class:`WorkerCache`, :class:`SharedCache`."""
 
-    expire_seconds: float
-    max_version_lag: int | None = None
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, npt.NDArray[np.bool_]]:
+        """The features of ids, and which of them are there."""
+        ...
 
-    def __post_init__(self) -> None:
-        if not self.expire_seconds >= 0:
-            raise InvalidArgument(f"expire_seconds is {self.expire_seconds!r}; it must be >= 0 (0: nothing is kept)")
-        if self.max_version_lag is not None and self.max_version_lag < 0:
-            raise InvalidArgument(f"max_version_lag is {self.max_version_lag}; it must be >= 0, or None for any")
+    def insert(self, ids: Ids, features: DenseFeatures) -> None:
+        """Keep features."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """``hits``, ``misses`` and more."""
+        ...
 
 
 class FreshnessCounts:
     """Hits and misses, and how old and how far behind the hits were. Not thread-safe."""
 
-    def __init__(self, freshness: Freshness) -> None:
-        self._freshness = freshness
+    def __init__(self, expire_seconds: float, max_version_lag: int | None) -> None:
+        """Raises InvalidArgument for a value outside its range."""
+        if not expire_seconds >= 0:
+            raise InvalidArgument(f"expire_seconds is {expire_seconds!r}; it must be >= 0 (0: nothing is kept)")
+        if max_version_lag is not None and max_version_lag < 0:
+            raise InvalidArgument(f"max_version_lag is {max_version_lag}; it must be >= 0, or None for any")
+        self._expire_seconds = expire_seconds
+        self._max_version_lag = max_version_lag
         self._hits = self._absent = self._expired = self._lagging = 0
         self._edges = np.array(AGE_EDGES)
         self._ages = np.zeros(len(AGE_EDGES) + 1, np.int64)
@@ -95,8 +103,8 @@ class FreshnessCounts:
             times,
             now=now,
             dense_version=dense_version,
-            expire_seconds=self._freshness.expire_seconds,
-            max_version_lag=self._freshness.max_version_lag,
+            expire_seconds=self._expire_seconds,
+            max_version_lag=self._max_version_lag,
             age_edges=self._edges,
             age_counts=self._ages,
             lag_counts=self._lags,
@@ -147,7 +155,7 @@ class WorkerCache:
         self._rows = self._vectors.numpy() if self._vectors.device.type == "cpu" else None
         self._versions = np.full(capacity + 1, -1, np.int64)
         self._times = np.full(capacity + 1, -math.inf)
-        self._counts = FreshnessCounts(Freshness(expire_seconds, max_version_lag))
+        self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._evicted = 0
         self._clock = clock
         self._lock = threading.Lock()
@@ -240,7 +248,7 @@ class SharedCache:
         self._absent = np.zeros(1, self._record)
         self._absent["version"], self._absent["time"] = -1, -math.inf
         self._store = store
-        self._counts = FreshnessCounts(Freshness(expire_seconds, max_version_lag))
+        self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._foreign = 0
         self._clock = clock
         self._lock = threading.Lock()

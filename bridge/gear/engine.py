@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import counted
 from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.gear.coalescer import Coalescer
-from geartrain.bridge.gear.dense_cache import DenseFeatures
+from geartrain.bridge.gear.dense_cache import DenseFeatures, FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
 from geartrain.bridge.gear.update_thread import UpdateThread
@@ -51,22 +51,6 @@ Mode = Literal["async", "sync"]
 _ANY = Freshness()
 _MAX_DUE = 65_536
 """Gradients that may be due before deliveries wait."""
-
-
-class FeatureCache(Protocol):
-    """A cache of dense features (``dense_cache``)."""
-
-    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, npt.NDArray[np.bool_]]:
-        """The features of ids, and which of them are there."""
-        ...
-
-    def insert(self, ids: Ids, features: DenseFeatures) -> None:
-        """Keep features."""
-        ...
-
-    def report(self) -> dict[str, Any]:
-        """``hits``, ``misses`` and more."""
-        ...
 
 
 @dataclass

@@ -17,8 +17,9 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.gear_messages import Freshness, GearPort
 from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec
 from geartrain.bridge.dense.dense_table import attach
+from geartrain.bridge.gear.dense_cache import FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass, TrainMode
-from geartrain.bridge.gear.engine import DenseEngine, FeatureCache, Mode
+from geartrain.bridge.gear.engine import DenseEngine, Mode
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.samples import Decode, Samples, SampleSource
 

@@ -37,13 +37,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.ops import all_finite
+from geartrain.ams.kernels.ops import all_finite, merge_duplicates
 from geartrain.ams.values.arrays import ids_array, rows_array
-from geartrain.ams.values.errors import InvalidArgument, StateFailed
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, StateFailed
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.gear.batch_checks import check_distinct, check_sender, check_settings, checked_lags
-from geartrain.bridge.gear.batch_state import BatchState, Floats, Taken
+from geartrain.bridge.gear.batch_state import BatchState, Floats, TakenBatch
 
 Reduction = Literal["mean", "sum"]
 StaleRule = Literal["apply", "scale", "drop"]
@@ -103,7 +102,7 @@ class GradientBatcher:
         Raises:
             InvalidArgument: a value outside its range.
         """
-        check_settings(dim, gradients_per_id, ids_per_update, reduction, flush_seconds, stale, max_gradient_lag)
+        _check_settings(dim, gradients_per_id, ids_per_update, reduction, flush_seconds, stale, max_gradient_lag)
         self._gradients_per_id = gradients_per_id
         self._reduction = reduction
         self._flush_seconds = flush_seconds
@@ -154,9 +153,9 @@ class GradientBatcher:
         """
         ids = ids_array(ids, None)
         rows = rows_array(gradients, len(ids), self._state.dim, dtype=_FLOAT32)
-        lags = checked_lags(versions, len(ids), dense_version)
-        check_distinct(ids)
-        check_sender(source, sequence, lr)
+        lags = _checked_lags(versions, len(ids), dense_version)
+        _check_distinct(ids)
+        _check_sender(source, sequence, lr)
         with self._changing():
             state = self._state
             if not self._has_counted(source, sequence):
@@ -315,7 +314,7 @@ class GradientBatcher:
     def _reduced(self, sums: Floats, counts: npt.NDArray[np.int64]) -> Floats:
         return sums if self._reduction == "sum" else sums / counts.astype(np.float32)[:, None]
 
-    def _due_batch(self, taken: Taken) -> DueBatch:
+    def _due_batch(self, taken: TakenBatch) -> DueBatch:
         counts = taken.counts.sum(1)
         lr = None if math.isnan(taken.lr) else taken.lr
         gradients = self._reduced(taken.sums, counts)
@@ -328,3 +327,64 @@ class GradientBatcher:
                 f"batch {number} was never taken; the last one is {self._state.number}: give the number of a DueBatch"
             )
         return self._state.taken is not None and self._state.taken.number == number
+
+
+def _checked_lags(versions: Any, num_ids: int, dense_version: int) -> npt.NDArray[np.int64]:
+    """Return how many dense updates each feature lags [N], not below 0. Raises InvalidRows."""
+    array = np.asarray(versions)
+    if array.shape != (num_ids,) or (array.dtype.kind not in "iu" and num_ids):
+        raise InvalidRows(
+            f"versions are {array.dtype} of shape {array.shape}; {num_ids} ids need integers ({num_ids},)"
+        )
+    return np.maximum(dense_version - array.astype(np.int64), 0)
+
+
+def _check_distinct(ids: Ids) -> None:
+    """Raise InvalidIds, naming the first id that occurs twice."""
+    distinct, inverse, _ = merge_duplicates(ids)
+    if len(distinct) < len(ids):
+        first = int(np.flatnonzero(np.bincount(inverse) > 1)[0])
+        raise InvalidIds(
+            f"id {distinct[first]} occurs {np.count_nonzero(inverse == first)} times; ids of an add must be distinct: "
+            "sum the gradients of an id within a step first"
+        )
+
+
+def _check_sender(source: str, sequence: int, lr: float | None) -> None:
+    """Raise InvalidArgument if one of these is outside its range."""
+    if not source:
+        raise InvalidArgument("source is ''; it must name the fast gear, so that a retried gradient counts once")
+    if sequence < 0:
+        raise InvalidArgument(f"sequence is {sequence}; it must be >= 0")
+    if lr is not None and not (math.isfinite(lr) and lr >= 0):
+        raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0, or None for the dense table's own")
+
+
+def _check_settings(
+    dim: int,
+    gradients_per_id: int,
+    ids_per_update: int,
+    reduction: str,
+    flush_seconds: float | None,
+    stale: str,
+    max_gradient_lag: int | None,
+) -> None:
+    """Raise InvalidArgument if one of these is outside its range."""
+    if dim < 1:
+        raise InvalidArgument(f"dim is {dim}; it must be at least 1")
+    if gradients_per_id < 1:
+        raise InvalidArgument(f"gradients_per_id is {gradients_per_id}; it must be at least 1")
+    if ids_per_update < 1:
+        raise InvalidArgument(f"ids_per_update is {ids_per_update}; it must be at least 1")
+    if reduction not in ("mean", "sum"):
+        raise InvalidArgument(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    if flush_seconds is not None and not flush_seconds >= 0:
+        raise InvalidArgument(f"flush_seconds is {flush_seconds!r}; it must be >= 0, or None for no bound")
+    if stale not in ("apply", "scale", "drop"):
+        raise InvalidArgument(f"stale is {stale!r}; it must be 'apply', 'scale' or 'drop'")
+    if (stale == "drop") != (max_gradient_lag is not None):
+        raise InvalidArgument(
+            f"max_gradient_lag is {max_gradient_lag} with stale={stale!r}; stale='drop' needs it, the others take None"
+        )
+    if max_gradient_lag is not None and max_gradient_lag < 0:
+        raise InvalidArgument(f"max_gradient_lag is {max_gradient_lag}; it must be >= 0")

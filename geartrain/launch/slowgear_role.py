@@ -12,19 +12,18 @@ import torch
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
+from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.service.role import GearServer
 from geartrain.ams.rpc.carrier import StreamHolders
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.storage.features.store import open_store
 from geartrain.ams.values.config import ClientConfig, SlowGearConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch
-from geartrain.bridge.gear.dense_cache import SharedCache
-from geartrain.bridge.gear.engine import FeatureCache
+from geartrain.bridge.gear.dense_cache import FeatureCache, SharedCache
 from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
 from geartrain.workers.devices import choose_device
+from geartrain.workers.gear.handler import SlowGearHandler
 from geartrain.workers.gear.objects import load_function, open_samples, optimizer_named
-from geartrain.workers.gear.partitions import HeldPartitions, Ticker
-from geartrain.workers.gear.slow_gear import SlowGearHandler
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class SlowGearRole:
 
     def _compare_widths(self, holders: Callable[[], StreamHolders]) -> None:
         """Raise SpecMismatch, before any partition is taken, if another slow gear makes features of another width."""
-        states, _ = describe_gears([self.name], lambda _: holders(), GrpcGearCarrier)
+        states, _ = describe_gears([self.name], lambda _: holders())
         for state in states:
             if state.dim != self._config.dim:
                 raise SpecMismatch(

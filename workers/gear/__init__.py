@@ -1,1 +1,1 @@
-"""The slow-gear role's work: the partitions it holds, and what it takes over from gears that are gone."""
+"""The work of the slow-gear role: what it answers, and what it is told by name."""

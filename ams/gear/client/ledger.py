@@ -7,20 +7,10 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from geartrain.ams.values.gear_messages import GearAccount, GearState
+from geartrain.ams.values.gear_messages import GearAccount, GearState, address_of
 from geartrain.ams.values.text import counted
 
 logger = logging.getLogger(__name__)
-
-
-def process_at(address: str, incarnation: int) -> str:
-    """Names the process of a slow gear: one that is started again at the same address is another."""
-    return f"{address}#{incarnation}"
-
-
-def address_of(process: str) -> str:
-    """The address of a slow gear's process."""
-    return process.partition("#")[0]
 
 
 class GearLedger:

@@ -7,19 +7,19 @@ Legend: D width of a dense feature, K distinct ids.
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.gear.client.ledger import GearLedger, address_of, process_at
+from geartrain.ams.gear.client.ledger import GearLedger
+from geartrain.ams.gear.client.patience import Patience
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
+from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -36,6 +36,8 @@ from geartrain.ams.values.gear_messages import (
     GearAccount,
     GearState,
     Taken,
+    address_of,
+    process_at,
 )
 from geartrain.ams.values.specs import Ids
 
@@ -46,40 +48,11 @@ Positions = npt.NDArray[np.int64]
 Pending = Callable[[], R]
 _BYTES_BESIDE = 24
 """Of an id in a message, beside its vector."""
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.5
 _PASSING = (AttemptFailed, NotHolder, GearUnavailable)
 """What may be another way in a moment."""
 _DESCRIBE_SECONDS = 5.0
 _LEASES = 1.5
 """The partitions of a slow gear that died are free after one lease; the others need a moment to take them."""
-
-
-class GearCarrier(Protocol):
-    """The way to one slow gear (``grpc_gear``): each call begins at once; what it returns waits for the reply."""
-
-    def features(
-        self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout_seconds: float
-    ) -> Pending[FeatureReply]:
-        """Ask for features."""
-        ...
-
-    def deliver(
-        self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
-    ) -> Pending[Taken]:
-        """Hand gradients over."""
-        ...
-
-    def flush(self, name: str, timeout_seconds: float) -> Pending[int]:
-        """Ask to apply all that waits."""
-        ...
-
-    def describe(self, sources: Sequence[str], timeout_seconds: float) -> Pending[GearState]:
-        """Ask how it is."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the connection."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +89,7 @@ class RemoteGears:
         name: str,
         dim: int,
         holders: Callable[[], StreamHolders],
-        open_carrier: Callable[[str, Callable[[], None]], GearCarrier],
+        open_carrier: Callable[[str, Callable[[], None]], GrpcGearCarrier],
         config: ClientConfig,
         *,
         wait: bool,
@@ -135,7 +108,7 @@ class RemoteGears:
         self.gradients_per_id = 0
         """That make one backward pass in the slow gears."""
         self._ledger = GearLedger(name)
-        self._carriers: dict[str, GearCarrier] = {}
+        self._carriers: dict[str, GrpcGearCarrier] = {}
         self._holders: tuple[str | None, ...] = (None,) * NUM_PARTITIONS
         self._incarnations: Mapping[str, int] = {}
         self._lease_seconds = 0.0
@@ -225,7 +198,7 @@ class RemoteGears:
         patience = self._patience()
         timeout = self._config.hosted_timeout_seconds
 
-        def flush(carrier: GearCarrier) -> Pending[int]:
+        def flush(carrier: GrpcGearCarrier) -> Pending[int]:
             return carrier.flush(self._name, timeout)
 
         while left := [address for address in self._addresses() if address not in done]:
@@ -358,7 +331,7 @@ class RemoteGears:
     def _process(self, address: str) -> str:
         return process_at(address, self._incarnations.get(address, 0))
 
-    def _begin(self, address: str | None, begin: Callable[[GearCarrier], Pending[R]]) -> Pending[R]:
+    def _begin(self, address: str | None, begin: Callable[[GrpcGearCarrier], Pending[R]]) -> Pending[R]:
         def nobody() -> R:
             raise NotSent(f"no slow gear of {self._name!r} holds some partitions")
 
@@ -442,47 +415,11 @@ class RemoteGears:
             with self._lock:
                 self._versions[address] = dense_version
 
-    def _patience(self) -> _Patience:
+    def _patience(self) -> Patience:
         seconds = self._config.recovery_timeout_seconds
-        return _Patience(self._name, lambda: max(seconds, _LEASES * self._lease_seconds) if seconds else 0.0)
+        return Patience(self._name, lambda: max(seconds, _LEASES * self._lease_seconds) if seconds else 0.0)
 
 
 def _series(source: str, mark: str) -> str:
     """A series of deliveries of the same fast gear, with numbers of its own."""
     return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"
-
-
-class _Patience:
-    """Waits between attempts, until the time is used up."""
-
-    def __init__(self, name: str, seconds: Callable[[], float]) -> None:
-        self._name = name
-        self._seconds = seconds
-        self._began: float | None = None
-        self._pause = _FIRST_PAUSE_SECONDS
-        self._last: Exception | None = None
-
-    def note(self, error: Exception) -> None:
-        self._last = error
-
-    def pause(self) -> None:
-        """Wait a little. Raises GearUnavailable when it has been long enough."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began = now
-            logger.warning(
-                "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: "
-                "scheduler setting stream_lease_seconds)",
-                self._name,
-                self._last or "some ids have no holder",
-                self._seconds(),
-            )
-        left = self._began + self._seconds() - now
-        if left <= 0:
-            raise GearUnavailable(
-                f"the slow gears of {self._name!r} did not answer for all ids within {self._seconds():g} s: "
-                f"{self._last or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise the "
-                "client setting recovery_timeout_seconds (it is waited for one and a half leases at least)"
-            ) from self._last
-        time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
-        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from geartrain.ams.gear.client.remote import GearCarrier
 from geartrain.ams.gear.partitions import job_of
 from geartrain.ams.rpc.carrier import AttemptFailed, StreamHolders
 from geartrain.ams.values.errors import GeartrainError
@@ -16,17 +15,17 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 2.0
 
 
-def describe_gears(
-    names: Iterable[str], holders: Callable[[str], StreamHolders], open_carrier: Callable[[str], GearCarrier]
-) -> tuple[list[GearState], list[str]]:
+def describe_gears(names: Iterable[str], holders: Callable[[str], StreamHolders]) -> tuple[list[GearState], list[str]]:
     """Ask the slow gears of these dense parts; return what they say, and complaints about those that do not answer.
 
     One call to the scheduler per name, one to each slow gear.
     """
+    from geartrain.ams.rpc.gear_client import GrpcGearCarrier  # only where slow gears are asked: it loads gRPC
+
     states, complaints = [], []
     for name in names:
         for address in sorted({holder for holder in holders(job_of(name)).holders if holder}):
-            carrier = open_carrier(address)
+            carrier = GrpcGearCarrier(address)
             try:
                 states.append(carrier.describe([], _TIMEOUT_SECONDS)())
             except (AttemptFailed, GeartrainError) as exc:

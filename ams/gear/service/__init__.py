@@ -1,1 +1,1 @@
-"""A slow gear behind gRPC."""
+"""A slow gear behind gRPC, and the partitions of ids that it holds."""

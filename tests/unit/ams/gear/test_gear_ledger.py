@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.gear.client.ledger import GearLedger, process_at
-from geartrain.ams.values.gear_messages import Failure, GearAccount, GearState, first_error
+from geartrain.ams.gear.client.ledger import GearLedger
+from geartrain.ams.values.gear_messages import Failure, GearAccount, GearState, first_error, process_at
 
 
 def state(address: str, number: int, account: GearAccount, *, taken_over: tuple[str, ...] = ()):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.gear.client.ledger import process_at
 from geartrain.ams.gear.client.remote import RemoteGears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear.service.role import GearService
@@ -27,6 +26,7 @@ from geartrain.ams.values.gear_messages import (
     GearState,
     Taken,
     family_of,
+    process_at,
 )
 from geartrain.ams.values.specs import Ids
 

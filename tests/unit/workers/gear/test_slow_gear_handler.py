@@ -19,7 +19,7 @@ from geartrain.ams.values.gear_messages import Delivery, GearAccount
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
-from geartrain.workers.gear.slow_gear import SlowGearHandler
+from geartrain.workers.gear.handler import SlowGearHandler
 
 DIM, IDS = 2, 8
 SETTINGS = EngineSettings(dim=DIM, optimizer=gt.SGD(1.0), reuse=True, gradients_per_id=2, reduction="sum")

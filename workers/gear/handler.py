@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from geartrain.ams.gear.client.ledger import process_at
+from geartrain.ams.gear.service.held_partitions import HeldPartitions
 from geartrain.ams.rpc.carrier import AttemptFailed, StreamHolders
 from geartrain.ams.values.errors import GeartrainError, NotHolder
 from geartrain.ams.values.gear_messages import (
@@ -20,10 +20,10 @@ from geartrain.ams.values.gear_messages import (
     GearState,
     Taken,
     family_of,
+    process_at,
 )
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
-from geartrain.workers.gear.partitions import HeldPartitions
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _HAND_OVER_SECONDS = 5.0
 
 
 class Peer(Protocol):
-    """Another slow gear (``grpc_gear``)."""
+    """Another slow gear (``ams/rpc/gear_client.py``)."""
 
     def hand_over(self, name: str, process: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
         """Tell it what became of the gradients that a slow gear was given."""
