@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from _turns import median_seconds
 
-from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.features.factory import open_store
 from geartrain.bridge.gear.dense_cache import DenseFeatures, SharedCache, WorkerCache
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 

@@ -52,7 +52,7 @@ class LocalSchedulerCarrier:
             require_current=lambda: self._streams.require_current(caller),
             for_restore=for_restore,
             replace=replace,
-        ).spec
+        )
 
     def publish_tables(
         self,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.rpc.carrier import (
@@ -66,14 +65,6 @@ class Beat:
     """The scheduler was restarted: register again."""
     replaced: bool = False
     """Another process holds the shard now."""
-
-
-class MadeTable(NamedTuple):
-    """A table that was asked for."""
-
-    spec: TableSpec
-    """With its incarnation."""
-    existed: bool
 
 
 class Scheduler:
@@ -256,8 +247,8 @@ class Scheduler:
         require_current: Callable[[], None] = lambda: None,
         for_restore: bool = False,
         replace: bool = False,
-    ) -> MadeTable:
-        """Make a table on every shard, and number it, unless it exists.
+    ) -> TableSpec:
+        """Make a table on every shard, and number it, unless it exists; return its spec with its incarnation.
 
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
         begins, so that a successor's is never undone. A table ``for_restore`` can be neither opened nor read nor
@@ -275,7 +266,7 @@ class Scheduler:
                 existing = self._state.schemas.get(spec.name)
             if existing is not None and not existing.is_unsettled and not (for_restore and replace):
                 self._check_reuse(existing, spec, reuse, view)
-                return MadeTable(existing.spec, existed=True)
+                return existing.spec
             if existing is not None and existing.for_restore and not for_restore:
                 raise being_restored(spec.name)
             spec = dataclasses.replace(spec, incarnation=self._incarnations.next())
@@ -294,9 +285,9 @@ class Scheduler:
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}
             self._keep_schema(spec.name, Schema(spec, holders, is_unsettled=for_restore, for_restore=for_restore))
-            return MadeTable(spec, existed=False)
+            return spec
 
-    def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> MadeTable | None:
+    def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> TableSpec | None:
         """The table to reuse, or None if it is not there, or only on its way. Waits for no change of another table."""
         with self._lock:
             existing = self._state.schemas.get(spec.name)
@@ -304,7 +295,7 @@ class Scheduler:
             return None
         require_current()
         self._check_reuse(existing, spec, True, self._ready_view())
-        return MadeTable(existing.spec, existed=True)
+        return existing.spec
 
     def publish_tables(self, tables: Mapping[str, int], *, require_current: Callable[[], None] = lambda: None) -> None:
         """Open tables that were made ``for_restore``, by name with their incarnations: all of them at once. Idempotent.

@@ -144,9 +144,7 @@ class SchedulerService:
             for_restore=request.for_restore,
             replace=request.replace,
         )
-        return scheduler_pb2.CreateClusterTableReply(
-            existed=made.existed, incarnation=made.spec.incarnation
-        ).SerializeToString()
+        return scheduler_pb2.CreateClusterTableReply(incarnation=made.incarnation).SerializeToString()
 
     def drop_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Remove a table from all shards."""

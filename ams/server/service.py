@@ -137,7 +137,7 @@ class ShardService:
         """Open a restored table."""
         request = framing.parse(data, shard_pb2.PublishTableRequest)
         publish = PublishTable(table=request.table, incarnation=request.incarnation)
-        return _encoded(await_reply(self._submit(request.context, publish), servicer_context))
+        return _encoded(await_reply(self._run(request.context, publish), servicer_context))
 
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""
@@ -254,7 +254,7 @@ class ShardService:
             tables=tuple(request.tables),
             parent_id=checked_snapshot_id("parent_id", request.parent_id, may_be_empty=True),
         )
-        return _encoded(await_reply(self._submit(request.context, freeze), servicer_context))
+        return _encoded(await_reply(self._run(request.context, freeze), servicer_context))
 
     def write_frozen(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Write what was frozen."""
@@ -263,14 +263,14 @@ class ShardService:
             snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id),
             folder=str(self._roots.resolve(request.folder)),
         )
-        written = await_reply(self._submit(request.context, write), servicer_context)
+        written = await_reply(self._run(request.context, write), servicer_context)
         return shard_pb2.WriteFrozenReply(files=written.files, deltas=written.deltas).SerializeToString()
 
     def thaw(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """End a freeze."""
         request = framing.parse(data, shard_pb2.ThawRequest)
         thaw = Thaw(snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id), kept=request.kept)
-        return _encoded(await_reply(self._submit(request.context, thaw), servicer_context))
+        return _encoded(await_reply(self._run(request.context, thaw), servicer_context))
 
     def restore(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows back."""
@@ -280,13 +280,13 @@ class ShardService:
             tables=tuple(request.tables),
             incarnations=tuple(request.incarnations),
         )
-        return _encoded(await_reply(self._submit(request.context, restore), servicer_context))
+        return _encoded(await_reply(self._run(request.context, restore), servicer_context))
 
     def fence(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Refuse a job's past."""
         request = framing.parse(data, shard_pb2.FenceRequest)
         fence = Fence(job=request.job, incarnation=request.incarnation, forget=request.forget)
-        done = await_reply(self._submit(request.context, fence), servicer_context)
+        done = await_reply(self._run(request.context, fence), servicer_context)
         self._parts.fence(fence.job, fence.incarnation)
         return _encoded(done)
 
@@ -338,8 +338,8 @@ class ShardService:
         finally:
             self._threads_that_wait.release()
 
-    def _submit(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
-        return self.shard.submit(codec.context_from_pb(context), request)
+    def _run(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
+        return self.shard.run(codec.context_from_pb(context), request)
 
     def _spec(self, header: _TableHeader) -> TableSpec:
         # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.

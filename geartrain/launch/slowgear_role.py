@@ -16,7 +16,7 @@ from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.service.role import GearServer
 from geartrain.ams.rpc.carrier import StreamHolders
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
-from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.config import ClientConfig, SlowGearConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch
 from geartrain.bridge.gear.dense_cache import FeatureCache, SharedCache

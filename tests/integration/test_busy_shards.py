@@ -110,7 +110,7 @@ def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(
 
         monkeypatch.setattr(shard, "run", watched)
         push = table.prepare_push([7], np.ones((1, DIM), np.float32))
-        with shard._turn:  # the shard is at work
+        with shard._writer.turn:  # the shard is at work
             client._calls.config = hasty
             for call in (push.send, lambda: table.pull([7])):
                 with pytest.raises(ShardUnavailable):

@@ -14,7 +14,7 @@ import pytest
 from geartrain.ams.client.cluster import Cluster, local
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
-from geartrain.ams.server.frozen_steps import joint_steps, restore_steps
+from geartrain.ams.server.freeze.marks import joint_steps, restore_steps
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.tables.row_table import ELAPSED_WINDOW, RowTable, TableSteps

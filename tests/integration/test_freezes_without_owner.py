@@ -32,7 +32,7 @@ def shards_of(served: ServedCluster) -> list[Shard]:
 def await_thaw(shard: Shard, seconds: float = 30.0) -> None:
     """Until the shard holds nothing: by itself, since nobody calls it."""
     deadline = time.monotonic() + seconds
-    while shard._frozen:
+    while shard.held_snapshots:
         assert time.monotonic() < deadline, "the freeze is still held"
         time.sleep(0.01)
 
@@ -49,7 +49,7 @@ def test_ctrl_c_out_of_the_with_block_ends_the_freeze_before_it_leaves(
             while not passes.fired["block.write.before"]:
                 time.sleep(0.01)
             raise KeyboardInterrupt
-        assert not any(shard._frozen for shard in shards_of(cluster))
+        assert not any(shard.held_snapshots for shard in shards_of(cluster))
         go.touch()
     assert list_snapshots(tmp_path / "snapshots") == []
 
@@ -67,7 +67,7 @@ def test_ctrl_c_while_the_moment_is_taken_ends_it_everywhere(
         monkeypatch.setattr(snapshots, "all_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours.snapshot(tmp_path)
-        assert not any(shard._frozen for shard in shards_of(cluster))
+        assert not any(shard.held_snapshots for shard in shards_of(cluster))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_freeze_that_nobody_renews_ends_by_itself_and_gives_its_memory_back(sh
         shard.submit(CallContext(stream="s", sequence=1), push).result(10)
         shard.submit(CallContext(), Freeze(snapshot_id="a")).result(10)
         await_thaw(shard)
-        table = shard._tables["t"].rows
+        table = shard._tables.find("t").rows
         before = table.memory_bytes
         shard.submit(CallContext(stream="s", sequence=2), push).result(10)
         assert table.memory_bytes == before, "rows were copied aside for nobody"
@@ -110,11 +110,11 @@ def test_a_freeze_is_kept_while_it_is_written(tmp_path: Path) -> None:
                 time.sleep(0.01)
             for _ in range(6):
                 let_pass(1.5)
-            assert shard._frozen, "it ended while it was written"
+            assert shard.held_snapshots, "it ended while it was written"
             go.touch()
             written.result(10)
         let_pass(1.5)
-        assert not shard._frozen, "it is still held"
+        assert not shard.held_snapshots, "it is still held"
     finally:
         go.touch()
         shard.close()
@@ -149,13 +149,13 @@ def test_who_takes_a_snapshot_renews_what_shards_hold_that_have_written_theirs(
         for name in ("t", "u"):
             ours.create_table(name, dim=16, optimizer=SGD(1.0), num_rows=4096).push(IDS, ONES)
         for shard in shards_of(cluster):
-            shard._freeze_leases._seconds = 0.5
-            shard._clock = shard._freeze_leases._clock = lambda: 0.2 * renewals[0]  # time passes as it is renewed
+            shard._freezes._lease_seconds = 0.5
+            shard._writer._clock = shard._freezes._clock = lambda: 0.2 * renewals[0]  # time passes as it is renewed
         ours.snapshot(tmp_path / "s", "a").result(60)
         renewals[0] = 0
         with armed(f"block.write.before=pause({go})@2"):
             ours.snapshot(tmp_path / "s", "b", parent="a").result(60)
-        kept = {shard._tables["t"].rows.kept_as for shard in shards_of(cluster)}
+        kept = {shard._tables.find("t").rows.kept_as for shard in shards_of(cluster)}
         assert len(kept) == 1
         assert "" not in kept
         ours.table("t").push(IDS[:1], ONES[:1])
@@ -164,4 +164,4 @@ def test_who_takes_a_snapshot_renews_what_shards_hold_that_have_written_theirs(
         assert listed["c"] is not None
         assert listed["c"].path == third
         assert set(listed["c"].manifest.deltas) == {"t", "u"}, "a shard had forgotten what it wrote"
-        assert not any(shard._frozen for shard in shards_of(cluster))
+        assert not any(shard.held_snapshots for shard in shards_of(cluster))

@@ -180,7 +180,7 @@ def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -
         shard = cluster.servers[0]._held[0].shard
         assert shard is not None
         out = np.full((NUM_ROWS, DIM), 77, np.float32)
-        with shard._turn:  # the shard is at work
+        with shard._writer.turn:  # the shard is at work
             pull = Pull(table="t", ids=IDS, out=out)
             with pytest.raises(AttemptFailed, match="no reply in time"):
                 carrier.submit(CallContext(), pull, 0.2).result(10)
@@ -387,7 +387,7 @@ def test_ids_are_read_once(served: Served) -> None:
         shard = cluster.servers[0]._held[0].shard
         assert shard is not None
         queued, submit = threading.Event(), shard.submit
-        with pytest.MonkeyPatch.context() as patch, shard._turn:  # the shard is at work
+        with pytest.MonkeyPatch.context() as patch, shard._writer.turn:  # the shard is at work
             patch.setattr(shard, "submit", lambda *call: (submit(*call), queued.set())[0])
             call = channel.unary_unary(f"/{SHARD_SERVICE}/Pull").future(pull, timeout=10)
             assert queued.wait(10)

@@ -13,7 +13,7 @@ import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect, local
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.server import frozen
+from geartrain.ams.server.freeze import freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values import errors
@@ -218,13 +218,13 @@ def test_snapshots_of_different_tables_do_not_end_one_another(
 ) -> None:
     make_tables(cluster)
     train(cluster, range(2))
-    before, may_write, whole = rows(cluster), threading.Event(), frozen.write_block
+    before, may_write, whole = rows(cluster), threading.Event(), freezes.write_block
 
     def waiting(*args: Any, **keywords: Any) -> Any:
         may_write.wait(60)
         return whole(*args, **keywords)
 
-    monkeypatch.setattr(frozen, "write_block", waiting)
+    monkeypatch.setattr(freezes, "write_block", waiting)
     pending = [cluster.snapshot(tmp_path, name, tables=[name]) for name in ("dense", "hashed")]
     ended = cluster.snapshot(tmp_path, "ended", tables=["hashed"])
     last = cluster.snapshot(tmp_path, "last", tables=["hashed"])

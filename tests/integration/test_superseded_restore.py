@@ -12,7 +12,7 @@ import pytest
 
 from geartrain.ams.client import restore as snapshots
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.server import frozen
+from geartrain.ams.server.freeze import restore
 from geartrain.ams.values.errors import SnapshotNotFound, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
@@ -38,7 +38,7 @@ def test_live_rows_stay_until_every_shard_has_found_the_snapshot(
         def elsewhere(folder: str) -> NoReturn:
             raise SnapshotNotFound(f"{folder} is not the folder of a snapshot")  # on the machine of the servers
 
-        monkeypatch.setattr(frozen, "open_snapshot", elsewhere)
+        monkeypatch.setattr(restore, "open_snapshot", elsewhere)
         with pytest.raises(SnapshotNotFound, match="is not the folder"):
             cluster.restore(path, replace=True)
         assert (cluster.table("t").pull(IDS) == 2).all()

@@ -217,7 +217,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 if table.is_open:
                     shard.run(CallContext(), Pull(table=name, ids=mine, out=found, present=present)).result(10)
                 else:
-                    shard._tables[name].rows.pull(mine, found, None, present)
+                    shard._tables.find(name).rows.pull(mine, found, None, present)
                 expected = np.array([(table.rows.get(one) or table.initial())[0] for one in mine.tolist()])
                 assert np.array_equal(found, expected), f"shard {number}, {name}: {found} is not {expected}"
                 assert present.tolist() == [one in table.rows for one in mine.tolist()]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import Ids

@@ -368,21 +368,17 @@ Global___CreateClusterTableRequest: _TypeAlias = CreateClusterTableRequest  # no
 class CreateClusterTableReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    EXISTED_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    existed: _builtins.bool
-    """The table existed."""
     incarnation: _builtins.int
     """The incarnation of the table, new or not."""
     def __init__(
         self,
         *,
-        existed: _builtins.bool = ...,
         incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

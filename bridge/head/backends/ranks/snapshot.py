@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from geartrain.ams.server.frozen_marks import ShardMarks
-from geartrain.ams.server.frozen_steps import restore_table_steps
+from geartrain.ams.server.freeze.marks import ShardMarks, restore_table_steps
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot

@@ -139,7 +139,7 @@ def test_a_table_whose_rows_a_restarted_shard_lost_is_not_offered() -> None:
     with pytest.raises(errors.TableExists):
         cluster.scheduler.create_table(SPEC)
     cluster.scheduler.drop_table("t")
-    assert not cluster.scheduler.create_table(SPEC).existed
+    cluster.scheduler.create_table(SPEC)
     assert cluster.scheduler.describe().incomplete_tables == ()
 
 
@@ -231,20 +231,20 @@ def test_every_table_has_a_higher_incarnation_than_all_before(monkeypatch: pytes
     first = FakeCluster()
     first.register_both()
     made = first.scheduler.create_table(SPEC)
-    assert first.scheduler.create_table(SPEC, reuse=True) == (made.spec, True)
-    assert [request.spec.incarnation for _, request in first.asked] == [made.spec.incarnation] * 2  # type: ignore[attr-defined]
+    assert first.scheduler.create_table(SPEC, reuse=True) == made
+    assert [request.spec.incarnation for _, request in first.asked] == [made.incarnation] * 2  # type: ignore[attr-defined]
     second = FakeCluster(store=first.store)
     second.register_both()
-    assert [spec.incarnation for spec in second.scheduler.describe().tables] == [made.spec.incarnation]
+    assert [spec.incarnation for spec in second.scheduler.describe().tables] == [made.incarnation]
     monkeypatch.setattr(time, "time_ns", lambda: 1)  # the clock was set back
     second.scheduler.drop_table("t")
     second.scheduler.create_table(replace(SPEC, name="u"))
     again = second.scheduler.create_table(SPEC)
-    assert again.spec == made.spec
-    assert again.spec.incarnation > made.spec.incarnation
+    assert again == made
+    assert again.incarnation > made.incarnation
     second.asked.clear()
     second.scheduler.drop_table("t")
-    assert [request for _, request in second.asked] == [DropTable(table="t", incarnation=again.spec.incarnation)] * 2
+    assert [request for _, request in second.asked] == [DropTable(table="t", incarnation=again.incarnation)] * 2
 
 
 def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_hold(
@@ -258,7 +258,7 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_
     cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[held])
     assert [spec.incarnation for spec in cluster.scheduler.describe().tables] == [7]
     monkeypatch.setattr(time, "time_ns", lambda: 1)
-    assert cluster.scheduler.create_table(replace(SPEC, name="u")).spec.incarnation == 8
+    assert cluster.scheduler.create_table(replace(SPEC, name="u")).incarnation == 8
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -273,7 +273,7 @@ def test_a_table_whose_making_was_cut_short_is_made_anew(kept: int) -> None:
     second = FakeCluster(store=store)
     assert second.scheduler.describe().tables == ()
     other = TableSpec(name="t", dim=8, optimizer=SGD(0.1))
-    assert not second.scheduler.create_table(other).existed
+    assert second.scheduler.create_table(other) == other
     dropped_first = [DropTable(table="t")] * 2 * (kept == 2)  # what the shards may still hold
     assert [request for _, request in second.asked] == [*dropped_first, *[CreateTable(spec=other)] * 2]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.server import frozen
-from geartrain.ams.server.frozen import FrozenTables
+from geartrain.ams.server.freeze import freezes
+from geartrain.ams.server.freeze.freezes import FrozenTables
 from geartrain.ams.storage.snapshot.folder import Staging, new_staging
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.tables.row_table import RowTable
@@ -22,8 +22,8 @@ from geartrain.ams.values.specs import TableSpec
 def table(monkeypatch: pytest.MonkeyPatch) -> RowTable:
     table = RowTable(TableSpec(name="t", dim=4, optimizer=SGD(1.0), num_rows=1000), np.arange(4096))
     table.assign(np.arange(1000), np.ones((1000, 4), np.float32))
-    monkeypatch.setattr(frozen, "_READ_BYTES", 24 * 100)
-    monkeypatch.setattr(frozen, "BLOCK_BYTES", 24 * 100)  # ten blocks
+    monkeypatch.setattr(freezes, "_READ_BYTES", 24 * 100)
+    monkeypatch.setattr(freezes, "BLOCK_BYTES", 24 * 100)  # ten blocks
     return table
 
 
@@ -45,7 +45,7 @@ def test_a_writer_that_was_superseded_takes_no_rows_of_the_next(
     first, second = new_staging(tmp_path, "a"), new_staging(tmp_path, "b")
     old = frozen_for(first, table)
     following: list[FrozenTables] = []
-    whole = frozen.write_block
+    whole = freezes.write_block
 
     def superseding(*args: Any, **keywords: Any) -> FileEntry:
         if not following:
@@ -53,7 +53,7 @@ def test_a_writer_that_was_superseded_takes_no_rows_of_the_next(
             following.append(frozen_for(second, table))
         return whole(*args, **keywords)
 
-    monkeypatch.setattr(frozen, "write_block", superseding)
+    monkeypatch.setattr(freezes, "write_block", superseding)
     with pytest.raises(SnapshotFailed, match="another one of the same tables"):
         old.write(first.path, 0)
     old.thaw(kept=False)  # late, and of no effect on the next

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.server.completed_writes import MarkedStream, MarkedWrite, WriteMarks
-from geartrain.ams.server.frozen_marks import held_marks, merged_stream, restore_marks
+from geartrain.ams.server.freeze.marks import held_marks, merged_stream, restore_marks
 from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
 from geartrain.ams.values.messages import CallContext, Done, Push, Reply, SyncGroup

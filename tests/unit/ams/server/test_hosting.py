@@ -315,7 +315,7 @@ def test_a_shard_that_may_be_anothers_changes_nothing(model: Add) -> None:
         model.gradients = lose_it  # type: ignore[method-assign]
         with pytest.raises(ShardUnavailable, match="taken over"):
             ask(shard, update(1.0), WRITE)
-        assert shard._tables["t"].rows.num_present == 0
+        assert shard._tables.find("t").rows.num_present == 0
     finally:
         shard.close()
 

@@ -236,7 +236,7 @@ def test_a_freeze_of_a_dropped_table_keeps_none_of_its_memory(shard: Shard) -> N
     held = []
     for number in range(3):  # each time the process that took it died, and its job went back
         ask(shard, Freeze(snapshot_id=f"lost-{number}"))
-        held.append(weakref.ref(shard._tables["t"].rows))
+        held.append(weakref.ref(shard._tables.find("t").rows))
         make_anew(shard)
     gc.collect()
     assert [ref() is not None for ref in held] == [False] * 3

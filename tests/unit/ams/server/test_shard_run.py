@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.messages import CallContext, CreateTable, Done, Pull, Push, SyncGroup
+from geartrain.ams.values.errors import RankMissing
+from geartrain.ams.values.messages import CallContext, CreateTable, Done, Freeze, Pull, Push, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant, TableSpec
 
@@ -98,7 +100,7 @@ def test_what_arrives_behind_a_queued_request_waits_its_turn(shard: Shard, monke
     assert (out == 1).all(), "the pull overtook the push"
 
 
-def test_a_synchronous_push_waits_on_the_shards_own_thread(shard: Shard, who: list[int]) -> None:
+def test_the_last_part_of_a_synchronous_push_applies_all_of_them_once(shard: Shard, who: list[int]) -> None:
     def part(rank: int) -> SyncGroup:
         return SyncGroup(job="j", world_size=2, rank=rank, sequence=1, sample_count=1)
 
@@ -107,6 +109,40 @@ def test_a_synchronous_push_waits_on_the_shards_own_thread(shard: Shard, who: li
     second = shard.run(CallContext(stream="other", incarnation=1, sequence=1), push(1, part(1))[1])
     assert first.result(timeout=10) == second.result(timeout=10)
     assert len(who) == 1
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_freeze_that_ran_on_its_callers_thread_ends_when_nobody_renews_it() -> None:
+    """The shard's own thread, which sleeps, is told to look."""
+    shard = Shard(0, np.arange(4096), incarnation=1, freeze_lease_seconds=0.3)
+    try:
+        shard.submit(CallContext(), CreateTable(spec=SPEC)).result(timeout=10)
+        until(lambda: shard._writer._num_queued == 0)
+        future = on_a_thread(lambda: shard.run(CallContext(), Freeze(snapshot_id="a")))
+        assert future.done()
+        assert shard.held_snapshots == ("a",)
+        until(lambda: not shard.held_snapshots)
+    finally:
+        shard.close()
+
+
+def test_a_rank_that_ran_on_its_callers_thread_hears_who_is_missing() -> None:
+    shard = Shard(0, np.arange(4096), incarnation=1, sync_timeout_seconds=0.3)
+    try:
+        shard.submit(CallContext(), CreateTable(spec=SPEC)).result(timeout=10)
+        until(lambda: shard._writer._num_queued == 0)
+        group = SyncGroup(job="j", world_size=2, rank=1, sequence=1, sample_count=1)
+        waiting = on_a_thread(lambda: shard.run(*push(1, group)))
+        with pytest.raises(RankMissing, match=r"ranks \[0\]"):
+            waiting.result(timeout=30)
+    finally:
+        shard.close()
 
 
 def test_threads_that_run_and_submit_at_once_lose_nothing(shard: Shard) -> None:

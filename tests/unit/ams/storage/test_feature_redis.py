@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import redis
 
+from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.storage.features.redis_features import refusal
-from geartrain.ams.storage.features.store import FeatureStore, open_store
+from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, StateFailed, StoreUnavailable
 from tests.redis_child import RedisChild, running_redis
 
@@ -156,7 +157,7 @@ def test_a_server_that_answers_nothing_is_waited_for_once(child: RedisChild, sto
 def test_processes_share_a_server(child: RedisChild, store: FeatureStore) -> None:
     code = f"""
 import numpy as np
-from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.features.factory import open_store
 store = open_store({child.url!r})
 print(store.read(np.arange(2)))
 store.write(np.array([1, 77]), [b"theirs", b"new"])

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.storage.features.store import FeatureStore, StoreCounts, open_store
+from geartrain.ams.storage.features.factory import open_store
+from geartrain.ams.storage.features.store import FeatureStore, StoreCounts
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidIds
 from tests.redis_child import RedisChild, running_redis
 

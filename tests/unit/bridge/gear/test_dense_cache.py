@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.gear.dense_cache import AGE_EDGES, DenseFeatures, SharedCache, WorkerCache
 from tests.redis_child import running_redis

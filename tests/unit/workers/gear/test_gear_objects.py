@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import geartrain as gt
-from geartrain.ams.storage.features.store import open_store
+from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.gear.samples import Samples
 from geartrain.workers.gear.objects import (

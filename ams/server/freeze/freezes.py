@@ -1,12 +1,15 @@
-"""Snapshots, seen from one shard: its tables held as they were at one moment, blocks written, blocks read back."""
+"""A shard's freezes: tables held as they were at one moment, written to a snapshot, let go.
+
+A freeze is held for as long as its owner renews its lease or its blocks are being written: whoever took it may be gone,
+and every write would copy rows aside for it.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,19 +17,19 @@ import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_marks
-from geartrain.ams.storage.snapshot.chain import layers_of
-from geartrain.ams.storage.snapshot.folder import open_snapshot
-from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
-from geartrain.ams.values.errors import InternalError, SnapshotFailed, SpecMismatch
-from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.errors import InternalError, SnapshotFailed
+from geartrain.ams.values.messages import Done, Freeze, Reply, WriteFrozen, Written
 
 _WRITERS = 2
 """Blocks written side by side: while one waits for the disk another is copied and hashed."""
 
 _READ_BYTES = 2 << 20
 """Read at a time: a table's writers wait no longer than this takes to copy."""
+
+
+_REMEMBERED_FREEZES = 256
 
 
 class FrozenTables:
@@ -135,61 +138,106 @@ class FrozenTables:
                 return
 
 
-def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
-    """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
-    snapshot = open_snapshot(folder)
-    sources = set(even_placement(snapshot.manifest.num_shards)[owned_buckets].tolist())
-    return [
-        snapshot.read_marks(entry)
-        for entry in snapshot.manifest.files
-        if entry.kind == MARKS and entry.shard in sources
-    ]
+class Freezes:
+    """The freezes of one shard, by snapshot; no table is in two. Used by the thread that has the shard's turn only."""
+
+    def __init__(self, shard: int, lease_seconds: float, clock: Callable[[], float], files: Executor) -> None:
+        self._shard = shard
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._files = files
+        """Where blocks are written: the shard goes on."""
+        self._held: dict[str, FrozenTables] = {}
+        self._deadlines: dict[str, float] = {}
+        """When the lease of each is over, on the clock."""
+        self._writing: dict[str, Future[Reply]] = {}
+        """The writing of each: a repeated request joins it."""
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED_FREEZES)
+        """Snapshots that hold nothing here any more: a late request must not make them hold another moment."""
+
+    @property
+    def snapshots(self) -> tuple[str, ...]:
+        """The ids of those that something is held for."""
+        return tuple(self._held)
+
+    def renewed(self, request: Freeze) -> bool:
+        """Whether it is held already; then for another whole lease. Raises SnapshotFailed if it has ended."""
+        if request.snapshot_id in self._ended:
+            raise SnapshotFailed(
+                f"snapshot {request.snapshot_id} was given up, completed or superseded on shard {self._shard}; take a "
+                "new one"
+            )
+        if request.snapshot_id not in self._held:
+            return False
+        self._renew(request.snapshot_id)
+        return True
+
+    def begin(self, request: Freeze, tables: Mapping[str, RowTable], marks: Mapping[str, Any]) -> Done:
+        """Hold ``tables`` as they are now, with the JSON values ``marks``; end other freezes of the same tables, whose
+        owner is gone or has given them up.
+        """
+        for other in list(self._held.values()):
+            if not request.tables or not other.tables.isdisjoint(tables):
+                self.end(other.snapshot_id, kept=False)
+        failpoints.reach("freeze.before")
+        self._held[request.snapshot_id] = FrozenTables(
+            request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
+        )
+        self._renew(request.snapshot_id)
+        failpoints.reach("freeze.after")
+        return Done()
+
+    def write(self, request: WriteFrozen) -> Future[Reply]:
+        """Begin to write what is held, or join who does it. Raises SnapshotFailed if it is not held."""
+        frozen = self._held.get(request.snapshot_id)
+        if frozen is None:
+            raise SnapshotFailed(
+                f"shard {self._shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or "
+                "superseded; take the snapshot again"
+            )
+        self._renew(request.snapshot_id)
+        if request.snapshot_id not in self._writing:
+            self._writing[request.snapshot_id] = self._files.submit(self._write, frozen, request.folder)
+        return self._writing[request.snapshot_id]
+
+    def end(self, snapshot_id: str, *, kept: bool) -> None:
+        """Let go of a freeze, or, if it is not here, of one that is still on the way."""
+        frozen = self._held.pop(snapshot_id, None)
+        self._deadlines.pop(snapshot_id, None)
+        self._writing.pop(snapshot_id, None)
+        if frozen is not None:
+            frozen.thaw(kept=kept)
+        if snapshot_id not in self._ended:
+            self._ended.append(snapshot_id)
+
+    def end_of_table(self, name: str) -> None:
+        """Let go of what holds a table: it is dropped, or gets other rows."""
+        for frozen in list(self._held.values()):
+            if name in frozen.tables:
+                self.end(frozen.snapshot_id, kept=False)
+
+    def next_deadline(self) -> float | None:
+        """When the first lease is over, on the clock; None: nothing is held."""
+        return min(self._deadlines.values(), default=None)
+
+    def end_silent(self) -> None:
+        """Let go of what nobody has renewed for a whole lease and nobody is writing."""
+        now = self._clock()
+        for snapshot_id in [one for one, deadline in self._deadlines.items() if deadline <= now]:
+            writing = self._writing.get(snapshot_id)
+            if writing is not None and not writing.done():
+                self._renew(snapshot_id)
+            else:
+                self.end(snapshot_id, kept=False)
+
+    def _renew(self, snapshot_id: str) -> None:
+        self._deadlines[snapshot_id] = self._clock() + self._lease_seconds
+
+    def _write(self, frozen: FrozenTables, folder: str) -> Reply:
+        entries = frozen.write(folder, self._shard)
+        return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
 
 
 def _joined(parts: list[StoredRows]) -> dict[str, npt.NDArray[Any]]:
     columns = {name: [getattr(part, name) for part in parts] for name in StoredRows._fields}
     return {name: np.concatenate(column) for name, column in columns.items() if column[0] is not None}
-
-
-def restore_tables(
-    folder: str,
-    tables: Mapping[str, RowTable],
-    owned_buckets: Ids,
-    turn: AbstractContextManager[Any],
-    begin: Callable[[], None],
-) -> int:
-    """Write the rows of ``tables`` that a snapshot, and those it adds to, have and this shard owns.
-
-    Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
-    checked before any of its rows is written, and written while holding ``turn``. ``begin`` is called once it is known
-    that they can be written. Raises SnapshotError, SpecMismatch, and what ``turn`` and ``begin`` raise.
-    """
-    snapshot = open_snapshot(folder)
-    chain = snapshot.chain()
-    specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
-    for name, table in tables.items():
-        if name not in specs:
-            raise SpecMismatch(f"table {name!r} is not in the snapshot {str(folder)!r}; it has {sorted(specs)}")
-        if specs[name] != table.spec:
-            raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {table.spec.unlike(specs[name])}")
-    begin()
-    owned = np.zeros(NUM_BUCKETS, np.bool_)
-    owned[owned_buckets] = True
-    num_read = 0
-    for name, table in tables.items():
-        for layer in reversed(layers_of(chain, name)):  # the oldest first: what comes later holds
-            for entry in layer.blocks(owned):
-                arrays = layer.snapshot.read(entry)
-                buckets = bucket_of(arrays["ids"], dense=table.spec.num_rows is not None)
-                num_read += int(np.count_nonzero(owned[buckets]))
-                mine = owned[buckets] & layer.buckets[buckets]
-                if not mine.all():
-                    arrays = {kind: array[mine] for kind, array in arrays.items()}
-                failpoints.reach("restore.block.before")
-                with turn:
-                    table.restore(arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps"))
-                failpoints.reach("restore.block.after")
-        with turn:
-            # A table that was kept before may hold other rows, which count as written only since then.
-            table.kept_as = table.kept_as or snapshot.manifest.moment_id
-    return num_read

@@ -1,0 +1,192 @@
+"""Tables of a shard restored from a snapshot: blocks read and checked beside its work, rows written in its turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.server.freeze.freezes import Freezes
+from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
+from geartrain.ams.server.sync_groups import SyncGroups
+from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
+from geartrain.ams.storage.snapshot.chain import layers_of
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.manifest import MARKS
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import SpecMismatch, TableExists, TableNotFound
+from geartrain.ams.values.messages import Done, Reply, Restore
+from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement
+from geartrain.ams.values.specs import Ids, TableSpec
+
+
+class Restores:
+    """Gives tables of one shard the rows of snapshots, and its marks and groups what belongs to them."""
+
+    def __init__(
+        self,
+        owned_buckets: Ids,
+        tables: ShardTables,
+        freezes: Freezes,
+        marks: WriteMarks,
+        groups: SyncGroups,
+        *,
+        turn: threading.Lock,
+        files: Executor,
+    ) -> None:
+        """``turn`` is the shard's, ``files`` where blocks are read."""
+        self._owned_buckets = owned_buckets
+        self._tables = tables
+        self._freezes = freezes
+        self._marks = marks
+        self._groups = groups
+        self._turn = turn
+        self._files = files
+
+    def begin(self, request: Restore) -> Future[Reply]:
+        """Begin to restore tables, or join who does it or did it already, unless they were written to since.
+
+        Called by the thread that has the turn. Raises TableNotFound.
+        """
+        tables = {name: self._tables.find(name) for name in request.tables}
+        for table, incarnation in zip(tables.values(), request.incarnations, strict=bool(request.incarnations)):
+            table.require_meant(incarnation)
+        names = frozenset(tables)
+        for known in [table.restore for table in tables.values()][:1]:
+            is_same = known is not None and (known.folder, known.tables) == (request.folder, names)
+            if is_same and all(table.restore is known and not table.writes for table in tables.values()):
+                assert known is not None
+                if not known.has_failed:
+                    return known.reply
+        reply: Future[Reply] = self._files.submit(self._restore, request.folder, tables)
+        for table in tables.values():
+            table.restore = RestoreWork(request.folder, names, reply)
+        return reply
+
+    def _restore(self, folder: str, tables: dict[str, ShardTable]) -> Reply:
+        rows = {name: table.rows for name, table in tables.items()}
+        turn = _TurnUnlessWritten(self._turn, tables, self._tables)
+
+        def begin() -> None:
+            with turn:
+                self._mark_begun(folder, tables)
+
+        num_read = restore_tables(folder, rows, self._owned_buckets, turn, begin)
+        sources = marks_for(folder, self._owned_buckets)
+        if not tables:  # asked whether it can be read here
+            return Done()
+        with turn:
+            restore_marks(sources, rows, self._marks, self._groups)
+            restore_steps(sources, rows)
+            for name, table in tables.items():
+                table.writes_before = writes_before(sources, name)
+                table.is_whole = True
+        return Done(created=num_read)
+
+    def _mark_begun(self, folder: str, tables: dict[str, ShardTable]) -> None:
+        """Mark the tables as being restored, all of them or, if one cannot be, none."""
+        for name, table in tables.items():
+            if table.restored_from not in ("", folder):
+                raise TableExists(
+                    f"table {name!r} was restored from {table.restored_from}; drop it and restore it anew, or two "
+                    "moments would be mixed"
+                )
+        for name, table in tables.items():
+            if table.restored_from:
+                continue
+            # Whoever holds or has kept it from before means a table without these rows.
+            self._freezes.end_of_table(name)
+            table.rows.kept_as = ""
+            table.restored_from, table.is_whole = folder, False
+
+
+class _TurnUnlessWritten:
+    """A shard's turn, for rows read back. Raises TableExists once a table has been written to, TableNotFound once it
+    was dropped.
+
+    A repeated request to restore may arrive when training has long gone on; it must not undo that.
+    """
+
+    def __init__(self, turn: threading.Lock, tables: dict[str, ShardTable], held: ShardTables) -> None:
+        self._turn = turn
+        self._tables = tables
+        self._held = held
+        """All tables that the shard holds now."""
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        dropped = [name for name, table in self._tables.items() if self._held.get(name) is not table]
+        if dropped:
+            self._turn.release()
+            raise TableNotFound(f"table {dropped[0]!r} was dropped while it was restored; restore it again")
+        written = [name for name, table in self._tables.items() if table.writes]
+        if written:
+            self._turn.release()
+            raise TableExists(
+                f"table {written[0]!r} has been written to since it was made; drop it and restore it anew, or its "
+                "writes would be lost"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.release()
+
+
+def restore_tables(
+    folder: str,
+    tables: Mapping[str, RowTable],
+    owned_buckets: Ids,
+    turn: AbstractContextManager[Any],
+    begin: Callable[[], None],
+) -> int:
+    """Write the rows of ``tables`` that a snapshot, and those it adds to, have and this shard owns.
+
+    Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
+    checked before any of its rows is written, and written while holding ``turn``. ``begin`` is called once it is known
+    that they can be written. Raises SnapshotError, SpecMismatch, and what ``turn`` and ``begin`` raise.
+    """
+    snapshot = open_snapshot(folder)
+    chain = snapshot.chain()
+    specs = {spec.name: spec for spec in (TableSpec.from_dict(spec) for spec in snapshot.manifest.tables)}
+    for name, table in tables.items():
+        if name not in specs:
+            raise SpecMismatch(f"table {name!r} is not in the snapshot {str(folder)!r}; it has {sorted(specs)}")
+        if specs[name] != table.spec:
+            raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {table.spec.unlike(specs[name])}")
+    begin()
+    owned = np.zeros(NUM_BUCKETS, np.bool_)
+    owned[owned_buckets] = True
+    num_read = 0
+    for name, table in tables.items():
+        for layer in reversed(layers_of(chain, name)):  # the oldest first: what comes later holds
+            for entry in layer.blocks(owned):
+                arrays = layer.snapshot.read(entry)
+                buckets = bucket_of(arrays["ids"], dense=table.spec.num_rows is not None)
+                num_read += int(np.count_nonzero(owned[buckets]))
+                mine = owned[buckets] & layer.buckets[buckets]
+                if not mine.all():
+                    arrays = {kind: array[mine] for kind, array in arrays.items()}
+                failpoints.reach("restore.block.before")
+                with turn:
+                    table.restore(arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps"))
+                failpoints.reach("restore.block.after")
+        with turn:
+            # A table that was kept before may hold other rows, which count as written only since then.
+            table.kept_as = table.kept_as or snapshot.manifest.moment_id
+    return num_read
+
+
+def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
+    """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
+    snapshot = open_snapshot(folder)
+    sources = set(even_placement(snapshot.manifest.num_shards)[owned_buckets].tolist())
+    return [
+        snapshot.read_marks(entry)
+        for entry in snapshot.manifest.files
+        if entry.kind == MARKS and entry.shard in sources
+    ]

@@ -1,0 +1,191 @@
+"""The single writer of a shard: one call at a time, each run to completion, in the order in which they came.
+
+Calls wait in a queue for the writer's own thread; one that finds nothing else waiting or at work may run on the thread
+that brought it (:meth:`SingleWriter.run`), which saves two changes of thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+from geartrain.ams.values.errors import GeartrainError, InternalError, OutOfMemory, ShardUnavailable
+from geartrain.ams.values.messages import CallContext, Reply, Request
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request, who made it, and where its reply is awaited."""
+
+    context: CallContext
+    request: Request
+    future: Future[Reply]
+
+
+class SingleWriter:
+    """Hands calls to ``perform``, one after the other; what that raises is the call's reply. Thread-safe.
+
+    Between calls the writer's own thread keeps to deadlines: it calls ``expire`` when the earliest, as
+    ``next_deadline`` says it (None: there is none), is over on ``clock``. Both are called by whoever has the turn.
+    ``refusal`` makes the error of calls that come after :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        perform: Callable[[Call], None],
+        *,
+        next_deadline: Callable[[], float | None],
+        expire: Callable[[], None],
+        refusal: Callable[[], GeartrainError],
+        clock: Callable[[], float],
+    ) -> None:
+        self.turn = threading.Lock()
+        """Held by the thread at work: whoever holds it owns what ``perform`` changes."""
+        self._name = name
+        self._perform = perform
+        self._next_deadline = next_deadline
+        self._expire = expire
+        self._refusal = refusal
+        self._clock = clock
+        self._looks_at = math.inf
+        """When the own thread looks at the deadlines next, on the clock. Changed by whoever has the turn."""
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        """None: look again, at the deadlines and at ``_closed``."""
+        self._closed = False
+        self._gate = threading.Lock()
+        """Guards ``_closed`` and ``_num_queued``."""
+        self._num_queued = 0
+        """Calls that are in the queue, or taken from it and not yet done."""
+        self._thread = threading.Thread(target=self._serve, name=name.replace(" ", "-"), daemon=True)
+        self._thread.start()
+
+    def submit(self, context: CallContext, request: Request) -> Future[Reply]:
+        """Queue a request; the future holds its reply or a GeartrainError. Never blocks."""
+        call = Call(context, request, Future())
+        with self._gate:
+            if self._closed:
+                call.future.set_exception(self._refusal())
+            else:
+                self._num_queued += 1
+                self._calls.put(call)
+        return call.future
+
+    def run(self, context: CallContext, request: Request, *, sets_deadline: bool) -> Future[Reply]:
+        """:meth:`submit`, but done on this thread, before it returns, if nothing else is waiting or at work.
+
+        On the main thread it is :meth:`submit`: Python interrupts that one anywhere, also between a change and its
+        mark. ``sets_deadline`` says whether the request may bring a deadline forward.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return self.submit(context, request)
+        with self._gate:
+            alone = not self._closed and self._num_queued == 0 and self.turn.acquire(blocking=False)
+        if not alone:
+            return self.submit(context, request)
+        call = Call(context, request, Future())
+        try:
+            self._answer(call)
+            is_earlier = sets_deadline and self._note_deadline()
+        finally:
+            self.turn.release()
+        if is_earlier:
+            self._calls.put(None)
+        return call.future
+
+    def close(self) -> None:
+        """Finish what is queued, refuse what comes later, end the thread. Idempotent."""
+        with self._gate:
+            self._closed = True
+        self._calls.put(None)
+        self._thread.join()
+
+    def _answer(self, call: Call) -> None:
+        # As if it had never come: no mark knows of it yet. A write that has begun goes on without its caller.
+        if not call.future.set_running_or_notify_cancel():
+            return
+        try:
+            self._perform(call)
+        except Exception as error:
+            if not call.future.done():
+                call.future.set_exception(as_ours(error, self._name))
+
+    def _note_deadline(self) -> bool:
+        """Return whether the own thread must look earlier than it means to."""
+        deadline = self._next_deadline()
+        if deadline is None or deadline >= self._looks_at:
+            return False
+        self._looks_at = deadline
+        return True
+
+    def _serve(self) -> None:
+        while (call := self._next_call()) is not None:
+            with self.turn:
+                self._answer(call)
+                self._note_deadline()
+            with self._gate:
+                self._num_queued -= 1
+            del call  # the rows of a request are not kept until the next one arrives
+
+    def _next_call(self) -> Call | None:
+        """The next in the queue; None: it was closed, and nothing is left."""
+        while True:
+            left = self._looks_at - self._clock()
+            if left > 0:
+                try:
+                    call = self._calls.get(timeout=None if left == math.inf else left)
+                except queue.Empty:
+                    continue
+                if call is not None:
+                    return call
+                with self._gate:
+                    if self._closed and self._num_queued == 0:
+                        return None
+                continue
+            # Before the next call, or a busy shard would never tell those who wait for a deadline.
+            with self.turn:
+                self._expire()
+                deadline = self._next_deadline()
+                self._looks_at = math.inf if deadline is None else deadline
+
+
+def as_ours(error: BaseException, name: str) -> GeartrainError:
+    """The error as a caller of ``name`` gets it. A defect must reach it, and not end the shard that others rely on."""
+    if isinstance(error, GeartrainError):
+        return _without_frames(error)
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"{name} is out of memory: the system gives it no more; the call changed nothing")
+    return InternalError(f"{name}: {error!r}\n{''.join(traceback.format_exception(error))}")
+
+
+def pass_on(work: Future[Reply], future: Future[Reply]) -> None:
+    """Answer ``future`` as ``work`` ends."""
+
+    def ended(work: Future[Reply]) -> None:
+        with contextlib.suppress(InvalidStateError):  # the caller gave up waiting
+            error = None if work.cancelled() else work.exception()
+            if work.cancelled():
+                future.set_exception(ShardUnavailable("the shard was shut down meanwhile"))
+            elif error is None:
+                future.set_result(work.result())
+            else:
+                future.set_exception(error if isinstance(error, GeartrainError) else InternalError(repr(error)))
+
+    work.add_done_callback(ended)
+
+
+def _without_frames(error: GeartrainError) -> GeartrainError:
+    """The error without the calls it came through: they hold the request and its table, which would outlive a drop
+    until the garbage collector finds the circle of error, call and future.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error

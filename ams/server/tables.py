@@ -1,0 +1,174 @@
+"""The tables of one shard by name: made, found for a call, opened once restored, dropped."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InternalError, SpecMismatch, TableExists, TableNotFound, being_restored
+from geartrain.ams.values.messages import CallContext, Done, Reply, TableState
+from geartrain.ams.values.specs import Ids, TableSpec
+
+
+@dataclass(frozen=True)
+class RestoreWork:
+    """A request to restore tables, and the work that answers it: a repeated one joins it."""
+
+    folder: str
+    tables: frozenset[str]
+    reply: Future[Reply]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without the rows."""
+        return self.reply.done() and (self.reply.cancelled() or self.reply.exception() is not None)
+
+
+@dataclass
+class ShardTable:
+    """A table of a shard: its rows, and which moment they are of."""
+
+    rows: RowTable
+    spec: TableSpec
+    writes: int = 0
+    """Since it was made here."""
+    writes_before: int = 0
+    """Those that the snapshot holds which it was restored from."""
+    restored_from: str = ""
+    """Folder of the snapshot whose rows it was given first; empty: none."""
+    is_whole: bool = True
+    """Whether it has all rows of ``restored_from``."""
+    is_public: bool = True
+    """False: made to be restored, and not published, since other shards may not have its rows yet."""
+    restore: RestoreWork | None = None
+    """What gives, or gave, it the rows of a snapshot."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be read and written."""
+        return self.is_whole and self.is_public
+
+    @property
+    def all_writes(self) -> int:
+        """Those of the snapshot included."""
+        return self.writes_before + self.writes
+
+    def require_meant(self, incarnation: int) -> None:
+        """Raise TableNotFound if another table of the name is meant; 0 means any."""
+        if incarnation not in (0, self.spec.incarnation):
+            name = self.spec.name
+            raise TableNotFound(
+                f"the table {name!r} that is meant was dropped, and another was made or restored under its name; "
+                f"open that one: cluster.table({name!r}), or make its head, dense module or slow gear anew"
+            )
+
+    def require_open(self, context: CallContext) -> None:
+        """Raise TableBeingRestored, or TableNotFound if another table of the name is meant."""
+        if not self.is_open:
+            raise being_restored(self.spec.name)
+        self.require_meant(context.table_incarnation)
+
+
+class ShardTables:
+    """Used by the thread that has the shard's turn, but for what says otherwise."""
+
+    def __init__(self, shard: int, owned_buckets: Ids, threads: int) -> None:
+        self._shard = shard
+        self._owned_buckets = owned_buckets
+        self._threads = threads
+        self._tables: dict[str, ShardTable] = {}
+        self.specs: tuple[TableSpec, ...] = ()
+        """Those of all tables. Any thread."""
+        self.highest_incarnation = 0
+        """Of a table that was ever here. Any thread."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tables. Any thread."""
+        return tuple(spec.name for spec in self.specs)
+
+    @property
+    def unpublished(self) -> tuple[str, ...]:
+        """The names of those that are being restored and not published. Any thread."""
+        tables = ((name, self._tables.get(name)) for name in self.names)
+        return tuple(name for name, table in tables if table is not None and not table.is_public)
+
+    def get(self, name: str) -> ShardTable | None:
+        """The table, whatever state it is in; None: there is none."""
+        return self._tables.get(name)
+
+    def spec(self, name: str, context: CallContext) -> TableSpec:
+        """The spec of the table that a caller means, to read or write it. Raises TableNotFound and TableBeingRestored.
+        Any thread.
+        """
+        table = self._tables.get(name)
+        if table is None:
+            raise self.not_found(name)
+        table.require_open(context)
+        return table.spec
+
+    def find(self, name: str) -> ShardTable:
+        """The table. Raises TableNotFound, and InternalError if its rows are not whole."""
+        table = self._tables.get(name)
+        if table is None:
+            raise self.not_found(name)
+        if table.rows.torn:
+            raise InternalError(table.rows.torn)
+        return table
+
+    def open(self, name: str, context: CallContext) -> ShardTable:
+        """:meth:`find` what the caller means to read or write. Also raises TableBeingRestored."""
+        table = self.find(name)
+        table.require_open(context)
+        return table
+
+    def create(self, spec: TableSpec, *, for_restore: bool) -> Done:
+        """Make a table. Raises SpecMismatch or TableExists if there is another of the name."""
+        existing = self._tables.get(spec.name)
+        if existing is not None:
+            if existing.spec != spec:
+                raise SpecMismatch(f"table {spec.name!r} exists with other settings: its {existing.spec.unlike(spec)}")
+            if spec.incarnation not in (0, existing.spec.incarnation):
+                raise TableExists(f"shard {self._shard} has another table of the name {spec.name!r}; drop it first")
+            return Done(duplicate=True)
+        rows = RowTable(spec, self._owned_buckets, threads=self._threads)
+        self._tables[spec.name] = ShardTable(rows, spec, is_whole=not for_restore, is_public=not for_restore)
+        self.highest_incarnation = max(self.highest_incarnation, spec.incarnation)
+        self._note_specs()
+        return Done()
+
+    def publish(self, name: str, incarnation: int) -> Done:
+        """Open a table that was made to be restored. Raises TableNotFound and TableBeingRestored."""
+        table = self.find(name)
+        table.require_meant(incarnation)
+        if not table.is_whole:
+            raise being_restored(name)
+        was_public, table.is_public = table.is_public, True
+        return Done(duplicate=was_public)
+
+    def remove(self, name: str) -> bool:
+        """Forget a table and its rows; return whether there was one."""
+        found = self._tables.pop(name, None) is not None
+        self._note_specs()
+        return found
+
+    def states(self) -> tuple[TableState, ...]:
+        """Every table as it is now."""
+        return tuple(
+            TableState(
+                spec=table.spec,
+                rows=table.rows.num_present,
+                memory_bytes=table.rows.memory_bytes,
+                pushes=table.all_writes,
+            )
+            for table in self._tables.values()
+        )
+
+    def not_found(self, name: str) -> TableNotFound:
+        """The error for a name that has no table."""
+        known = ", ".join(map(repr, self.names)) or "none"
+        return TableNotFound(f"there is no table {name!r}; tables of this cluster: {known}")
+
+    def _note_specs(self) -> None:
+        self.specs = tuple(table.spec for table in self._tables.values())
