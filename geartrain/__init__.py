@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster, connect
     from geartrain.ams.client.table import Table
-    from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+    from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
     from geartrain.ams.values.config import ClientConfig
     from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, SparseMomentum
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
     from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
-    from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, SphereFace
+    from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
+    "ActiveClasses",
     "Adam",
     "ArcFace",
     "ClassHead",
@@ -45,10 +46,12 @@ __all__ = [
     "DenseTable",
     "FullSoftmax",
     "KNNSoftmax",
+    "Margin",
     "Momentum",
     "Normal",
     "PartialFC",
     "RowOptimizer",
+    "Selection",
     "SlowGear",
     "SparseMomentum",
     "SphereFace",
@@ -82,9 +85,9 @@ _HOMES = {
     "geartrain.bridge.head.class_head": ("ClassHead",),
     "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.head.selection.knn_selection": ("KNNSoftmax",),
-    "geartrain.bridge.head.loss.margins": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
+    "geartrain.bridge.head.loss.margins": ("ArcFace", "CombinedMargin", "CosFace", "Margin", "SphereFace"),
     "geartrain.bridge.head.memory": ("memory_report",),
-    "geartrain.ams.programs.selection": ("FullSoftmax", "PartialFC"),
+    "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
     "geartrain.bridge.rows.optimizer": ("RowOptimizer", "clip_grad_norm_"),
     "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels.ops import ClassPass, all_finite
 from geartrain.ams.programs.class_lifecycle import LivingClasses
-from geartrain.ams.programs.hosted import Float32, Gradients, HostedRows
+from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows
 from geartrain.ams.programs.selection import PartialFC, SamplingCorrection
 from geartrain.ams.programs.top_classes import top_classes
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
@@ -336,6 +336,16 @@ class _Update:
             offsets=self.batch.offsets(ids),
         )
         return rows_ND
+
+
+def step_bytes(active: int, batch_bytes: int, dim: int) -> tuple[int, str]:
+    """What a shard with ``active`` active rows takes in a step: the sums of a forward pass or the gradients of an
+    update, never both; more than HELD_BYTES of gradients are made chunk by chunk. ``batch_bytes``: of float32 [R·B, D].
+    """
+    gradients = active * dim * 4
+    sums = max(1, min(PARTS, len(_chunks(active)), PART_BYTES // batch_bytes))
+    size = max((sums + 1) * batch_bytes, 2 * gradients if gradients <= HELD_BYTES else 0)
+    return size, f"({sums} + 1)·R·B·D·4 or 2·A·D·4/S, if that is at most 2 · 32 MiB"
 
 
 def _chunks(num: int) -> list[tuple[int, int]]:

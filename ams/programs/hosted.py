@@ -25,6 +25,9 @@ R = TypeVar("R")
 
 Float32 = npt.NDArray[np.float32]
 
+HELD_BYTES = 32 << 20
+"""Gradients of an update of up to this many bytes are held at once; more are made chunk by chunk."""
+
 
 class HostedRows(Protocol):
     """The rows of one table that a shard owns, as a model sees them while it computes: they do not change meanwhile."""

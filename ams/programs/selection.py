@@ -9,8 +9,10 @@ Legend: A active classes, B labels. Class ids are int64.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -50,20 +52,106 @@ class ActiveClasses:
         return np.searchsorted(self.sorted_ids, labels_B).astype(np.int64, copy=False)
 
 
-class Selection(Protocol):
-    """Chooses the active classes of a step; pure."""
+@dataclass(frozen=True, kw_only=True)
+class ShardRule:
+    """A choice that every shard repeats by itself, so that no ids travel; what it is told of the selection."""
 
+    seed: int = 0
+    settings: Mapping[str, float]
+    """Setting names and values that ``class_head.py`` knows."""
+    takes_labels: bool
+    """Whether it is a function of the labels of all ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """A choice that a device repeats by itself: labels, their neighbours, the keyed permutation, up to the budget."""
+
+    seed: int
+    neighbours: Any = None
+    """The ``NeighbourTable`` that comes before the permutation; None: nothing."""
+
+
+class Selection(ABC):
+    """Chooses the active classes of a step: what a head is given as ``select``.
+
+    One of your own is a frozen dataclass derived from this (ranks compare selections by their repr) that has
+    :meth:`budget` and :meth:`select`; nothing else need be there. It works wherever the rows are; with rows beside
+    which shards compute, the ids of the chosen classes travel to them.
+    """
+
+    @abstractmethod
     def budget(self, num_classes: int) -> int:
         """How many classes are active unless the positives alone are more."""
-        ...
 
+    @abstractmethod
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Active classes for the labels [B] (of all ranks) at ``step``; every label is among them."""
-        ...
+        """Active classes for the labels int64 [B] (of all ranks) at ``step``; every label is among them.
+
+        A function of these arguments alone, so that all ranks find the same. Classes are numbered 0 … num_classes − 1.
+        """
+
+    def corrects(self, margin: object) -> bool:  # noqa: ARG002
+        """Whether a head with this margin (None: none) corrects its logits: :class:`SamplingCorrection`."""
+        return False
+
+    def shard_rule(self, *, corrected: bool) -> ShardRule | None:  # noqa: ARG002
+        """What a shard needs to choose by itself; None: it is told the ids, 8 bytes each."""
+        return None
+
+    def ranking(self, num_labels: int, num_classes: int) -> Ranking | None:  # noqa: ARG002
+        """What a device needs to choose by itself for so many distinct labels; None: the host chooses."""
+        return None
+
+    def neighbours_of(self, num_classes: int) -> int:  # noqa: ARG002
+        """Neighbours that it keeps of each class, in a graph."""
+        return 0
+
+    def bound(self, backend: Any) -> Selection:  # noqa: ARG002
+        """What a head uses: this, or what this makes for the rows of a
+        :class:`~geartrain.bridge.head.backends.backend.RowBackend` (a graph of them)."""
+        return self
+
+    has_graph = False
+    """Whether what is below does anything. Every rank calls it alike."""
+
+    def prepare(self) -> None:  # noqa: B027
+        """Before a training step selects."""
+
+    def next_epoch(self) -> None:  # noqa: B027
+        """A pass over the data ends."""
+
+    def rebuild_graph(self) -> None:
+        """Build the graph now. Raises InvalidArgument without one."""
+        raise InvalidArgument(f"select is {self!r}, which has no graph; give the head KNNSoftmax(...)")
+
+    def follow(self, living: Any, added: Ids) -> None:  # noqa: B027
+        """Go on with other living classes, of which ``added`` are new."""
+
+    def cancel(self) -> None:  # noqa: B027
+        """End what goes on in the background."""
+
+    def report_progress(self, progress: Callable[[int, int], None]) -> None:  # noqa: B027
+        """Call ``progress(done, total)`` while a graph is built."""
+
+    def state(self) -> dict[str, Any] | None:
+        """What a head's state_dict holds of it, JSON values; None: nothing."""
+        return None
+
+    def resume(self, state: Mapping[str, Any] | None, living: Any) -> None:  # noqa: B027
+        """Go on from :meth:`state` (None: none was saved) with these living classes."""
+
+    def graph_to_bytes(self) -> bytes | None:
+        """The graph in use; None: there is none."""
+        return None
+
+    def graph_from_bytes(self, data: bytes) -> None:  # noqa: B027
+        """Use the graph that :meth:`graph_to_bytes` returned; where none is used, nothing happens."""
 
 
+@final
 @dataclass(frozen=True)
-class FullSoftmax:
+class FullSoftmax(Selection):
     """Every class is active."""
 
     def budget(self, num_classes: int) -> int:
@@ -74,9 +162,18 @@ class FullSoftmax:
         """All of ``num_classes``; O(1)."""
         return ActiveClasses(num_classes)
 
+    def shard_rule(self, *, corrected: bool) -> ShardRule:  # noqa: ARG002
+        """Every class of the shard."""
+        return ShardRule(settings={}, takes_labels=False)
 
+    def ranking(self, num_labels: int, num_classes: int) -> Ranking:  # noqa: ARG002
+        """All of them: the budget says so."""
+        return Ranking(seed=0)
+
+
+@final
 @dataclass(frozen=True)
-class PartialFC:
+class PartialFC(Selection):
     """The distinct labels, filled up with random other classes to round(sample_rate · num_classes).
 
     Positives are always kept: if they alone are more than the budget they enlarge it. The others are the first of the
@@ -107,8 +204,17 @@ class PartialFC:
         return positives_and_sample(labels, num_classes, self.budget(num_classes), self.seed, step)
 
     def corrects(self, margin: object) -> bool:
-        """Whether a head with this margin (None: none) corrects its logits."""
+        """As ``corrected`` says."""
         return margin is None if self.corrected is None else self.corrected
+
+    def shard_rule(self, *, corrected: bool) -> ShardRule:
+        """The sampling is a function of labels, seed and step."""
+        settings = {"sample_rate": self.sample_rate, "corrected": float(corrected)}
+        return ShardRule(seed=self.seed, settings=settings, takes_labels=True)
+
+    def ranking(self, num_labels: int, num_classes: int) -> Ranking:  # noqa: ARG002
+        """Labels, then the permutation."""
+        return Ranking(self.seed)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.programs.hosted import Float32, Gradients, HostedModel, HostedModels
+from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedModel, HostedModels
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InternalError, InvalidArgument, StepMismatch
 from geartrain.ams.values.messages import Computed, ComputeHosted, UpdateHosted
@@ -25,9 +25,6 @@ from geartrain.ams.values.specs import Ids, TableSpec
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-HELD_BYTES = 32 << 20
-"""Gradients of up to this many bytes are held at once."""
 
 
 class ShardRows:

@@ -17,7 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFoun
 from geartrain.ams.values.gear_messages import Delivery, GearPort
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.gradient_carrier import squared_sum
-from geartrain.bridge.rows.row_update import PendingUpdate
+from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import ReadableTable
 

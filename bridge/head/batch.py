@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import CombinedMargin
+from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
 
@@ -134,7 +134,7 @@ class Batch:
     """O(B·D) numbers, enough to make the gradient of any row once the log-sum-exp is known."""
 
     arithmetic: Arithmetic
-    margin: CombinedMargin | None
+    margin: Margin | None
     targets: Targets | DeviceTargets
     features_BD: Tensor
     """x̂ (x without a margin), compute dtype."""
@@ -153,7 +153,7 @@ class Batch:
     def of(
         features_BD: Tensor,
         targets: Targets | DeviceTargets,
-        margin: CombinedMargin | None,
+        margin: Margin | None,
         num_rows: int,
         arithmetic: Arithmetic,
     ) -> Batch:

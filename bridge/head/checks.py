@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.programs.selection import Selection
+from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+from geartrain.bridge.head.loss.margins import Margin
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -57,12 +61,26 @@ def check_class_ids(ids: Ids, num_classes: int, what: str) -> Ids:
     return ids
 
 
-def check_margin(margin: Margin | None) -> CombinedMargin | None:
-    """The margin in its general form."""
+def check_margin(margin: Margin | None) -> Margin | None:
+    """Return the margin. Raises InvalidArgument that says what it lacks of a :class:`Margin`."""
     if margin is None:
         return None
-    if not isinstance(margin, ArcFace | CosFace | SphereFace | CombinedMargin):
+    lacks = [name for name in ("scale", "target") if not hasattr(margin, name)]
+    if lacks or isinstance(margin, type):
         raise InvalidArgument(
-            f"margin is {margin!r}; it must be ArcFace, CosFace, SphereFace, CombinedMargin or None (plain linear)"
+            f"margin is {margin!r}; it must be ArcFace, CosFace, SphereFace, CombinedMargin or None (plain linear), or "
+            "an object that has scale and target(cos) as they have"
         )
-    return margin.combined
+    if not 0 < real_number("scale", margin.scale) < math.inf:
+        raise InvalidArgument(f"scale of the margin {margin!r} is {margin.scale!r}; it must be finite and > 0")
+    return margin
+
+
+def check_selection(select: Selection) -> Selection:
+    """Return the selection. Raises InvalidArgument."""
+    if not isinstance(select, Selection):
+        raise InvalidArgument(
+            f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...), or "
+            "an object of a class derived from Selection"
+        )
+    return select

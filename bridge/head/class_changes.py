@@ -19,13 +19,11 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.place import RowPlace
+from geartrain.bridge.head.backends.backend import Peers, RowBackend
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
-from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.head.checks import check_class_ids, check_labels
 from geartrain.bridge.head.imprint import feature_sums
-from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 T = TypeVar("T")
@@ -34,20 +32,20 @@ _FAILED = -1
 
 
 def add_classes(
-    place: RowPlace,
+    backend: RowBackend,
     num: int,
     rows: Tensor | None,
     examples: Iterable[tuple[Tensor, Tensor]] | None,
     backbone: nn.Module | None,
 ) -> tuple[Ids, LivingClasses]:
     """See ``ClassHead.add_classes``; returns the new ids and the living classes with them."""
-    table = place.table
+    table = backend.table
 
     def prepare() -> tuple[Ids, Tensor | None]:
-        _require_ready(place)
+        _require_ready(backend)
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
             raise InvalidArgument(f"num is {num!r}; it must be an integer >= 1, the number of new classes")
-        ids = place.living.free_ids(num)
+        ids = backend.living.free_ids(num)
         if examples is not None:
             if backbone is None or rows is not None:
                 raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")
@@ -58,38 +56,40 @@ def add_classes(
         values = prepared[1]
         kind = 0 if values is None else 2 if examples is not None else 1
         digest = 0 if kind != 1 or values is None else _digest(as_numpy(values).tobytes())
-        return [num, kind, digest, place.living.fingerprint]
+        return [num, kind, digest, backend.living.fingerprint]
 
-    ids, values = _agreed(place.peers, prepare, summary, f"the classes to add to {table.spec.name!r}")
+    ids, values = _agreed(backend.peers, prepare, summary, f"the classes to add to {table.spec.name!r}")
     if examples is not None and values is not None:
-        values = _centers(values if place.peers is None else place.peers.sum(values), TORCH_DTYPES[table.spec.dtype])
+        values = _centers(
+            values if backend.peers is None else backend.peers.sum(values), TORCH_DTYPES[table.spec.dtype]
+        )
 
     def write(part: slice) -> None:
         table.assign(ids[part], _initial_rows(table, ids[part]) if values is None else as_numpy(values[part]))
 
-    _write(place, len(ids), write)
-    return ids, place.living.with_added(ids)
+    _write(backend, len(ids), write)
+    return ids, backend.living.with_added(ids)
 
 
-def retire_classes(place: RowPlace, ids: Tensor) -> LivingClasses:
+def retire_classes(backend: RowBackend, ids: Tensor) -> LivingClasses:
     """See ``ClassHead.retire_classes``; returns the living classes without them."""
-    table = place.table
+    table = backend.table
 
     def prepare() -> tuple[Ids, LivingClasses]:
-        _require_ready(place)
-        return wanted_and_rest(place.living, ids)
+        _require_ready(backend)
+        return wanted_and_rest(backend.living, ids)
 
     def summary(prepared: tuple[Ids, LivingClasses]) -> list[int]:
-        return [len(prepared[0]), _digest(prepared[0].tobytes()), place.living.fingerprint]
+        return [len(prepared[0]), _digest(prepared[0].tobytes()), backend.living.fingerprint]
 
-    wanted, living = _agreed(place.peers, prepare, summary, f"the classes to retire of {table.spec.name!r}")
+    wanted, living = _agreed(backend.peers, prepare, summary, f"the classes to retire of {table.spec.name!r}")
 
     def write(part: slice) -> None:
         rows = np.empty((len(wanted[part]), table.spec.dim), table.spec.numpy_dtype)
         table.pull_into(wanted[part], rows)
         table.assign(wanted[part], rows)  # which makes their momentum zero
 
-    _write(place, len(wanted), write)
+    _write(backend, len(wanted), write)
     return living
 
 
@@ -105,8 +105,8 @@ def wanted_and_rest(living: LivingClasses, ids: Tensor) -> tuple[Ids, LivingClas
     return wanted, living.without(wanted)
 
 
-def _require_ready(place: RowPlace) -> None:
-    if place.update.is_pending:
+def _require_ready(backend: RowBackend) -> None:
+    if backend.update.is_pending:
         raise InvalidArgument(
             "row gradients wait for RowOptimizer.step(); call it, or zero_grad(), before the classes change"
         )
@@ -140,23 +140,21 @@ def _initial_rows(table: ReadableTable, ids: Ids) -> np.ndarray:
     return out
 
 
-def _write(place: RowPlace, num: int, write: Callable[[slice], None]) -> None:
+def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> None:
     """Write rows block by block: rank 0 those in a cluster, every rank those that it holds itself."""
-    step = block_rows_for(place.table.spec.row_bytes)
+    step = block_rows_for(backend.table.spec.row_bytes)
 
     def all_blocks() -> None:
         for start in range(0, num, step):
             write(slice(start, start + step))
 
-    if place.peers is None:
+    if backend.peers is None:
         all_blocks()
     else:
-        place.peers.first_then_others(all_blocks, lambda: None)
+        backend.peers.write_together(all_blocks, f"rows of table {backend.table.spec.name!r} were not written")
 
 
-def _agreed(
-    peers: Ranks | RankLink | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str
-) -> T:
+def _agreed(peers: Peers | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str) -> T:
     """What ``prepare`` makes, once every rank has made it and their summaries are equal: one exchange."""
     if peers is None:
         return prepare()
@@ -167,7 +165,7 @@ def _agreed(
         digest = _digest(np.array(summary(prepared), np.int64).tobytes())
     except Exception as exc:
         failure = exc
-    said = _exchanged(peers, digest)
+    said = [one for (one,) in peers.exchange([digest])]
     if failure is not None:
         raise failure
     if _FAILED in said:
@@ -176,14 +174,6 @@ def _agreed(
         raise SpecMismatch(f"the ranks disagree on {what}; give the same on every rank, in the same order")
     assert prepared is not None
     return prepared
-
-
-def _exchanged(peers: Ranks | RankLink, value: int) -> list[int]:
-    """The value of every rank."""
-    if isinstance(peers, RankLink):
-        return [one for (one,) in peers.exchange([value])]
-    values: list[int] = peers.gather_labels(np.array([value], np.int64)).tolist()
-    return values
 
 
 def _digest(data: bytes) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.programs.class_lifecycle import LivingClasses
-from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.programs.selection import PartialFC, Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import boolean, integer
@@ -23,21 +23,15 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatc
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Ids, Initializer, Normal
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.backends.place import HeadSettings, RowPlace, logits_bytes
-from geartrain.bridge.head.backends.pull.cluster_place import ClusterPlace
-from geartrain.bridge.head.backends.ranks.rank_place import RankPlace
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
-from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
-from geartrain.bridge.head.backends.ranks.update import RankUpdate
-from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin
+from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
+from geartrain.bridge.head.backends.registry import backend_named
+from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin, check_selection
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.head_loss import head_loss
 from geartrain.bridge.head.imprint import imprint_rows
 from geartrain.bridge.head.loss.margins import ArcFace, Margin
-from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.eager import runs_eagerly
-from geartrain.bridge.rows.row_update import PendingUpdate
-from geartrain.bridge.rows.same_rows import require_same_rows
+from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
 
 _ANEW = "make the head anew, with reuse=True on the same table"
@@ -84,7 +78,7 @@ class ClassHead(nn.Module):
         num_classes: int,
         dim: int,
         num_living: int | None = None,
-        select: FullSoftmax | PartialFC | KNNSoftmax = _DEFAULT_SELECT,
+        select: Selection = _DEFAULT_SELECT,
         margin: Margin | None = _DEFAULT_MARGIN,
         optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
         rows: str = "pull",
@@ -100,76 +94,66 @@ class ClassHead(nn.Module):
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
-        Of them the first ``num_living`` (all, unless given) live: :meth:`add_classes` and :meth:`retire_classes` change
-        that while training goes on, and every step is over the living ones alone. A row that was never written takes no
-        memory on a shard, so ``num_classes`` may well exceed what is there today.
-
-        ``select`` chooses the active classes, ``margin`` the loss (None: plain linear), ``optimizer`` is applied where
-        the rows are, ``dtype`` is the storage type of the rows, ``slot_dtype`` that of their slots, ``initializer`` and
-        ``seed`` give their first values (normal, std 0.01).
-
-        ``rows`` is where the work on them is done. ``"pull"``: here, rows travel from the cluster; active ones of up to
-        ``rows_cache_bytes`` are pulled once and held until the step, more are streamed twice, ``logits_cache_bytes`` of
-        their logits (26 MiB; 64 MiB on ranks) are kept instead of computed again. ``"hosted"``: beside the rows;
-        features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"`` needs no cluster (None): the ranks of
-        ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered. Such rows
-        are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
+        Args:
+            cluster: Where the rows are (``gt.local()``, ``gt.connect(...)``); None with ``rows="ranks"``.
+            name: Name of the table.
+            num_classes: Rows of the table. A row that was never written takes no memory on a shard, so this may well
+                exceed what is there today.
+            dim: Width of features and rows.
+            num_living: The first so many classes live (all, unless given); :meth:`add_classes` and
+                :meth:`retire_classes` change that while training goes on, and every step is over the living ones alone.
+            select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
+                derived from ``gt.Selection``.
+            margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, or one of your own that has
+                ``scale`` and ``target(cos)`` (``gt.Margin``). None: plain linear.
+            optimizer: Applied where the rows are.
+            rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
+                the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
+                ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
+                Such rows are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
+            dtype: Storage type of the rows: float32, float16 or bfloat16.
+            slot_dtype: That of their slots.
+            initializer: Gives their first values; None: normal, std 0.01.
+            seed: Of the initializer.
+            reuse: Open a table that is there, if it has these settings.
+            sync: Train together with the other ranks of torch.distributed, if that is initialised.
+            process_group: The ranks that train together; None: all of them, if ``sync`` or ``rows="ranks"`` says so.
+            rows_cache_bytes: With ``rows="pull"`` active rows of up to so many bytes are pulled once and held until the
+                step; more are streamed twice.
+            logits_cache_bytes: So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64
+                MiB.
 
         Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
-        if not isinstance(select, FullSoftmax | PartialFC | KNNSoftmax):
-            raise InvalidArgument(
-                f"select is {select!r}; it must be FullSoftmax(), PartialFC(sample_rate=...) or KNNSoftmax(active=...)"
-            )
         num_classes = integer("num_classes", num_classes, 1)
-        reuse, sync = boolean("reuse", reuse), boolean("sync", sync)
-        rows_cache_bytes = integer("rows_cache_bytes", rows_cache_bytes, 0)
         self.num_classes = num_classes
         self.dim = dim
-        self._margin = margin
+        self._margin = check_margin(margin)
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
             num_living=num_living,
             dim=dim,
-            select=select,
-            margin=check_margin(margin),
+            select=check_selection(select),
+            margin=self._margin,
             optimizer=optimizer,
             dtype=dtype,
             slot_dtype=slot_dtype,
             initializer=initializer if initializer is not None else Normal(std=0.01),
             seed=seed,
+            cluster=cluster,
+            reuse=boolean("reuse", reuse),
+            sync=boolean("sync", sync),
+            process_group=process_group,
+            rows_cache_bytes=integer("rows_cache_bytes", rows_cache_bytes, 0),
+            logits_cache_bytes=logits_cache_bytes,
         )
-        kept_bytes = logits_bytes(rows, logits_cache_bytes)
-        self._place: RowPlace
-        if rows == "ranks":
-            self._place = RankPlace(settings, process_group=process_group, logits_cache_bytes=kept_bytes)
-        elif rows not in ("pull", "hosted"):
-            raise InvalidArgument(
-                f"rows is {rows!r}; the places are 'pull' (rows travel here), 'hosted' (features travel to the shards) "
-                "and 'ranks' (rows are here)"
-            )
-        elif cluster is None or not hasattr(cluster, "create_table"):
-            raise InvalidArgument(
-                f"cluster is {quoted(cluster)}; rows={rows!r} needs one (gt.local(), gt.connect(...)), "
-                "rows='ranks' none"
-            )
-        else:
-            self._place = ClusterPlace(
-                cluster,
-                settings,
-                hosted=rows == "hosted",
-                reuse=reuse,
-                sync=sync,
-                process_group=process_group,
-                rows_cache_bytes=rows_cache_bytes,
-                logits_cache_bytes=kept_bytes,
-            )
+        self._backend: RowBackend = backend_named(rows)(settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what would be taken and change nothing: InvalidArgument."""
-        if name in _FIXED and "_place" in self.__dict__:
+        if name in _FIXED and "_backend" in self.__dict__:
             raise InvalidArgument(f"{name} of ClassHead {self.name!r} cannot be set: {_FIXED[name]}")
         super().__setattr__(name, value)
 
@@ -183,23 +167,27 @@ class ClassHead(nn.Module):
 
     @margin.setter
     def margin(self, margin: Margin | None) -> None:
-        self._place.margin = check_margin(margin)
-        self._margin = margin
+        self._backend.margin = self._margin = check_margin(margin)
+
+    @property
+    def backend(self) -> RowBackend:
+        """The rows and the way they are worked on."""
+        return self._backend
 
     @property
     def table(self) -> ReadableTable:
         """The rows themselves."""
-        return self._place.table
+        return self._backend.table
 
     @property
-    def select(self) -> FullSoftmax | PartialFC | KNNSelection:
+    def select(self) -> Selection:
         """The selection; with :class:`KNNSoftmax` the object that holds its graph."""
-        return self._place.select
+        return self._backend.select
 
     @property
     def row_update(self) -> PendingUpdate[Any]:
         """Row gradients that wait for :class:`geartrain.bridge.rows.optimizer.RowOptimizer`."""
-        return self._place.update
+        return self._backend.update
 
     @property
     def name(self) -> str:
@@ -209,12 +197,12 @@ class ClassHead(nn.Module):
     @property
     def num_living(self) -> int:
         """How many classes live."""
-        return self._place.living.num_living
+        return self._backend.living.num_living
 
     @property
     def retired(self) -> Tensor:
         """Ids [N] int64 of the classes that do not live, rising: retired, or never added."""
-        return torch.from_numpy(self._place.living.free_ids(self.num_classes - self.num_living))
+        return torch.from_numpy(self._backend.living.free_ids(self.num_classes - self.num_living))
 
     def add_classes(
         self,
@@ -237,7 +225,7 @@ class ClassHead(nn.Module):
         InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
         SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
         """
-        ids, living = add_classes(self._place, num, rows, examples, backbone)
+        ids, living = add_classes(self._backend, num, rows, examples, backbone)
         self._follow(living, ids)
         return torch.from_numpy(ids)
 
@@ -251,13 +239,12 @@ class ClassHead(nn.Module):
         Raises InvalidIds (outside the table, twice, not living), InvalidArgument (none would be left, an update
         pending), SpecMismatch, SyncError.
         """
-        self._follow(retire_classes(self._place, ids), np.empty(0, np.int64))
+        self._follow(retire_classes(self._backend, ids), np.empty(0, np.int64))
 
     def _follow(self, living: LivingClasses, added: Ids) -> None:
-        self._place.living = living
+        self._backend.living = living
         self.row_update.generation += 1
-        if isinstance(self.select, KNNSelection):
-            self.select.follow(living, added)
+        self.select.follow(living, added)
 
     @property
     def step(self) -> int:
@@ -275,21 +262,18 @@ class ClassHead(nn.Module):
         training = self.training and torch.is_grad_enabled()
         # What is pulled outlives this call: it must not become an inference tensor.
         with torch.inference_mode(False), torch.no_grad():
-            call = self._place.begin(features, labels, in_training=self.training, want_rows=training)
+            call = self._backend.begin(features, labels, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(features.device)
         return head_loss(features, carrier if training else carrier.detach(), call)
 
     def next_epoch(self) -> None:
         """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""
-        if isinstance(self.select, KNNSelection):
-            self.select.next_epoch()
+        self.select.next_epoch()
 
     def rebuild_graph(self) -> None:
         """Build the graph of KNN softmax now, from the rows as they are; every rank calls it. InvalidArgument without
         one."""
-        if not isinstance(self.select, KNNSelection):
-            raise InvalidArgument(f"select is {self.select!r}, which has no graph; give the head KNNSoftmax(...)")
-        self.select.rebuild()
+        self.select.rebuild_graph()
 
     def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
         """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
@@ -301,7 +285,7 @@ class ClassHead(nn.Module):
         check_features(features, self.dim)
         k = integer("k", k, 1, self.num_living)
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            return self._place.predict(features, k)
+            return self._backend.predict(features, k)
 
     def imprint(
         self,
@@ -324,8 +308,8 @@ class ClassHead(nn.Module):
         Raises InvalidIds for a label that is no class, NonFinite for a feature that is NaN or infinite and
         InvalidArgument where the file finds no room: no class was changed then.
         """
-        place = self._place
-        return imprint_rows(self.table, place.peers, loader, backbone, memory_bytes, progress, place.living)
+        backend = self._backend
+        return imprint_rows(self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.living)
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:
@@ -365,7 +349,7 @@ class ClassHead(nn.Module):
         """
         step = self.step if step is None else step
         name = f"step-{step:09}" if name is None else name
-        return snapshot_rows(self._on_ranks()[0], root, name, step=step, values=values or {}, files=files or {})
+        return self._backend.snapshot(root, name, step=step, values=values or {}, files=files or {})
 
     def restore(self, path: str | Path) -> Snapshot:
         """Read rows that lie on ranks, with their slots, from a snapshot that any number of ranks or a cluster wrote.
@@ -375,19 +359,7 @@ class ClassHead(nn.Module):
         TableNotFound, SpecMismatch, SyncError where another rank failed (all rows have their initial values then), and
         InvalidArgument for rows in a cluster.
         """
-        table, update = self._on_ranks()
-        update.discard()
-        snapshot = restore_rows(table, path)
-        update.step, update.takes_any_step = snapshot.manifest.step, True
-        return snapshot
-
-    def _on_ranks(self) -> tuple[RankTable, RankUpdate]:
-        if not isinstance(self.row_update, RankUpdate):
-            raise InvalidArgument(
-                f"the rows of {self.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which take all "
-                "of its tables"
-            )
-        return self.row_update.table, self.row_update
+        return self._backend.restore(path)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Neither copy nor pickle: rows are trained in one place."""
@@ -399,7 +371,7 @@ class ClassHead(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
         are in snapshots. One pull of up to 128 rows from a cluster."""
-        identity = self._place.identity()
+        identity, graph = self._backend.identity(), self.select.state()
         return {
             "table": self.name,
             "num_classes": self.num_classes,
@@ -408,16 +380,16 @@ class ClassHead(nn.Module):
             "select": repr(self.select),
             "margin": repr(self.margin),
             **({} if identity is None else {"table_rows": identity}),
-            "retired_runs": self._place.living.retired_runs.tolist(),
-            **({"graph": self.select.state()} if isinstance(self.select, KNNSelection) else {}),
+            "retired_runs": self._backend.living.retired_runs.tolist(),
+            **({} if graph is None else {"graph": graph}),
         }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
         state = state_dict.get(f"{prefix}_extra_state")
-        if isinstance(state, Mapping) and not isinstance(self.row_update, RankUpdate):
+        if isinstance(state, Mapping):
             self._require_same_size(state)
-            require_same_rows(self.table, state.get("table_rows"))
+            self._backend.require_rows(state.get("table_rows"))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _require_same_size(self, state: Mapping[str, Any]) -> None:
@@ -434,27 +406,17 @@ class ClassHead(nn.Module):
         Rows in a cluster are not looked at here, as ``load_state_dict`` does: whoever calls this has restored them.
         """
         self._require_same_size(state)
-        update = self.row_update
-        if isinstance(update, RankUpdate) and not update.takes_any_step and int(state["step"]) != self.step:
-            raise SpecMismatch(
-                f"the state is that of step {state['step']}, these rows that of step {self.step}; rows='ranks' are in "
-                "no state_dict: restore() the snapshot() of that step first"
-            )
+        self._backend.require_step(int(state["step"]))
         living = LivingClasses(self.num_classes, state.get("retired_runs", []))
         self.row_update.discard()
         self.row_update.step = int(state["step"])
         self.row_update.generation += 1
-        self._place.living = living
-        if isinstance(self.select, KNNSelection):
-            self.select.living = living
-            if "graph" in state:
-                self.select.resume(state["graph"])
+        self._backend.living = living
+        self.select.resume(state.get("graph"), living)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
-        """Rows on ranks go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
-        if isinstance(self.table, RankTable):
-            self.row_update.discard()
-            self.table.move_to(fn(torch.empty(0, device=self.table.device)).device)
+        """Rows that are here go with ``head.to(device)``."""
+        self._backend.move_with(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.rows.row_update import PendingUpdate
+from geartrain.bridge.rows.pending import PendingUpdate
 
 
 class RowsPass(Protocol):

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from geartrain.ams.programs.class_lifecycle import LivingClasses
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.backends.backend import Peers
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.head.class_sums import ClassSums
-from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _BAR_AFTER_SECONDS = 2.0
@@ -37,7 +36,7 @@ Loader = Iterable[tuple[Tensor, Tensor]]
 @torch.no_grad()
 def imprint_rows(
     table: ReadableTable,
-    ranks: Ranks | RankLink | None,
+    ranks: Peers | None,
     loader: Loader,
     backbone: nn.Module,
     memory_bytes: int,
@@ -75,7 +74,7 @@ def imprint_rows(
     return imprinted
 
 
-def _together(ranks: Ranks | RankLink | None, action: Callable[[], T], what: str) -> T:
+def _together(ranks: Peers | None, action: Callable[[], T], what: str) -> T:
     return action() if ranks is None else ranks.run_together(action, what)
 
 

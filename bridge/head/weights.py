@@ -29,7 +29,6 @@ from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ _NPY_START = b"\x93NUMPY"
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 Read = Callable[[int, int], Tensor]
-_Told = list[tuple[Path, int]]
 
 
 @dataclass(frozen=True)
@@ -70,28 +68,15 @@ def import_class_weights(
     InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
     before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
-    table = head.table
-    if isinstance(table, RankTable):
-        return _import_on_ranks(table, paths, key)
-    ranks = head.row_update.ranks
-    if ranks is None:
+    backend = head.backend
+    table, peers, own = backend.table, backend.peers, backend.own_classes
+    if peers is None:
         parts = _open_parts(_files(paths), table, key)
-        _assign_all(table, parts)
+        _assign_all(table, parts, own)
     else:
         what = f"class weights of table {table.spec.name!r} were not imported"
-        parts = ranks.run_together(lambda: _open_parts(_files(paths), table, key), what)
-        ranks.first_then_others(lambda: _assign_all(table, parts), lambda: None)
-    return _told(parts)
-
-
-def _import_on_ranks(table: RankTable, paths: str | Path | Sequence[str | Path], key: str | None) -> _Told:
-    what = f"class weights of table {table.spec.name!r} were not imported"
-    parts = table.link.run_together(lambda: _open_parts(_files(paths), table, key), what)
-    table.link.run_together(lambda: _assign_all(table, parts), what)
-    return _told(parts)
-
-
-def _told(parts: list[_Part]) -> _Told:
+        parts = peers.run_together(lambda: _open_parts(_files(paths), table, key), what)
+        peers.write_together(lambda: _assign_all(table, parts, own), what)
     return [(part.path, part.num_rows) for part in parts]
 
 
@@ -103,20 +88,20 @@ def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     every rank hands in, and the first one writes: one all-reduce per 8 MiB. Raises OSError, and SyncError on the other
     ranks then.
     """
-    table = head.table
-    if not isinstance(table, RankTable):
+    table, peers = head.table, head.backend.peers
+    if peers is None or not head.backend.reads_together:
         return export_rows(table, _path(path))
     blocks = _blocks(table)
     failure: Exception | None = None
     try:
         path = _path(path)
-        if table.link.rank == 0:
+        if peers.rank == 0:
             _write_file(table.spec, path, blocks)
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     for _ in blocks:  # every rank takes part in every pull, be the file written or not
         pass
-    table.link.fail_together(failure, f"class weights of table {table.spec.name!r} were not exported")
+    peers.fail_together(failure, f"class weights of table {table.spec.name!r} were not exported")
     return Path(path)
 
 
@@ -295,20 +280,19 @@ def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, di
         raise InvalidRows(f"{path} is of {dtype}; weights must be float16, bfloat16, float32 or float64")
 
 
-def _assign_all(table: ReadableTable, parts: list[_Part]) -> None:
+def _assign_all(table: ReadableTable, parts: list[_Part], own: range) -> None:
     start = 0
     for part in parts:
-        _assign(table, part, start)
+        _assign(table, part, start, own)
         start += part.num_rows
 
 
-def _assign(table: ReadableTable, part: _Part, first: int) -> None:
+def _assign(table: ReadableTable, part: _Part, first: int, own: range) -> None:
     """Assign the rows of one file to the classes from ``first`` on; a rank reads those that it holds."""
     spec = table.spec
-    low, high = (table.first, table.stop) if isinstance(table, RankTable) else (0, first + part.num_rows)
-    end = min(part.num_rows, high - first)
+    end = min(part.num_rows, own.stop - first)
     step = block_rows_for(spec.row_bytes)
-    for start in range(max(0, low - first), end, step):
+    for start in range(max(0, own.start - first), end, step):
         stop = min(start + step, end)
         rows = part.read(start, stop).to(TORCH_DTYPES[spec.dtype]).contiguous()
         if not math.isfinite(float(rows.float().abs().amax())):

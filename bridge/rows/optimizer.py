@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,56 +12,51 @@ from torch import Tensor
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.dense.dense_table import DenseTable
-from geartrain.bridge.gear.slow_gear import SlowGear
-from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.rows.row_update import PendingUpdate
-
-Head = ClassHead | SlowGear
+from geartrain.bridge.rows.pending import PendingUpdate, RowModule, require_row_module
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Applies the row gradients that heads have collected; the arithmetic runs in the shards.
+    """Applies the row gradients that modules have collected; the arithmetic runs where the rows are.
 
-    A slow gear (:class:`geartrain.SlowGear`) counts as a head: its feature gradients are delivered to the dense part.
-    One param_group per head with ``lr`` (from the table's optimizer) and ``table`` (its name), so that LR schedulers
-    work; momentum and weight decay belong to the table and cannot be changed here. The group's parameter is a stand-in
-    of one element. Its gradient is the 2-norm of the rows' gradients if they lie in this process, and what multiplies
-    it multiplies them: so ``torch.amp.GradScaler`` unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``
-    ). Elsewhere (streamed, hosted, on ranks, summed over ranks) GradScaler alone may change it, and a clipper of
-    PyTorch's raises InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
+    A module is anything that meets :class:`~geartrain.bridge.rows.pending.RowModule`: a class head; a slow gear, whose
+    feature gradients are delivered to the dense part; one of your own. One param_group per module with ``lr`` (from the
+    table's optimizer) and ``table`` (its name), so that LR schedulers work; momentum and weight decay belong to the
+    table and cannot be changed here. The group's parameter is a stand-in of one element. Its gradient is the 2-norm of
+    the rows' gradients if they lie in this process, and what multiplies it multiplies them: so ``torch.amp.GradScaler``
+    unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``). Elsewhere (streamed, hosted, on ranks, summed
+    over ranks) GradScaler alone may change it, and a clipper of PyTorch's raises InvalidArgument:
+    :func:`clip_grad_norm_` clips rows wherever they are.
     """
 
     _step_supports_amp_scaling = True
     """GradScaler calls :meth:`step` also where it found infinity, and says so in ``found_inf`` and ``grad_scale``."""
 
-    def __init__(self, *heads: Head | Iterable[Head], lr: float | None = None) -> None:
-        """Train the rows of one or several heads; ``lr`` replaces that of their tables."""
-        flat = [head for item in heads for head in (item if isinstance(item, Iterable) else [item])]
-        if not flat or not all(isinstance(head, ClassHead | SlowGear) for head in flat):
-            raise InvalidArgument(f"RowOptimizer takes one or more ClassHeads or SlowGears; it was given {heads!r}")
-        if len({id(head) for head in flat}) < len(flat):
-            raise InvalidArgument("a head was given to RowOptimizer twice; give each once")
+    def __init__(self, *modules: RowModule | Iterable[RowModule], lr: float | None = None) -> None:
+        """Train the rows of one or several modules; ``lr`` replaces that of their tables. Raises InvalidArgument."""
+        updates: list[PendingUpdate[Any]] = []
+        for item in modules:
+            if isinstance(item, Iterable) and not isinstance(item, RowModule):
+                updates += [require_row_module(module) for module in item]
+            else:
+                updates.append(require_row_module(item))
+        if not updates:
+            raise InvalidArgument("RowOptimizer was given no module; give it at least one with rows, as a ClassHead")
+        self._updates = {id(update.carrier): update for update in updates}
+        if len(self._updates) < len(updates):
+            raise InvalidArgument("a module was given to RowOptimizer twice; give each once")
+        groups = [update.param_group() for update in updates]
         if lr is not None:
             lr = real_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
-        self._updates: dict[int, PendingUpdate[Any]] = {id(head.row_update.carrier): head.row_update for head in flat}
-        groups = [
-            {
-                "params": [head.row_update.carrier],
-                "lr": head.table.spec.optimizer.lr if lr is None else lr,
-                "table": head.name,
-            }
-            for head in flat
-        ]
+            groups = [{**group, "lr": lr} for group in groups]
         super().__init__(groups, {})
-        for update in self._updates.values():
+        for update in updates:
             update.is_optimized = True
 
     def _group_updates(self) -> list[tuple[dict[str, Any], PendingUpdate[Any]]]:
         return [(group, self._updates[id(group["params"][0])]) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the heads given at construction can be trained: anything else is InvalidArgument."""
+        """Only the modules given at construction can be trained: anything else is InvalidArgument."""
         params = param_group["params"]
         if len(params) != 1 or id(params[0]) not in self._updates:
             raise InvalidArgument("RowOptimizer trains rows only; give dense parameters to an optimizer of their own")
@@ -103,12 +98,12 @@ class RowOptimizer(torch.optim.Optimizer):
             update.discard()
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the pending row gradients of all heads."""
+        """Multiply the pending row gradients of all modules."""
         for update in self._updates.values():
             update.multiply(factor)
 
     def squared_norm(self) -> float:
-        """Σ g² of the pending row gradients of all heads, as the step would apply them; costs: clip_grad_norm_."""
+        """Σ g² of the pending row gradients of all modules, as the step would apply them; costs: clip_grad_norm_."""
         return math.fsum(update.squared_norm() for update in self._updates.values())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -116,7 +111,16 @@ class RowOptimizer(torch.optim.Optimizer):
         return clip_grad_norm_((), self, max_norm)
 
 
-Rows = RowOptimizer | DenseTable
+@runtime_checkable
+class Clippable(Protocol):
+    """An optimizer of its own that trains parameters, as a DenseTable is."""
+
+    def clippable(self) -> list[Tensor]:
+        """The parameters whose ``grad`` counts and is scaled in place. May raise InvalidArgument: nobody can clip."""
+        ...
+
+
+Rows = RowOptimizer | Clippable
 
 
 def clip_grad_norm_(
@@ -160,12 +164,12 @@ def clip_grad_norm_(
         raise InvalidArgument(f"max_norm is {max_norm!r}; it must be > 0")
     listed = list(rows) if isinstance(rows, Iterable) else [rows]
     for one in listed:
-        if not isinstance(one, RowOptimizer | DenseTable):
+        if not isinstance(one, RowOptimizer | Clippable):
             raise InvalidArgument(f"rows is {quoted(one)}; it must be a RowOptimizer, a DenseTable, or several of them")
     optimizers = list({id(one): one for one in listed if isinstance(one, RowOptimizer)}.values())
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for one in listed:
-        if isinstance(one, DenseTable):
+        if isinstance(one, Clippable):
             dense += one.clippable()
     carriers = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
     distinct = {id(param): param for param in dense if id(param) not in carriers}

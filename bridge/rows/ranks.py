@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,6 +73,16 @@ class Ranks:
             raise SyncError(f"rank 0 of {self.job} failed; its error tells why")
         return others()
 
+    @property
+    def acts(self) -> bool:
+        """Whether this rank runs the ``action`` of :meth:`first_then_others`."""
+        return self.rank == 0
+
+    def write_together(self, action: Callable[[], None], what: str) -> None:
+        """Let rank 0 write rows of all; raise on every rank if that fails."""
+        del what
+        self.first_then_others(action, lambda: None)
+
     def run_together(self, action: Callable[[], T], what: str) -> T:
         """Run on every rank an ``action`` without collectives; if it fails on any, raise on every rank: its own error
         there, elsewhere SyncError, which says that ``what`` did not happen."""
@@ -106,6 +116,11 @@ class Ranks:
     def agree(self, value: bool) -> bool:
         """Rank 0's ``value``, on every rank."""
         return bool(self._from_first(int(value)))
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, in rank order; as many on each. Two all-gathers."""
+        said: list[list[int]] = self.gather_labels(np.array(values, np.int64)).reshape(self.world_size, -1).tolist()
+        return said
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Rank 0's vector of int64 or int32, on every rank; the others give one of any length."""

@@ -31,6 +31,14 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
 BRIDGE_USES = ("client", "values", "kernels", "programs")
 """The rooms of ams that bridge may use."""
 
+# Inside bridge: which rooms a room may use, beside itself; no sibling knows the class head.
+BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
+    "rows": (),
+    "dense": ("rows",),
+    "gear": ("rows", "dense"),
+    "head": ("rows",),
+}
+
 # What single files or rooms may use beside that, each for a reason.
 ALSO: dict[str, tuple[str, ...]] = {
     "ams/values/placement.py": ("kernels",),  # ids are routed by a kernel
@@ -38,7 +46,6 @@ ALSO: dict[str, tuple[str, ...]] = {
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
     "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
     "bridge/head/class_changes.py": ("tables",),
-    "bridge/head/memory.py": ("server",),
     "bridge/rows/tables.py": ("rpc",),
     "bridge/gear/*": ("storage",),  # cached features
 }
@@ -99,9 +106,21 @@ def violations(path: Path, source: str) -> list[str]:
         layer = layer_of(module)
         if FOLDERS.index(layer) > FOLDERS.index(path.parts[0]):
             found.append(f"{path} imports {module}, which lies above it")
+        elif layer == path.parts[0] == "bridge" and path.name != "__init__.py":
+            found += sibling_violations(path, module)
         elif layer == "ams" and path.name != "__init__.py":
             found += room_violations(path, module)
     return found
+
+
+def sibling_violations(path: Path, module: str) -> list[str]:
+    """What is wrong with an import of something in bridge from bridge."""
+    room, used = path.parts[1], module.split(".")[2]
+    if room not in BRIDGE_ROOMS:
+        return [f"{path}: say in BRIDGE_ROOMS what {room} may use"]
+    if used in {room, *BRIDGE_ROOMS[room]}:
+        return []
+    return [f"{path} imports {module}; inside bridge, {room} may use {BRIDGE_ROOMS[room]}"]
 
 
 def room_violations(path: Path, module: str) -> list[str]:
@@ -139,6 +158,9 @@ def test_a_product_file_keeps_the_import_rules(path: Path) -> None:
         ("ams/client/table.py", "from geartrain.bridge.head import margins"),
         ("bridge/rows/optimizer.py", "from geartrain.workers import loop"),
         ("bridge/rows/optimizer.py", "import socket"),
+        ("bridge/rows/optimizer.py", "from geartrain.bridge.head.class_head import ClassHead"),
+        ("bridge/gear/slow_gear.py", "from geartrain.bridge.head import batch"),
+        ("bridge/new/room.py", "from geartrain.bridge.rows import tables"),
         ("workers/job/loop.py", "from geartrain.launch.up import up"),
         ("ams/kernels/ops.py", "from geartrain.ams.tables import row_table"),
         ("ams/storage/log/segments.py", "from geartrain.ams.tables import row_table"),

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.selection.knn_selection import KNNSelection
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import set_random_state
@@ -117,7 +116,7 @@ class Trainer:
         """
         self._order.require(state.cursor, self.progress.step)
         self._optimizer.load_state_dict(state.optimizer)
-        if isinstance(self.head.select, KNNSelection) and state.graph is not None:
+        if state.graph is not None:
             self.head.select.graph_from_bytes(state.graph)
         self.head.set_extra_state(state.head)
         self._replicate()
@@ -164,8 +163,7 @@ class Trainer:
         try:
             self.phases.measured("steps", steps)
         finally:
-            if isinstance(self.head.select, KNNSelection):
-                self.head.select.cancel()
+            self.head.select.cancel()
         elapsed = self.train_seconds - seconds
         self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
         return finished
@@ -205,7 +203,7 @@ class Trainer:
         self._rows.param_groups[0]["lr"] = self.recipe.row_lr * factor
         if step and self._order.epoch(step) != self._order.epoch(step - 1):
             self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph when it would have
-        if isinstance(self.head.select, KNNSelection):
+        if self.head.select.has_graph:
             self.phases.measured("graph", self.head.select.prepare)  # the head finds it done
         images, labels_B = self._batch(step)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bfloat16):

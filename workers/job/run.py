@@ -20,7 +20,6 @@ from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, Spar
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace
-from geartrain.bridge.head.selection.knn_selection import KNNSelection
 from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to_bytes
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.images import ImageSet
@@ -184,8 +183,7 @@ class TrainingRun:
             reuse=self._saved is not None,
             sync=ranks.world_size > 1,
         )
-        if isinstance(self._head.select, KNNSelection):
-            self._head.select.on_progress = GraphLines(len(data.class_names), self._say)
+        self._head.select.report_progress(GraphLines(len(data.class_names), self._say))
         self._trainer = Trainer(
             backbone=backbone,
             head=self._head,
@@ -365,7 +363,7 @@ class TrainingRun:
             backbone=trainer.backbone.state_dict(),
             optimizer=trainer.optimizer_state(),
             head=self._head.get_extra_state(),
-            graph=self._head.select.graph_to_bytes() if isinstance(self._head.select, KNNSelection) else None,
+            graph=self._head.select.graph_to_bytes(),
             random=[state_from_bytes(of_rank) for of_rank in random],
         )
 

@@ -9,10 +9,12 @@ from typing import Any, get_args
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
+from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.workers.data.augment import Augmentation
+from geartrain.workers.recipes.selections import SELECTIONS
 
-SELECTIONS = ("knn", "partial", "full")
-PLACES = ("pull", "hosted")
+PLACES = tuple(name for name, backend in ROW_BACKENDS.items() if backend.needs_cluster)
+"""A job's rows are in a cluster, whose snapshots hold them."""
 UNTOUCHED = get_args(Untouched)
 
 

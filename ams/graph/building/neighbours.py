@@ -41,6 +41,12 @@ class NeighbourTable:
     k: int
     """Wanted neighbours of a class; each has min(k, C - 1)."""
 
+    @staticmethod
+    def bytes_for(num_classes: int, k: int) -> int:
+        """Of the graph of so many classes with ``k`` neighbours each."""
+        entries = num_classes * min(k, num_classes - 1)
+        return entries * np.dtype(id_dtype(num_classes)).itemsize + (num_classes + 1) * 8
+
     def __post_init__(self) -> None:
         """Check the shapes and ids; O(E). Raises InvalidArgument, InvalidIds."""
         if self.k < 1:

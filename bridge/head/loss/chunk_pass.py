@@ -31,6 +31,11 @@ class ChunkPass(Protocol):
     spreads_operations: bool
     """Whether its operations would each take all of PyTorch's threads."""
 
+    @property
+    def whole(self) -> WholePass | None:
+        """This pass, if it can work in one call on all rows where they are."""
+        ...
+
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """Add the chunk whose first row is at position ``start`` to ``sums``; write its logits to ``kept_NB``."""
         ...
@@ -45,6 +50,22 @@ class ChunkPass(Protocol):
         ...
 
 
+class WholePass(Protocol):
+    """What is done with all rows [A, D] of a step at once, in the compute dtype, on the features' device."""
+
+    def num_parts(self, num_rows: int) -> int:
+        """Parts of sums for :meth:`forward_all`."""
+        ...
+
+    def forward_all(self, softmax: OnlineSoftmax, rows_AD: Tensor, kept_KB: Tensor | None, *, threads: int) -> None:
+        """:meth:`ChunkPass.forward` for all rows; writes what is kept of the first K rows to ``kept_KB``."""
+        ...
+
+    def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
+        """:meth:`ChunkPass.overwrite` for all rows, the first K of them from what was kept."""
+        ...
+
+
 def pass_for(batch: Batch) -> ChunkPass:
     """The fastest pass for the batch's types and device."""
     arithmetic = batch.arithmetic
@@ -55,6 +76,11 @@ def pass_for(batch: Batch) -> ChunkPass:
     if is_host and (arithmetic.matmul == torch.float32 or in_bfloat16) and batch.size > 0:
         return CompiledPass(batch)
     return TensorPass(batch)
+
+
+def chunk_rows_on(device: torch.device, batch: int, dim: int) -> int:
+    """Rows of a chunk of the fastest pass on a device."""
+    return CompiledPass.chunk_rows if device.type == "cpu" else chunk_rows_for(batch, dim, device)
 
 
 def parts_for(num_rows: int, batch: int, dim: int) -> int:
@@ -78,6 +104,11 @@ class CompiledPass:
             normalised=batch.margin is not None,
             bfloat16=batch.arithmetic.matmul == torch.bfloat16,
         )
+
+    @property
+    def whole(self) -> WholePass:
+        """Itself."""
+        return self
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :class:`ChunkPass`."""
@@ -187,6 +218,7 @@ class TensorPass:
     """
 
     spreads_operations = True
+    whole = None
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """``weights_B`` multiply what each sample adds to the row gradients; None: 1."""

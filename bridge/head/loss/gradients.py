@@ -6,20 +6,17 @@ Legend: A active rows, B samples, D width, N rows of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.pull.stream import Block, RowStream
 from geartrain.bridge.head.batch import Batch, Targets, Workspace, chunk_bounds
@@ -28,68 +25,11 @@ from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.head.loss.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import Ranks
-from geartrain.bridge.rows.tables import HeadTable, HeadWrite, as_numpy, gradient_view
+from geartrain.bridge.rows.row_update import RowGradient, Writer
+from geartrain.bridge.rows.tables import HeadTable, as_numpy, gradient_view
 
 _ROWS_PER_SUM = 4096
 _HOST = torch.device("cpu")
-
-
-class Writer(Protocol):
-    """Makes pushes one after the other, each applied once."""
-
-    def prepare(
-        self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
-    ) -> None:
-        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
-
-        ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
-        """
-        ...
-
-    def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
-        """:meth:`prepare` a write made of (lr, scale, group) instead."""
-        ...
-
-    def send_behind(self) -> None:
-        """Begin to send the prepared push in the background."""
-        ...
-
-    def settle(self) -> None:
-        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
-        ...
-
-
-class CollectedGradient(Protocol):
-    """The row gradients of one or several micro-batches."""
-
-    def merge(self, other: Any) -> None:
-        """Add the gradient of another micro-batch, of the same kind, which is used up."""
-        ...
-
-    @property
-    def squares(self) -> Tensor | None:
-        """Σ g² over all rows (0-dim, float64) if they lie in this process's memory."""
-        ...
-
-    def squared_norm(self) -> float:
-        """Σ g² over all rows, in float64."""
-        ...
-
-    def discard(self) -> None:
-        """Give the memory back."""
-        ...
-
-
-class RowGradient(CollectedGradient, Protocol):
-    """Those of rows in a cluster."""
-
-    def push(self, writer: Writer) -> None:
-        """Send all of it; a second call after an error goes on behind what was prepared."""
-        ...
-
-    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
-        """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
-        ...
 
 
 def _step_stopped(prepared: int, num: int) -> InvalidArgument:

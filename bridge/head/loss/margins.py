@@ -11,7 +11,9 @@ Shapes: B samples.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +32,25 @@ def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
     k = torch.floor(angle / math.pi)
     sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
     return sign * torch.cos(angle) - 2.0 * k, -torch.abs(torch.sin(angle))
+
+
+class Margin(Protocol):
+    """What a head asks of its margin; ``None`` in its place means a plain linear classifier: logits = x·wᵀ, nothing
+    normalised.
+
+    One of your own is a class with these two, with a repr that names its settings, as a frozen dataclass has: ranks
+    compare margins by it. It works wherever the rows are, for it is applied beside the features.
+    """
+
+    @property
+    def scale(self) -> float:
+        """Multiplies every logit; finite and > 0."""
+        ...
+
+    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the target logits [B], at most ``scale``, and their derivatives with respect to cos θ [B], in the
+        dtype of ``cos_B``, on its device."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +92,21 @@ class CombinedMargin:
         return self.scale * (value_B - self.m3), self.scale * self.m1 * slope_B * dtheta_B * inside_B
 
 
+class _Special(ABC):
+    """A margin that is a special case of the general form."""
+
+    @property
+    @abstractmethod
+    def combined(self) -> CombinedMargin:
+        """The same margin in the general form."""
+
+    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`CombinedMargin.target`."""
+        return self.combined.target(cos_B)
+
+
 @dataclass(frozen=True)
-class ArcFace:
+class ArcFace(_Special):
     """Additive angular margin: target logit = scale · ψ(θ + margin)."""
 
     scale: float = 64.0
@@ -91,7 +125,7 @@ class ArcFace:
 
 
 @dataclass(frozen=True)
-class CosFace:
+class CosFace(_Special):
     """Additive cosine margin: target logit = scale · (cos θ − margin)."""
 
     scale: float = 64.0
@@ -110,7 +144,7 @@ class CosFace:
 
 
 @dataclass(frozen=True)
-class SphereFace:
+class SphereFace(_Special):
     """Multiplicative angular margin: target logit = scale · ψ(margin · θ)."""
 
     scale: float = 64.0
@@ -126,10 +160,6 @@ class SphereFace:
     def combined(self) -> CombinedMargin:
         """The same margin in the general form."""
         return CombinedMargin(scale=self.scale, m1=self.margin)
-
-
-Margin = ArcFace | CosFace | SphereFace | CombinedMargin
-"""``None`` in its place means a plain linear classifier: logits = x·wᵀ, nothing normalised."""
 
 
 def _require(name: str, value: float, legal: bool, range_text: str) -> None:

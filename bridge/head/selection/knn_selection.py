@@ -16,25 +16,21 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.table_rows import TableRows
-from geartrain.ams.graph.client.calls import GraphCalls
 from geartrain.ams.programs.class_lifecycle import LivingClasses
-from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.link import RankLink
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.backends.backend import GraphRows, GraphSource, Peers, RowBackend
 from geartrain.bridge.head.selection.background import begin_beside
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
-from geartrain.bridge.head.selection.rank_graph import FrozenRows, RankGraphs
-from geartrain.bridge.head.selection.served_graph import ServedRows
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ReadableTable
 
@@ -44,8 +40,9 @@ Progress = Callable[[int, int], None]
 """Called with (done, total) while a graph is built; from a thread of its own in the background."""
 
 
+@final
 @dataclass(frozen=True)
-class KNNSoftmax:
+class KNNSoftmax(Selection):
     """The labels and their nearest classes, cut or filled up to round(active · C); given to a head as ``select``.
 
     After the distinct labels come the nearest neighbour of each, then the second ones, and so on; if all ``k`` of each
@@ -86,6 +83,21 @@ class KNNSoftmax:
         """round(active · num_classes), at least 1."""
         return max(1, round(self.active * num_classes))
 
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:  # noqa: ARG002
+        """InvalidArgument: it needs the graph of a head's rows."""
+        raise InvalidArgument("KNNSoftmax selects by the graph of a head's rows; ask the head's select for a choice")
+
+    def neighbours_of(self, num_classes: int) -> int:
+        """``k``, unless all classes are active."""
+        return self.k if self.budget(num_classes) < num_classes else 0
+
+    def bound(self, backend: RowBackend) -> KNNSelection:
+        """The selection that holds the graph of these rows."""
+        update = backend.update
+        select = KNNSelection(self, backend.table, backend.peers, lambda: update.step, backend.graph_source())
+        select.living = backend.living
+        return select
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -101,18 +113,18 @@ class Graph:
     """Fingerprint of the living classes that it is of."""
 
 
-class KNNSelection:
+class KNNSelection(Selection):
     """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
 
     def __init__(
         self,
         settings: KNNSoftmax,
         table: ReadableTable,
-        ranks: Ranks | RankLink | None,
+        ranks: Peers | None,
         step: Callable[[], int],
-        service: GraphCalls | None = None,
+        source: GraphSource | None = None,
     ) -> None:
-        """``step`` tells the updates applied so far; ``service`` builds the graphs, None: rank 0 does.
+        """``step`` tells the updates applied so far; graphs are made of the rows of ``source``, None: pulled ones.
 
         Every rank makes the same calls in the same order.
         """
@@ -126,10 +138,9 @@ class KNNSelection:
         self.enlarged = 0
         """Batches whose labels alone were more than the budget."""
         self._table = table
-        self._on_ranks = RankGraphs(table) if isinstance(table, RankTable) else None
+        self._source = TableGraphs(table) if source is None else source
         self._ranks = ranks if ranks is not None and ranks.world_size > 1 else None
         self._step = step
-        self._service = service
         self._is_due = False
         self._prepared: int | None = None
         self._pending: _Building | None = None
@@ -144,10 +155,7 @@ class KNNSelection:
         """Updates of the rows since the graph in use was begun; None: there is none yet."""
         return None if self.graph is None else self._step() - self.graph.step
 
-    @property
-    def seed(self) -> int:
-        """See :class:`KNNSoftmax`."""
-        return self.settings.seed
+    has_graph = True
 
     def budget(self, num_classes: int) -> int:
         """See :class:`KNNSoftmax`."""
@@ -159,9 +167,16 @@ class KNNSelection:
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
-        ids = self.graph_in_use().table.select(labels, budget, seed=self.seed, step=step)
+        ids = self.graph_in_use().table.select(labels, budget, seed=self.settings.seed, step=step)
         self.enlarged += len(ids) > budget
         return ActiveClasses(len(ids), ids)
+
+    def ranking(self, num_labels: int, num_classes: int) -> Ranking:
+        """The labels, their neighbours, then the permutation."""
+        budget = self.budget(num_classes)
+        self.enlarged += num_labels > budget
+        takes_all = max(budget, num_labels) >= num_classes
+        return Ranking(self.settings.seed, None if takes_all else self.graph_in_use().table)
 
     def graph_in_use(self) -> Graph:
         """The graph to select by; see :meth:`select`."""
@@ -172,7 +187,7 @@ class KNNSelection:
                     f"table {self._table.spec.name!r} has no graph yet, and ranks build it together: train a step, or "
                     "call head.rebuild_graph() on every rank, before this evaluation"
                 )
-            self.rebuild()
+            self.rebuild_graph()
         assert self.graph is not None
         return self.graph
 
@@ -189,7 +204,7 @@ class KNNSelection:
         if step == self._prepared and self.graph is not None:
             return
         if self.graph is None or self._is_old(step):
-            self.rebuild()
+            self.rebuild_graph()
         elif self.settings.rebuild == "background":
             self._take_finished()
             if self._is_due and self._pending is None:
@@ -200,23 +215,16 @@ class KNNSelection:
         """A pass over the data ends: the graph is due, unless it is rebuilt by steps. Every rank says so."""
         self._is_due = self.settings.rebuild in ("epoch", "background")
 
-    def rebuild(self) -> None:
+    def rebuild_graph(self) -> None:
         """Build the graph now, from the rows as they are. Every rank calls it."""
         self.cancel()
         building = self._new_building()
 
         def build() -> NeighbourTable:
-            building.run(self._rows(), self.settings.k, self.on_progress)
+            building.run(self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
             return building.result.result()
 
         self._install(_from_first(self._ranks, build), building.step)
-
-    def _rows(self) -> TableRows | FrozenRows | ServedRows:
-        if self._on_ranks is not None:
-            return self._on_ranks.freeze(None if self.living.are_all else self.living.all_ids)
-        if self._service is not None and self.living.are_all:
-            return ServedRows(self._service, self._table.spec, self._step())
-        return TableRows(self._table, self.living)
 
     def follow(self, living: LivingClasses, added: Ids) -> None:
         """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
@@ -256,7 +264,7 @@ class KNNSelection:
         def search() -> Ids:
             return nearest_classes(rows.read_numbers, rows.num_rows, rows.dim, numbers, self.settings.k).ravel()
 
-        if not isinstance(ranks, Ranks):  # ranks that hold the rows read them together, and find the same
+        if ranks is None:
             return search()
         found = ranks.first_then_others(search, lambda: found)
         nearest: Ids = ranks.array_from_first(found)
@@ -279,6 +287,10 @@ class KNNSelection:
             self._pending, self._ending = None, self._pending
             self._is_due = True
 
+    def report_progress(self, progress: Progress) -> None:
+        """See :class:`Selection`."""
+        self.on_progress = progress
+
     def state(self) -> dict[str, Any]:
         """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
         graph = self.graph
@@ -288,8 +300,11 @@ class KNNSelection:
             found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
         return {**found, "is_due": is_due}
 
-    def resume(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any] | None, living: LivingClasses) -> None:
         """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
+        self.living = living
+        if state is None:
+            return
         self.cancel()
         self._prepared = None
         self._is_due = bool(state["is_due"])
@@ -358,8 +373,8 @@ class KNNSelection:
         """Begin to build beside the training."""
         self._is_due = False
         self._pending = building = self._new_building()
-        if self._ranks is None or self._ranks.rank == 0 or self._on_ranks is not None:
-            arguments = (self._rows(), self.settings.k, self.on_progress)
+        if self._ranks is None or self._ranks.acts:
+            arguments = (self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
             begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
 
     def _new_building(self) -> _Building:
@@ -395,10 +410,10 @@ class _Building:
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
-    def run(self, rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None) -> None:
+    def run(self, rows: GraphRows, k: int, progress: Progress | None) -> None:
         """Build; the result, or why there is none, is in ``result``."""
         after, self._after = self._after, None
-        if after is not None and isinstance(rows, ServedRows):
+        if after is not None and rows.one_at_a_time:
             wait_for([after.result])
         try:
             built = _build(rows, k, progress, self._cancelled.is_set)
@@ -412,20 +427,13 @@ class _Building:
         self._cancelled.set()
 
 
-# Only a head that selects by a graph loads the builder.
-def _build(
-    rows: TableRows | FrozenRows | ServedRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]
-) -> NeighbourTable:
-    if isinstance(rows, FrozenRows | ServedRows):
-        return rows.build(k, progress, cancelled)
-    from geartrain.ams.graph.building.builder import build_neighbours
-
-    return build_neighbours(rows, k, progress=progress, cancelled=cancelled)
+def _build(rows: GraphRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+    return rows.build(k, progress, cancelled)
 
 
-def _from_first(ranks: Ranks | RankLink | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
+def _from_first(ranks: Peers | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
     """What rank 0 builds, on every rank; ranks that hold the rows build together."""
-    if ranks is None or isinstance(ranks, RankLink):
+    if ranks is None:
         return build()
     built: list[NeighbourTable] = []
     ranks.first_then_others(lambda: built.append(build()), lambda: None)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.class_lifecycle import LivingClasses
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 
@@ -26,6 +27,11 @@ class RankGraphs:
         self._table = table
         self._link = table.link.apart()
         self._one_at_a_time = threading.Lock()
+
+    def rows(self, living: LivingClasses, step: int) -> FrozenRows:
+        """See :class:`geartrain.bridge.head.backends.backend.GraphSource`."""
+        del step
+        return self.freeze(None if living.are_all else living.all_ids)
 
     def freeze(self, ids: Ids | None = None) -> FrozenRows:
         """The rows as they are now: 4·L·D bytes of the host. Waits for the device.
@@ -53,6 +59,8 @@ class RankGraphs:
 
 class FrozenRows:
     """This rank's rows of one moment; used up by :meth:`build`."""
+
+    one_at_a_time = False
 
     def __init__(self, graphs: RankGraphs, rows_LD: npt.NDArray[np.float32]) -> None:
         self._graphs, self._rows_LD = graphs, rows_LD

@@ -1,7 +1,7 @@
-"""A head's graph from the graph service of its cluster: built there, then loaded whole, since heads select by
-themselves (``docs/decisions/0016``).
+"""Where the graph of a head comes from if its rows are in a cluster: built here from pulled rows, or by the cluster's
+graph service and then loaded whole, since heads select by themselves (``docs/decisions/0016``).
 
-Costs: no operations here and no pull of rows; 4·C·k + 8·C bytes come over the wire for each graph.
+Costs of the service: no operations here and no pull of rows; 4·C·k + 8·C bytes come over the wire for each graph.
 """
 
 from __future__ import annotations
@@ -9,14 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.building.table_rows import TableRows
 from geartrain.ams.graph.client.calls import GraphCalls
+from geartrain.ams.programs.class_lifecycle import LivingClasses
 from geartrain.ams.values.errors import SpecMismatch, TableNotFound
 from geartrain.ams.values.graph_messages import GraphBuilding
 from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.head.backends.backend import GraphRows
+from geartrain.bridge.rows.tables import ReadableTable
+
+
+class TableGraphs:
+    """Implements ``GraphSource`` of ``backend.py``: the service builds, unless classes are retired."""
+
+    def __init__(self, table: ReadableTable, service: GraphCalls | None = None) -> None:
+        """``service``: that of the cluster; None: there is none."""
+        self._table, self._service = table, service
+
+    def rows(self, living: LivingClasses, step: int) -> GraphRows:
+        """See :class:`GraphSource`."""
+        if self._service is not None and living.are_all:
+            return ServedRows(self._service, self._table.spec, step)
+        return PulledRows(self._table, living)
+
+
+class PulledRows(TableRows):
+    """The rows of the living classes, pulled while the graph is built in this process."""
+
+    one_at_a_time = False
+
+    def build(
+        self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
+    ) -> NeighbourTable:
+        """See :class:`GraphRows`."""
+        # Only a head that selects by a graph loads the builder.
+        from geartrain.ams.graph.building.builder import build_neighbours
+
+        return build_neighbours(self, k, progress=progress, cancelled=cancelled)
 
 
 class ServedRows:
     """The rows of a head's table, as the service of their cluster reads them."""
+
+    one_at_a_time = True
 
     def __init__(self, service: GraphCalls, spec: TableSpec, step: int) -> None:
         """``step`` is that of the rows."""

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from geartrain.ams.programs.class_head import FORWARD, SQUARED_NORM
 from geartrain.ams.programs.class_lifecycle import LivingClasses
-from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
+from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.messages import HostedInputs, SyncGroup
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
-from geartrain.bridge.head.loss.gradients import RowGradient, Writer
-from geartrain.bridge.head.loss.margins import CombinedMargin
+from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.row_update import RowGradient, Writer
 from geartrain.bridge.rows.tables import HeadCalls
 
 _BYTES_PER_NUMBER = 8
@@ -49,19 +49,22 @@ class Chosen:
     labels: Ids
     """Of all samples of all ranks."""
     is_corrected: bool = False
-    """Whether a partial selection corrects its logits."""
+    """Whether it corrects its logits."""
 
     def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
         shards = range(calls.view.num_shards)
         more = {} if self.living.are_all else {"retired_runs": self.living.retired_runs.ravel()}
-        if isinstance(self.select, FullSoftmax):
-            return 0, {}, [more for _ in shards]
-        if isinstance(self.select, PartialFC):
-            if len(self.labels) != len(labels_B):
+        rule = self.select.shard_rule(corrected=self.is_corrected)
+        if rule is not None:
+            if rule.takes_labels and len(self.labels) != len(labels_B):
                 more["batch_labels"] = self.labels
-            settings = {"sample_rate": self.select.sample_rate, "corrected": float(self.is_corrected)}
-            return self.select.seed, settings, [more for _ in shards]
+            return rule.seed, dict(rule.settings), [more for _ in shards]
+        if self.is_corrected:
+            raise InvalidArgument(
+                f"{self.select!r} corrects its logits, which shards do for PartialFC alone; let corrects() be False, "
+                "or use rows='pull' or 'ranks'"
+            )
         ids = self._ids
         routes = dict(split_by_shard(ids, calls.view.bucket_shards, len(shards), dense=True))
         none = np.empty(0, np.int64)
@@ -82,7 +85,7 @@ class HostedRows:
         calls: HeadCalls,
         features: Tensor,
         labels_B: Ids,
-        margin: CombinedMargin | None,
+        margin: Margin | None,
         chosen: Chosen,
         required_sync: SyncGroup | None,
     ) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.messages import SyncGroup
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import CompiledPass, pass_for
+from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.gradients import HeldGradient
-from geartrain.bridge.head.loss.kept_logits import KeptLogits
+from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.scratch import BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
+from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPlan
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy, gradient_view
 
@@ -42,8 +43,18 @@ class HeldRows:
         self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
         self._kept = KeptLogits(pool)
         as_they_are = self._rows_AD.dtype == batch.arithmetic.compute
-        self._walk = self._pass if isinstance(self._pass, CompiledPass) and as_they_are else None
+        self._walk = self._pass.whole if as_they_are else None
         """The pass, if it can work on all rows where they are, in one call."""
+
+    @staticmethod
+    def memory(plan: MemoryPlan, keep_bytes: int) -> tuple[tuple[int, str], int, int]:
+        """(bytes of the rows and where they come from, bytes of kept logits, sums kept apart) of such a pass."""
+        spec, width = plan.spec, plan.batch * COMPUTE_BYTES
+        walks = plan.device.type == "cpu" and spec.dtype == "float32"  # one call of C++ goes through all rows
+        chunk_rows = 1 if walks else chunk_rows_on(plan.device, plan.batch, spec.dim)
+        sums = parts_for(plan.active, plan.batch, spec.dim) if walks else PARTS
+        kept = kept_rows(plan.active, chunk_rows, width, keep_bytes) * width
+        return (plan.active * spec.row_bytes, f"A·D·{spec.numpy_dtype.itemsize}"), kept, sums
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""

@@ -12,13 +12,14 @@ from torch import Tensor
 from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
 from geartrain.ams.values.messages import SyncGroup
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.pull.stream import Block, RowStream
+from geartrain.bridge.head.backends.pull.stream import NUM_BUFFERS, Block, RowStream, block_rows_for
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.head.loss.gradients import FactoredGradient, Factors
 from geartrain.bridge.head.loss.scratch import BufferPool, Scratch
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
+from geartrain.bridge.head.memory_plan import MemoryPlan
 from geartrain.bridge.rows.tables import HeadTable
 
 PARTS = 4
@@ -46,6 +47,11 @@ class StreamedRows:
         self._required_sync = required_sync
         self._correction = correction
         self._pass = pass_for(batch)
+
+    @staticmethod
+    def memory(plan: MemoryPlan) -> tuple[int, int]:
+        """(bytes of a block, blocks held at a time) of such a pass."""
+        return min(block_rows_for(plan.spec.row_bytes), plan.active) * plan.spec.row_bytes, NUM_BUFFERS
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Loss (0-dim) and feature gradient [B, D]; nothing is kept."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -183,10 +184,23 @@ class RankLink:
             _reduce_scatter(out, wire, group=self._carrier(wire))
         return out[:own].to(tensor_BD.device)
 
+    @property
+    def acts(self) -> bool:
+        """Every rank works on the rows that it holds."""
+        return True
+
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
-        """Run ``action``: every rank writes the rows that it holds."""
+        """Run ``action``: every rank does."""
         del others
         return action()
+
+    def write_together(self, action: Callable[[], None], what: str) -> None:
+        """Let every rank write the rows that it holds; raise as :meth:`fail_together` if it fails on any."""
+        self.run_together(action, what)
+
+    def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The array itself: every rank has made the same."""
+        return array
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:

@@ -30,6 +30,10 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 BLOCK_BYTES = 8 << 20
 _HUGE_PAGE = 2 << 20
+_ROUNDING_WIDTHS = 7
+"""Chunks of float32 that random bits and what they round take on a device, at most."""
+_ELAPSED_WIDTHS = 8
+"""Chunks of float32 that catching up rows and slots takes on a device: four of float64."""
 
 Place = slice | Tensor
 """Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct."""
@@ -72,6 +76,30 @@ class RankTable:
         self._key = rounding_key(spec.seed, table_hash(spec.name))
         self._counting = threading.Lock()
         self.write_initial_values()
+
+    @staticmethod
+    def chunk_copies(spec: TableSpec, device: torch.device, *, picked: bool) -> float:
+        """Chunks of float32 that a thread holds in a step, and half a one for what the allocator keeps.
+
+        On a CPU, where compiled code updates rows where they lie: the gradient, and rows of the forward pass that
+        cannot be read in place (some are ``picked``). Elsewhere those of the step too: rows and slots, what 16 bits are
+        rounded with, and what rows are caught up with.
+        """
+        narrow, moves = spec.dtype != "float32", spec.counts_steps
+        if device.type == "cpu":
+            return 1.5 + (picked or narrow or moves) + (picked and narrow and not moves)
+        narrow_slots = spec.has_slots and spec.slot_dtype != "float32"
+        in_step = 2 + spec.has_slots + 0.5 * (narrow + narrow_slots)
+        picked_from = picked * (1.5 * narrow + 0.5 * narrow_slots)
+        rounding = _ROUNDING_WIDTHS * (narrow or narrow_slots)
+        return (
+            0.5
+            + in_step
+            + picked_from
+            + (picked or narrow or narrow_slots or moves)
+            + rounding
+            + (_ELAPSED_WIDTHS * moves)
+        )
 
     @property
     def device(self) -> torch.device:

@@ -15,28 +15,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LivingClasses
-from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.programs.selection import Ranking, Selection
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
-from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection
-from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, in_step
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, select_on
 from geartrain.bridge.rows.transfers import upload
 
 
 class RankSelector:
     """Chooses the classes of one head, step after step. Not thread-safe."""
 
-    def __init__(self, table: RankTable, select: FullSoftmax | PartialFC | KNNSelection) -> None:
+    def __init__(self, table: RankTable, select: Selection) -> None:
         self.on_device: bool | None = None
         """Where to choose; None: on the device if the rows are on one that is no CPU."""
         self._table = table
         self._select = select
         self._stream: torch.cuda.Stream | None = None
-        self._graph: tuple[Graph, TorchGraph] | None = None
+        self._graph: tuple[NeighbourTable, TorchGraph] | None = None
         """The one in use, and its copy on the device."""
         self._living: LivingIds | None = None
+
+    @staticmethod
+    def memory(plan: MemoryPlan) -> list[MemoryPart]:
+        """What choosing takes on a device: the graph once more, and candidates."""
+        if plan.device.type == "cpu" or plan.active == plan.num_classes:
+            return []
+        num, k = plan.num_classes, plan.neighbours
+        graph = MemoryPart(
+            name="graph of classes, on the device",
+            holder="rank",
+            bytes=NeighbourTable.bytes_for(num, k) if k else 0,
+            standing=True,
+            formula="4·C·k + 8·C",
+        )
+        size = choice_bytes(num, plan.active, min(num, plan.batch * plan.ranks), k)
+        formula = "40·(B·R·(1 + k) + A) + 75·(A + O)"
+        return [graph, *in_step("rank", ("choosing of the active classes", size, formula))]
 
     def choose(self, labels_B: Ids, living: LivingClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
         """How many classes are active on all ranks together, and which of them are this rank's.
@@ -48,27 +66,26 @@ class RankSelector:
             active = living.select(self._select, labels_B, step)
             return active.num, HostActive.of(active, table.first, table.stop)
         labels_P = np.unique(living.numbers(labels_B))
+        ranking = self._select.ranking(len(labels_P), living.num_living)
+        if ranking is None:
+            active = living.select(self._select, labels_B, step)
+            here = HostActive.of(active, table.first, table.stop)
+            numbers_A = None if here.numbers_A is None else upload(here.numbers_A, table.device)
+            return active.num, DeviceActive(here.num, numbers_A, table.device)
         budget = max(self._select.budget(living.num_living), len(labels_P))
-        if isinstance(self._select, KNNSelection):
-            self._select.enlarged += budget > self._select.budget(living.num_living)
         if budget >= living.num_living and living.are_all:
             return living.num_classes, DeviceActive(table.num_local, None, table.device)
-        takes_all = budget >= living.num_living
-        graph = self._select.graph_in_use() if isinstance(self._select, KNNSelection) and not takes_all else None
         with self._apart():
             ids = self._living_ids(living)
-            active_A = ids.all_L() if takes_all else ids.of(self._chosen(labels_P, graph, budget, living, step))
-            here = self._here(active_A)
-        if self._stream is not None and here.numbers_A is not None:
-            here.numbers_A.record_stream(torch.cuda.current_stream(table.device))
-        return len(active_A), here
-
-    def _chosen(self, labels_P: Ids, graph: Graph | None, budget: int, living: LivingClasses, step: int) -> Tensor:
-        """Numbers of living classes [A], rising."""
-        select = self._select
-        assert not isinstance(select, FullSoftmax), "its budget is all of them"
-        labels, lists = upload(labels_P, self._table.device), None if graph is None else self._on_device(graph)
-        return select_on(labels, lists, living.num_living, budget, seed=select.seed, step=step)
+            if budget >= living.num_living:
+                active_A = ids.all_L()
+            else:
+                labels, lists = upload(labels_P, table.device), self._on_device(ranking)
+                active_A = ids.of(select_on(labels, lists, living.num_living, budget, seed=ranking.seed, step=step))
+            here_A = self._here(active_A)
+        if self._stream is not None and here_A.numbers_A is not None:
+            here_A.numbers_A.record_stream(torch.cuda.current_stream(table.device))
+        return len(active_A), here_A
 
     def _here(self, active_A: Tensor) -> DeviceActive:
         """Those of them that this rank has. The one wait: for how many they are, unless they must be all."""
@@ -79,11 +96,14 @@ class RankSelector:
         low, high = torch.searchsorted(active_A, bounds).tolist()
         return DeviceActive(high - low, active_A[low:high] - table.first, table.device)
 
-    def _on_device(self, graph: Graph) -> TorchGraph:
+    def _on_device(self, ranking: Ranking) -> TorchGraph | None:
+        graph: NeighbourTable | None = ranking.neighbours
+        if graph is None:
+            return None
         kept = self._graph
         if kept is None or kept[0] is not graph or kept[1].offsets.device != self._table.device:
             self._graph = None  # two at a time would be twice its memory
-            self._graph = kept = (graph, TorchGraph.of(graph.table, self._table.device))
+            self._graph = kept = (graph, TorchGraph.of(graph, self._table.device))
         return kept[1]
 
     def _living_ids(self, living: LivingClasses) -> LivingIds:

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LivingClasses
-from geartrain.ams.programs.selection import PartialFC, SamplingCorrection, Selection
+from geartrain.ams.programs.selection import SamplingCorrection, Selection
 from geartrain.ams.values.errors import (
     GeartrainError,
     InvalidArgument,
@@ -29,12 +29,21 @@ from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.batch import Arithmetic, Batch
 from geartrain.bridge.head.checks import check_features, check_finite, check_labels
-from geartrain.bridge.head.loss.margins import CombinedMargin
-from geartrain.bridge.head.selection.knn_selection import KNNSelection
-from geartrain.bridge.rows.row_update import PendingUpdate
+from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.transfers import Readback
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def named(setting: object) -> str:
+    """What ranks compare of a margin or a selection. Raises InvalidArgument where that would tell no two apart."""
+    if type(setting).__repr__ is object.__repr__:
+        raise InvalidArgument(
+            f"{setting!r} has no repr that names its settings, by which ranks compare them; make its class a frozen "
+            "dataclass, or give it a __repr__"
+        )
+    return repr(setting)
 
 
 class RankUpdate(PendingUpdate[RankGradient]):
@@ -90,7 +99,7 @@ class RankStep:
     select: Selection
     selector: RankSelector
     living: LivingClasses
-    margin: CombinedMargin | None
+    margin: Margin | None
     training: bool
 
     def begin(self, features: Tensor, labels: Tensor) -> tuple[RankRows, int]:
@@ -103,14 +112,14 @@ class RankStep:
         link = self.update.table.link
         joint_features_BD = link.gather(features.detach().contiguous(), sizes)
         labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
-        if self.training and isinstance(self.select, KNNSelection):
+        if self.training:
             self.select.prepare()
         table, arithmetic = self.update.table, Arithmetic.of(features)
         num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
         numbers_B = labels_B - table.first
         correction = (
             SamplingCorrection.of(labels_B, num_active, self.living.num_living)
-            if isinstance(self.select, PartialFC) and self.select.corrects(self.margin)
+            if self.select.corrects(self.margin)
             else None
         )
         stands_for, weight = (
@@ -122,7 +131,7 @@ class RankStep:
     def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
         """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""
         refused = self.update.take_refused()
-        margin = xxhash.xxh3_64_intdigest(repr(self.margin).encode()) >> 2
+        margin = xxhash.xxh3_64_intdigest(named(self.margin).encode()) >> 2
         failure: GeartrainError | None = None
         labels_S = np.empty(0, np.int64)
         try:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.bridge.head.checks import check_margin
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
@@ -61,7 +60,11 @@ def check(
     rows = torch.from_numpy(table.rows[active.ids])
     targets = torch.from_numpy(active.positions(labels.numpy()))
     loss, feature_gradient, row_gradient = plain_gradients(
-        features, rows, targets, check_margin(margin), sampled_weights(select, margin, active.ids, labels, num_classes)
+        features,
+        rows,
+        targets,
+        None if margin is None else margin.combined,
+        sampled_weights(select, margin, active.ids, labels, num_classes),
     )
 
     optimizer = RowOptimizer(head)
@@ -148,14 +151,14 @@ def test_the_feature_gradient_passes_gradcheck(margin: Margin | None, holds: boo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torch.dtype, holds: bool) -> None:
-    cluster = FakeCluster()
+    cluster, margin = FakeCluster(), CombinedMargin(m1=4, scale=90)
     head = ClassHead(
         cluster,
         "classes",
         num_classes=3,
         dim=2,
         select=FullSoftmax(),
-        margin=CombinedMargin(m1=4, scale=90),
+        margin=margin,
         optimizer=UNIT_SGD,
         rows_cache_bytes=(1 << 40) if holds else 0,
     )
@@ -163,7 +166,7 @@ def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torc
     cluster.tables["classes"].rows[:] = np.stack([cosines, np.sqrt(1 - cosines**2)], axis=1)
     rows = torch.from_numpy(cluster.tables["classes"].rows)
     features = torch.tensor([[1.0, 0.0]], dtype=dtype, requires_grad=True)
-    expected, gradient, _ = plain_gradients(features, rows, torch.tensor([0]), check_margin(head.margin))
+    expected, gradient, _ = plain_gradients(features, rows, torch.tensor([0]), margin)
     loss = head(features, torch.tensor([0]))
     loss.backward()
     assert features.grad is not None

@@ -21,7 +21,7 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
-from geartrain.bridge.head.backends.ranks.rank_place import RankPlace
+from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 from geartrain.bridge.head.backends.ranks.rank_table import class_range
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.class_head import ClassHead
@@ -170,8 +170,8 @@ def train(select: Any, share: slice, *, on_device: bool) -> tuple[list[float], t
         initializer=Normal(std=1.0),
         rows="ranks",
     )
-    assert isinstance(head._place, RankPlace)
-    head._place.selector.on_device = on_device
+    assert isinstance(head._backend, RankBackend)
+    head._backend.selector.on_device = on_device
     rows, losses = RowOptimizer(head), []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)

@@ -17,6 +17,7 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.selection import rank_ring
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
@@ -133,9 +134,9 @@ def build_in_the_background(rank: int, ranks: int, folder: Path) -> None:
     select.cancel()
     head.rebuild_graph()
     assert (select.graph.version, select.graph_age) == (3, 0)
-    assert select._on_ranks is not None
+    assert isinstance(select._source, RankGraphs)
     some = np.setdiff1d(np.arange(CLASSES), [0, 7, 30, 31])
-    table = select._on_ranks.freeze(some).build(3, None, lambda: False)
+    table = select._source.freeze(some).build(3, None, lambda: False)
     nearest = reference.nearest_neighbours(head.weights(torch.from_numpy(some)).numpy(), 3)
     np.testing.assert_array_equal(table.neighbours.reshape(-1, 3), nearest)
     head.eval()

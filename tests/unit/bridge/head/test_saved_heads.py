@@ -126,7 +126,7 @@ def test_a_forgotten_row_optimizer_is_told_of_once(cluster: gt.Cluster) -> None:
         warnings.simplefilter("error")
         for seed in range(2):
             head(*batch(seed)).backward()
-    with pytest.warns(UserWarning, match=r"(?s)'classes'.*geartrain\.RowOptimizer\(head\)"):
+    with pytest.warns(UserWarning, match=r"(?s)'classes'.*geartrain\.RowOptimizer\(module\)"):
         head(*batch(2)).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

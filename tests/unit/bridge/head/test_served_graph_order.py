@@ -15,6 +15,7 @@ from geartrain.ams.values.graph_messages import GraphBuilding
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.head.selection.served_graph import TableGraphs
 
 CLASSES = 20
 
@@ -55,7 +56,7 @@ def test_the_next_build_waits_until_the_service_knows_that_the_last_one_is_cance
     spec = TableSpec(name="faces", dim=4, optimizer=SGD(0.1), num_rows=CLASSES)
     settings = KNNSoftmax(active=0.2, k=2, rebuild="background")
     table: Any = SimpleNamespace(spec=spec)
-    select = KNNSelection(settings, table, None, lambda: step, service)  # type: ignore[arg-type]
+    select = KNNSelection(settings, table, None, lambda: step, TableGraphs(table, service))  # type: ignore[arg-type]
     select.prepare()
     service.is_slow = True
     service.has_begun.clear()
@@ -72,6 +73,6 @@ def test_the_next_build_waits_until_the_service_knows_that_the_last_one_is_cance
         step = 3
         select.prepare()
     else:
-        select.rebuild()
+        select.rebuild_graph()
     assert service.steps == [0, 1, 2]
     assert select.graph is not None and (select.graph.step, select.graph.version) == (2, 2)

@@ -1,0 +1,229 @@
+"""Where the class rows of a head are worked on: one object per way, which a head asks for everything of its rows.
+
+Legend: B samples, C classes, D width, k answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy.typing as npt
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import Selection
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import Place
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import DTypeName, Initializer
+from geartrain.bridge.head.head_loss import HeadCall
+from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
+from geartrain.bridge.rows.pending import PendingUpdate
+from geartrain.bridge.rows.tables import HeadCluster, ReadableTable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """What a head was made with; a backend uses what concerns it."""
+
+    name: str
+    num_classes: int
+    num_living: int | None
+    """Classes that live from the start; None: all."""
+    dim: int
+    select: Selection
+    margin: Margin | None
+    optimizer: RowOptimizerSpec
+    dtype: DTypeName
+    slot_dtype: DTypeName
+    initializer: Initializer
+    seed: int
+    cluster: HeadCluster | None
+    reuse: bool
+    sync: bool
+    process_group: dist.ProcessGroup | None
+    rows_cache_bytes: int
+    logits_cache_bytes: int | None
+    """None: the backend's own."""
+
+
+def logits_bytes(given: int | None, otherwise: int) -> int:
+    """``logits_cache_bytes`` as it was given, or ``otherwise``. Raises InvalidArgument."""
+    return otherwise if given is None else integer("logits_cache_bytes", given, 0)
+
+
+class Peers(Protocol):
+    """The ranks that train rows together; every rank makes the same calls in the same order."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether this rank runs the ``action`` of :meth:`first_then_others`: rank 0 for rows in a cluster, every rank
+        for rows that it holds."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        ...
+
+    def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
+        """Run ``action`` where :attr:`acts`, then ``others`` elsewhere."""
+        ...
+
+    def write_together(self, action: Callable[[], None], what: str) -> None:
+        """Run ``action``, which writes rows, where :attr:`acts`; if it fails raise on every rank, ``what`` failed."""
+        ...
+
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run ``action``, without collectives, on every rank; if it fails on any raise on all, ``what`` failed."""
+        ...
+
+    def fail_together(self, failure: Exception | None, what: str) -> None:
+        """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` failed."""
+        ...
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, in rank order; as many on each."""
+        ...
+
+    def agree(self, value: bool) -> bool:
+        """One answer for all ranks: rank 0's, or whether all say so."""
+        ...
+
+    def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What those that :attr:`acts` have, on every rank: a vector of int64 or int32."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, on the device of ``tensor``."""
+        ...
+
+
+class GraphRows(Protocol):
+    """The rows that one graph of nearest classes is built from."""
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether a build waits until the one before it, which was cancelled, has ended."""
+        ...
+
+    def build(
+        self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
+    ) -> NeighbourTable:
+        """The graph of ``k`` neighbours; ``progress(done, total)`` is called meanwhile."""
+        ...
+
+
+class GraphSource(Protocol):
+    """Gives the rows of one head for its graphs."""
+
+    def rows(self, living: LivingClasses, step: int) -> GraphRows:
+        """Those of the living classes, as they are at ``step``."""
+        ...
+
+
+class RowBackend(Protocol):
+    """The rows of one head and the way they are worked on; ``ROW_BACKENDS`` of ``registry.py`` names them."""
+
+    summary: ClassVar[str]
+    """In a few words, for error messages."""
+    needs_cluster: ClassVar[bool]
+    """Whether its rows are in a cluster."""
+    living: LivingClasses
+    """The classes that are not retired; a step is over these."""
+    margin: Margin | None
+    """Of the next forward passes."""
+
+    def __init__(self, settings: HeadSettings) -> None:
+        """Make the table, or open it. Raises TableExists, SpecMismatch, InvalidArgument."""
+        ...
+
+    @classmethod
+    def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
+        """What such rows take beside the table, by part."""
+        ...
+
+    @property
+    def table(self) -> ReadableTable:
+        """The rows themselves."""
+        ...
+
+    @property
+    def select(self) -> Selection:
+        """What chooses the active classes, bound to these rows."""
+        ...
+
+    @property
+    def update(self) -> PendingUpdate[Any]:
+        """Row gradients that wait for the step."""
+        ...
+
+    @property
+    def peers(self) -> Peers | None:
+        """The ranks that train the rows together."""
+        ...
+
+    @property
+    def own_classes(self) -> range:
+        """The classes whose rows this process writes: all, or those that it holds."""
+        ...
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether every rank takes part in every read of rows."""
+        ...
+
+    def graph_source(self) -> GraphSource:
+        """Rows for the graphs of a selection. Every rank asks at once."""
+        ...
+
+    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
+        """Check a batch, choose its active classes, and pull their rows or go to where they are.
+
+        ``in_training`` is the head's mode, ``want_rows`` whether row gradients will follow.
+        """
+        ...
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores [B, k] and ids [B, k] of the best classes."""
+        ...
+
+    def identity(self) -> dict[str, Any] | None:
+        """What tells the rows from others (:mod:`~geartrain.bridge.rows.same_rows`), where a state is to name it."""
+        ...
+
+    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
+        """Raise SpecMismatch unless the rows are those of :meth:`identity`; a state_dict is about to be loaded."""
+        ...
+
+    def require_step(self, step: int) -> None:
+        """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
+        ...
+
+    def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow ``module.to(device)``: ``fn`` is what that does to each tensor."""
+        ...
+
+    def snapshot(
+        self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> Place:
+        """Write the rows, if they are here. Raises InvalidArgument for rows in a cluster."""
+        ...
+
+    def restore(self, path: str | Path) -> Snapshot:
+        """Read the rows, if they are here. Raises InvalidArgument for rows in a cluster."""
+        ...

@@ -1,0 +1,157 @@
+"""Class rows in the shards of a cluster: what is the same whether they are pulled or worked on where they are.
+
+Legend: B samples, D width, k answers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, cast
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, InvalidRows
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.checks import check_features, check_finite, check_labels
+from geartrain.bridge.head.head_loss import HeadCall, RowsPass
+from geartrain.bridge.head.selection.served_graph import TableGraphs
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.row_update import RowUpdate
+from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
+from geartrain.bridge.rows.tables import HeadTable
+
+
+class ClusterBackend(ABC):
+    """Base of those that implement :class:`geartrain.bridge.head.backends.backend.RowBackend` on a cluster's table."""
+
+    needs_cluster: ClassVar = True
+    reads_together = False
+    keeps_logits_bytes = 0
+    """Of the logits that a pass may keep."""
+
+    def __init__(self, settings: HeadSettings) -> None:
+        """Make the table, or open it with ``reuse``. Raises TableExists, SpecMismatch, InvalidArgument."""
+        cluster = settings.cluster
+        if cluster is None or not hasattr(cluster, "create_table"):
+            raise InvalidArgument(
+                f"cluster is {quoted(cluster)}; rows in a cluster need one (gt.local(), gt.connect(...)), "
+                "rows='ranks' none"
+            )
+        self.living = LivingClasses.first(settings.num_classes, settings.num_living)
+        joined = settings.process_group is not None or (settings.sync and dist.is_initialized())
+        self.peers = ranks = Ranks(settings.name, settings.process_group) if joined else None
+
+        def create(reuse: bool) -> HeadTable:
+            table = cluster.create_table(
+                settings.name,
+                dim=settings.dim,
+                optimizer=settings.optimizer,
+                num_rows=settings.num_classes,
+                initializer=settings.initializer,
+                seed=settings.seed,
+                dtype=settings.dtype,
+                slot_dtype=settings.slot_dtype,
+                reuse=reuse,
+            )
+            return cast(HeadTable, table)
+
+        reuse = settings.reuse
+        self.table: HeadTable = (
+            create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
+        )
+        self.update = RowUpdate(self.table, ranks)
+        self._settings = settings
+        self.margin = settings.margin
+        self._recent_labels: Ids = np.empty(0, np.int64)
+        """Of the last batch that trained."""
+        self.select = settings.select.bound(self)
+
+    @property
+    def own_classes(self) -> range:
+        """All of them: one process writes for all."""
+        return range(self.living.num_classes)
+
+    def graph_source(self) -> TableGraphs:
+        """Rows are pulled, or the cluster's graph service reads them."""
+        # A cluster of another kind may know nothing of graphs.
+        return TableGraphs(self.table, getattr(self._settings.cluster, "graph_service", None))
+
+    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`.
+
+        Raises InvalidRows, InvalidIds and NonFinite; with ranks also SyncError for the input of another one, and
+        SpecMismatch for other living classes.
+        """
+        ranks = self.peers if in_training else None
+        labels_B, all_labels = self._labels(features, labels, ranks)
+        if in_training:
+            self.select.prepare()
+        if want_rows:
+            self._recent_labels = all_labels
+        required = None if ranks is None else ranks.sync_group(len(labels_B))
+        rows = self._pass(features, labels_B, all_labels, required)
+        return HeadCall(rows, self.update, len(labels_B), self.keeps_logits_bytes, want_rows=want_rows)
+
+    @abstractmethod
+    def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
+        """The rows of one forward pass over a checked batch."""
+
+    @abstractmethod
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+
+    def _labels(self, features: Tensor, labels: Tensor, ranks: Ranks | None) -> tuple[Ids, Ids]:
+        """Checked labels [B] of this rank, and those of all: ranks refuse a batch together, or some would wait."""
+        labels_B: Ids = np.empty(0, np.int64)
+        failure: GeartrainError | None = None
+        try:
+            check_features(features, self._settings.dim)
+            given = check_labels(labels, len(features), self.living.num_classes)
+            labels_B = self.living.require(given, "label")
+            if ranks is None:
+                check_finite(features)
+                if len(labels_B) == 0:
+                    raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
+        except GeartrainError as exc:
+            if ranks is None:
+                raise
+            failure = exc
+        if ranks is None:
+            return labels_B, labels_B
+        return labels_B, ranks.gather_labels(labels_B, failure=failure, classes=self.living.fingerprint)
+
+    def identity(self) -> dict[str, Any] | None:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+        return identity_of(self.table, self._recent_labels)
+
+    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
+        """One pull of up to 128 rows where the table is another."""
+        require_same_rows(self.table, identity)
+
+    def require_step(self, step: int) -> None:  # noqa: B027
+        """Of any step: whoever loads a state has restored the rows."""
+
+    def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
+        """Rows stay in the cluster."""
+
+    def snapshot(self, *_: Any, **__: Any) -> NoReturn:
+        """InvalidArgument."""
+        raise self._not_here()
+
+    def restore(self, path: str | Path) -> NoReturn:  # noqa: ARG002
+        """InvalidArgument."""
+        raise self._not_here()
+
+    def _not_here(self) -> InvalidArgument:
+        return InvalidArgument(
+            f"the rows of {self._settings.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which "
+            "take all of its tables"
+        )

@@ -1,0 +1,63 @@
+"""Class rows that are worked on beside where they are: features travel to the shards (costs: ``hosted_rows.py``)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from geartrain.ams.programs import class_head
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
+from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
+from geartrain.bridge.head.backends.hosted.hosted_predict import hosted_top_classes
+from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, HostedRows
+from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.head_loss import RowsPass
+from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
+
+_WIDTHS = 13
+"""Matrices [B, D] of a rank; measured, as those of ``pull_backend.py``."""
+
+
+class HostedBackend(ClusterBackend):
+    """Implements :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+
+    summary: ClassVar = "features travel to the shards"
+
+    def __init__(self, settings: HeadSettings) -> None:
+        """See :class:`ClusterBackend`."""
+        logits_bytes(settings.logits_cache_bytes, 0)  # to refuse what is none; shards keep no logits
+        super().__init__(settings)
+        self._calls = self.table.hosted(class_head.NAME)
+
+    @classmethod
+    def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
+        """Each shard works beside its part of the active rows."""
+        dim, wide = plan.spec.dim, plan.wide * plan.ranks
+        active = -(-plan.active // plan.shards)
+        work, formula = class_head.step_bytes(active, wide, dim)
+        chunk = min(class_head.CHUNK_ROWS, active) * dim * COMPUTE_BYTES
+        copies = 2 if plan.spec.dtype == "float32" else 2.5  # one of them is what the allocator keeps
+        return in_step(
+            "shard",
+            plan.sampled_ids(),
+            ("partial sums, then gradients", work, formula),
+            ("features, packed, and target rows", 2 * wide, "2·R·B·D·4"),
+            ("scratch of the threads", int(plan.threads * copies * chunk), "2 chunks of rows a thread"),
+        ) + in_step(
+            "rank",
+            ("features, answers and gradients", (_WIDTHS + plan.shards) * plan.wide, f"({_WIDTHS} + S)·B·D·4"),
+        )
+
+    def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
+        is_corrected = self.select.corrects(self.margin)
+        chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
+        return HostedRows(self._calls, features, labels_B, self.margin, chosen, required)
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+        check_finite(features)
+        normalised = self.margin is not None
+        return hosted_top_classes(self._calls, features, k, living=self.living, normalised=normalised)

@@ -1,0 +1,96 @@
+"""Class rows that are pulled from the shards of a cluster to this process: held until the step, or streamed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
+from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
+from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
+from geartrain.bridge.head.backends.pull import streamed_rows
+from geartrain.bridge.head.backends.pull.held_rows import HeldRows
+from geartrain.bridge.head.backends.pull.inference import top_classes
+from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
+from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
+from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.head_loss import RowsPass
+from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
+from geartrain.bridge.head.loss.scratch import BufferPool
+from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
+
+LOGITS_CACHE_BYTES = 26 << 20
+"""Unless the head says another number: the active rows are held beside them."""
+
+_WIDTHS = 12
+"""Matrices [B, D] beside the sums: features, packed, target rows, gradients, and what of them the allocator keeps for
+the next step; measured, in the processes of the tests."""
+
+
+class PullBackend(ClusterBackend):
+    """Implements :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+
+    summary: ClassVar = "rows travel here"
+
+    def __init__(self, settings: HeadSettings) -> None:
+        """See :class:`ClusterBackend`."""
+        self.keeps_logits_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
+        self._rows_cache_bytes = settings.rows_cache_bytes
+        self._pool = BufferPool()
+        super().__init__(settings)
+
+    @classmethod
+    def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
+        """A rank holds the active rows and overwrites them by their gradients, or streams them."""
+        row_bytes = plan.spec.row_bytes
+        if plan.active * row_bytes <= plan.rows_cache_bytes:
+            keep_bytes = logits_bytes(plan.logits_cache_bytes, LOGITS_CACHE_BYTES)
+            (buffers, formula), kept, sums = HeldRows.memory(plan, keep_bytes)
+            push = buffers
+        else:
+            push, blocks = StreamedRows.memory(plan)
+            buffers, formula, kept, sums = blocks * push, f"{blocks} blocks of 8 MiB", 0, streamed_rows.PARTS
+        return in_step(
+            "rank",
+            ("active rows, then their gradients", buffers, formula),
+            ("gradients cut by shard", push if plan.shards > 1 else 0, "as much as one push, if S > 1"),
+            ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
+            id_arrays(buffers // row_bytes),
+            *plan.batch_parts(
+                plan.batch,
+                sums,
+                chunk_rows_on(plan.device, plan.batch, plan.spec.dim),
+                row_copies=0 if plan.spec.dtype == "float32" else 1,
+                others=_WIDTHS,
+            ),
+        )
+
+    def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
+        living, margin, table = self.living, self.margin, self.table
+        active = living.select(self.select, all_labels, self.update.step)
+        is_corrected = self.select.corrects(margin)
+        correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
+        stands_for = active.num if correction is None else living.num_living
+        batch = Batch.of(features, Targets(active.positions(labels_B)), margin, stands_for, Arithmetic.of(features))
+        batch.take_offsets(None if correction is None else correction.offsets(active))
+        if self.select.budget(living.num_living) * table.spec.row_bytes <= self._rows_cache_bytes:
+            return HeldRows(table, active, self._pool, batch, required)
+        return StreamedRows(table, active, self._pool, batch, labels_B, required, correction)
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+        check_finite(features)
+        active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        return top_classes(
+            self.table,
+            active,
+            features,
+            k,
+            normalised=self.margin is not None,
+            arithmetic=Arithmetic.of(features),
+            pool=self._pool,
+        )

@@ -1,0 +1,166 @@
+"""Class rows on the devices of torch.distributed ranks.
+
+Legend: S samples of this rank, k answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.selection import FullSoftmax
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import Place
+from geartrain.ams.values.errors import GeartrainError, SpecMismatch
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
+from geartrain.bridge.head.backends.ranks import passes as rank_rows
+from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
+from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.head.backends.ranks.selector import RankSelector
+from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
+from geartrain.bridge.head.backends.ranks.update import RankStep, RankUpdate, named
+from geartrain.bridge.head.batch import Arithmetic
+from geartrain.bridge.head.head_loss import HeadCall
+from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
+from geartrain.bridge.head.loss.kept_logits import kept_rows
+from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
+from geartrain.bridge.head.selection.rank_graph import RankGraphs
+
+LOGITS_CACHE_BYTES = 64 << 20
+"""Unless the head says another number: rows are not held beside them."""
+_WIDTHS = 9
+"""Matrices [B, D] of all ranks beside the sums; measured, as those of ``pull_backend.py``."""
+
+
+class RankBackend:
+    """Implements :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+
+    summary: ClassVar = "rows are here"
+    needs_cluster: ClassVar = False
+    reads_together = True
+
+    def __init__(self, settings: HeadSettings) -> None:
+        """Make the table on every rank of the group (None: all; without torch.distributed this process alone).
+
+        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Two all-gathers between
+        the hosts, and for KNN softmax a process group for its builds.
+        """
+        self._logits_cache_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
+        self.living = LivingClasses.first(settings.num_classes, settings.num_living)
+        self.table = _open_table(settings, RankLink(settings.process_group))
+        self.peers = self.table.link
+        self.update = RankUpdate(self.table)
+        self.select = settings.select.bound(self)
+        self.selector = RankSelector(self.table, self.select)
+        self.margin = settings.margin
+
+    @classmethod
+    def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
+        """Features are gathered, gradients made and used chunk by chunk."""
+        joint = plan.batch * plan.ranks
+        chunk_rows = chunk_rows_on(plan.device, plan.batch, plan.spec.dim)
+        row_bytes = joint * COMPUTE_BYTES
+        keep_bytes = logits_bytes(plan.logits_cache_bytes, LOGITS_CACHE_BYTES)
+        kept = kept_rows(-(-plan.active // plan.ranks), chunk_rows, row_bytes, keep_bytes) * row_bytes
+        copies = RankTable.chunk_copies(plan.spec, plan.device, picked=plan.active < plan.num_classes)
+        return in_step(
+            "rank",
+            ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
+            plan.sampled_ids(),
+            *plan.batch_parts(joint, rank_rows.PARTS, chunk_rows, row_copies=copies, others=_WIDTHS),
+        ) + RankSelector.memory(plan)
+
+    @property
+    def own_classes(self) -> range:
+        """Those of this rank."""
+        return range(self.table.first, self.table.stop)
+
+    def graph_source(self) -> RankGraphs:
+        """All ranks build together, over a process group of their own."""
+        return RankGraphs(self.table)
+
+    def identity(self) -> dict[str, Any] | None:
+        """None: rows on ranks are told by their step, and reading some would be a collective."""
+        return None
+
+    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
+        """They are told by their step."""
+
+    def require_step(self, step: int) -> None:
+        """SpecMismatch for rows of another step, unless they were just restored."""
+        if not self.update.takes_any_step and step != self.update.step:
+            raise SpecMismatch(
+                f"the state is that of step {step}, these rows that of step {self.update.step}; rows='ranks' are in no "
+                "state_dict: restore() the snapshot() of that step first"
+            )
+
+    def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Rows go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
+        self.update.discard()
+        self.table.move_to(fn(torch.empty(0, device=self.table.device)).device)
+
+    def snapshot(
+        self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> Place:
+        """See ``ClassHead.snapshot``."""
+        return snapshot_rows(self.table, root, name, step=step, values=values, files=files)
+
+    def restore(self, path: str | Path) -> Snapshot:
+        """See ``ClassHead.restore``."""
+        self.update.discard()
+        snapshot = restore_rows(self.table, path)
+        self.update.step, self.update.takes_any_step = snapshot.manifest.step, True
+        return snapshot
+
+    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
+        """See ``RowBackend``. Raises what :meth:`RankStep.begin` does."""
+        step = RankStep(
+            update=self.update,
+            select=self.select,
+            selector=self.selector,
+            living=self.living,
+            margin=self.margin,
+            training=want_rows,
+        )
+        rows, samples = step.begin(features, labels)
+        return HeadCall(rows, self.update, samples, self._logits_cache_bytes, want_rows=want_rows)
+
+    def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See ``RowBackend``. Every rank calls it, with its own features [S, D]."""
+        normalised = self.margin is not None
+        active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        arithmetic = Arithmetic.of(features)
+        return top_classes_on_ranks(self.table, active, features, k, normalised=normalised, arithmetic=arithmetic)
+
+
+def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
+    try:
+        spec = TableSpec(
+            name=settings.name,
+            dim=settings.dim,
+            optimizer=settings.optimizer,
+            num_rows=settings.num_classes,
+            initializer=settings.initializer,
+            seed=settings.seed,
+            dtype=settings.dtype,
+            slot_dtype=settings.slot_dtype,
+        )
+    except GeartrainError as exc:
+        link.require_equal({"error": str(exc)}, f"table {settings.name!r}")
+        raise
+    said = {
+        **spec.to_dict(),
+        "select": named(settings.select),
+        "margin": named(settings.margin),
+        "num_living": settings.num_living,
+    }
+    link.require_equal(said, f"table {settings.name!r}")
+    return RankTable(spec, link, link.device)

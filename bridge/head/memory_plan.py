@@ -1,0 +1,130 @@
+"""What each part of a head is asked for its bytes with, and what it answers; :func:`memory_report` gathers the answers.
+
+Legend: C classes, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one shard or rank,
+k neighbours, O < C what C lacks to a power of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.specs import TableSpec
+
+Holder = Literal["shard", "rank"]
+
+COMPUTE_BYTES = 4
+_INDEX_PAGE_BYTES = 4096
+_ID_ARRAYS = 6
+"""int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """One thing that takes memory."""
+
+    name: str
+    holder: Holder
+    """Who holds it: every shard, or every rank."""
+    bytes: int
+    """Of the fullest shard or rank."""
+    standing: bool
+    """True: held all the time; False: in a step only."""
+    formula: str
+    """Where the bytes come from, in the letters of this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A head that may be made."""
+
+    spec: TableSpec
+    num_classes: int
+    active: int
+    neighbours: int
+    """k of the graph that it selects by; 0: it has none."""
+    batch: int
+    shards: int
+    """0: its rows are in no cluster."""
+    ranks: int
+    device: torch.device
+    """Of the features."""
+    threads: int
+    rows_cache_bytes: int
+    logits_cache_bytes: int | None
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a matrix [B, D] that is computed with."""
+        return self.batch * self.spec.dim * COMPUTE_BYTES
+
+    def table_bytes(self) -> int:
+        """Rows, slots and index over all shards or ranks."""
+        spec = self.spec
+        index = sum(self._index_bytes(shard) for shard in range(self.shards))
+        return self.num_classes * (spec.row_bytes + spec.slot_bytes + spec.step_bytes) + index
+
+    def table(self) -> list[MemoryPart]:
+        """Rows, slots and index of the fullest shard or rank."""
+        spec = self.spec
+        holder: Holder = "shard" if self.shards else "rank"
+        if holder == "rank":
+            most = -(-self.num_classes // self.ranks)
+        else:  # buckets go to the shards in turn, so that the first has the most
+            rounds, rest = divmod(self.num_classes, NUM_BUCKETS)
+            most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
+        parts = [("rows", most * spec.row_bytes, f"n·D·{spec.numpy_dtype.itemsize}, n = {most:,}")]
+        if spec.slot_bytes:
+            slots = ", ".join(slot.name for slot in spec.optimizer.slots)
+            parts.append((f"slots ({slots})", most * spec.slot_bytes, f"n·D·{spec.slot_bytes // spec.dim}"))
+        if spec.step_bytes:
+            steps = "updates" if spec.counts_updates else "last steps (elapsed)"
+            parts.append((steps, most * spec.step_bytes, f"n·{spec.step_bytes}"))
+        if holder == "shard":
+            parts.append(("index", self._index_bytes(0), "n/8, in pages of 4 KiB"))
+        return [
+            MemoryPart(name=name, holder=holder, bytes=size, standing=True, formula=formula)
+            for name, size, formula in parts
+        ]
+
+    def batch_parts(
+        self, batch: int, sums: int, chunk_rows: int, *, row_copies: float, others: int
+    ) -> list[tuple[str, int, str]]:
+        """What is kept of a batch, ``others`` matrices [B, D] beside the sums, and the scratch of the threads."""
+        wide = batch * self.spec.dim * COMPUTE_BYTES
+        rows = min(chunk_rows, self.active)
+        on_cpu = self.device.type == "cpu"  # elsewhere unit rows, gradients and logits are tensors of their own
+        copies = row_copies if on_cpu else row_copies + 3
+        chunk = (copies * self.spec.dim + (0 if on_cpu else 2 * batch)) * rows * COMPUTE_BYTES
+        return [
+            ("partial sums", (sums + 1) * wide, f"({sums} + 1)·B·D·4"),
+            ("features and gradients, packed, joined", others * wide, f"{others}·B·D·4"),
+            ("scratch of the threads", int(self.threads * chunk), "chunks of rows and logits, a few a thread"),
+        ]
+
+    def sampled_ids(self) -> tuple[str, int, str]:
+        """Ids of the active classes, where some are not."""
+        held = 0 if self.active == self.num_classes else self.active
+        return id_arrays(held, f"{_ID_ARRAYS}·8·A; none if all are active")
+
+    def _index_bytes(self, shard: int) -> int:
+        """Presence bits of the positions of a shard, in pages: one for each round of 4096 ids and owned bucket."""
+        rounds = (self.num_classes - 1) // NUM_BUCKETS + 1
+        positions = rounds * len(range(shard, NUM_BUCKETS, self.shards))
+        return -(-positions // (8 * _INDEX_PAGE_BYTES)) * _INDEX_PAGE_BYTES
+
+
+def id_arrays(num: int, formula: str = f"{_ID_ARRAYS}·8·A") -> tuple[str, int, str]:
+    """What is held of the ids of ``num`` rows."""
+    return "ids", _ID_ARRAYS * 8 * num, formula
+
+
+def in_step(holder: Holder, *parts: tuple[str, int, str]) -> list[MemoryPart]:
+    """Parts (name, bytes, formula) that a step takes."""
+    return [
+        MemoryPart(name=name, holder=holder, bytes=size, standing=False, formula=formula)
+        for name, size, formula in parts
+    ]

@@ -1,0 +1,231 @@
+"""What every module with rows collects between two steps, and RowOptimizer applies.
+
+A :class:`RowModule` has one :class:`PendingUpdate`: its backward passes :meth:`~PendingUpdate.add` row gradients to it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
+from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.same_rows import incarnation_of
+from geartrain.bridge.rows.tables import ReadableTable
+
+
+class CollectedGradient(Protocol):
+    """The row gradients of one or several micro-batches."""
+
+    def merge(self, other: Any) -> None:
+        """Add the gradient of another micro-batch, of the same kind, which is used up."""
+        ...
+
+    @property
+    def squares(self) -> Tensor | None:
+        """Σ g² over all rows (0-dim, float64) if they lie in this process's memory."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Σ g² over all rows, in float64."""
+        ...
+
+    def discard(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+G = TypeVar("G", bound=CollectedGradient)
+
+_FORGOTTEN_AFTER = 3
+"""Backward passes without a RowOptimizer: more than somebody tries by hand."""
+
+
+class PendingUpdate(ABC, Generic[G]):
+    """Pending row gradients of one table, and the carrier through which PyTorch sees them.
+
+    ``carrier`` is a tensor of one element that stands for the rows in ``param_groups``. After a backward pass its
+    gradient is the 2-norm of the row gradients if they lie in this process's memory, else 1 (:class:`FactorAlone`);
+    NaN if they are not finite. Whatever multiplies it (GradScaler's unscaling, clipping) multiplies the rows' gradients
+    at the step.
+    """
+
+    table: ReadableTable
+    ranks: Ranks | None = None
+
+    def __init__(self) -> None:
+        self.carrier = torch.zeros(1, requires_grad=True)
+        self.step = 0
+        """Updates applied; with the seed it decides which classes are sampled next."""
+        self.generation = 0
+        """Raised when the classes change: a backward pass must be of this one."""
+        self._pending: G | None = None
+        self._samples = 0
+        self._unchanged = torch.ones(1)
+        """The carrier's gradient if nothing had multiplied it."""
+        self._is_norm = False
+        """Whether that is the norm of what is pending."""
+        self._moment = (0, 0)
+        """:attr:`moment` of what is pending."""
+        self.is_optimized = False
+        """Whether a RowOptimizer applies what is pending."""
+        self._backward_passes = 0
+        """Whose gradients nobody has taken."""
+
+    def param_group(self) -> dict[str, Any]:
+        """What stands for the rows in a torch.optim.Optimizer: the carrier, the table's learning rate and name."""
+        spec = self.table.spec
+        return {"params": [self.carrier], "lr": spec.optimizer.lr, "table": spec.name}
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
+        return self.generation, incarnation_of(self.table)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether row gradients wait for the step."""
+        return self._pending is not None and self.carrier.grad is not None
+
+    def carrier_on(self, device: torch.device) -> Tensor:
+        """The carrier, moved to the device of the features."""
+        if self.carrier.device != device:
+            grad = self._shown()
+            self.carrier.data = self.carrier.data.to(device)
+            self._unchanged = self._unchanged.to(device)
+            self._show(None if grad is None else grad.to(device))
+        return self.carrier
+
+    def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
+        """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
+        if self.ranks is not None:
+            checksum = self.ranks.sum(checksum)
+        mark = torch.ones_like(self.carrier) + 0.0 * checksum.to(self.carrier)
+        if self._pending is None or self.carrier.grad is None:
+            self.discard()
+            self._pending = gradient
+            self._moment = self.moment
+            factor = torch.ones_like(self.carrier)
+        else:
+            factor = self._factor() * (self._unchanged * 0 + 1)  # what was not finite stays so
+            self._pending.merge(gradient)
+        self._samples += samples
+        self._take_norm(mark, factor)
+        self._backward_passes += 1
+        if self._backward_passes == _FORGOTTEN_AFTER and not self.is_optimized:
+            name = self.table.spec.name
+            warnings.warn(
+                f"{_FORGOTTEN_AFTER} backward passes have gone through table {name!r} and nothing trains its rows: add "
+                "rows = geartrain.RowOptimizer(module), and rows.step() and rows.zero_grad() beside the optimizer's",
+                stacklevel=2,
+            )
+
+    def _take_norm(self, mark: Tensor, factor: Tensor) -> None:
+        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN) and what it is multiplied by."""
+        assert self._pending is not None
+        squares = None if self.ranks is not None else self._pending.squares
+        self._is_norm = squares is not None
+        self._unchanged = (mark if squares is None else squares.sqrt().to(mark) * mark).detach()
+        self._show(self._unchanged * factor)
+
+    def _show(self, grad: Tensor | None) -> None:
+        """Make ``grad`` [1] the carrier's gradient."""
+        shows_all = grad is None or self._is_norm
+        self.carrier.grad = grad if shows_all or grad is None else FactorAlone.of(grad, self.table.spec.name)
+
+    def _shown(self) -> Tensor | None:
+        """The carrier's gradient [1], a plain tensor in the same memory. InvalidArgument if it is somebody else's."""
+        grad = self.carrier.grad
+        if grad is None:
+            return None
+        if self._pending is not None and not self._is_norm and not isinstance(grad, FactorAlone):
+            raise not_for_clippers(self.table.spec.name, "Another gradient")
+        return grad.as_subclass(Tensor)
+
+    def _factor(self) -> Tensor:
+        """What the pending gradients are multiplied by, [1]."""
+        grad = self._shown()
+        assert grad is not None
+        are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then it does not matter by what
+        return torch.where(are_zero, torch.ones_like(grad), grad / self._unchanged)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what is pending."""
+        if self._pending is not None and (grad := self._shown()) is not None:
+            grad.mul_(factor)
+
+    def require_present(self) -> None:
+        """Raise TableNotFound if the table was restored since the forward pass of what is pending."""
+        if self._pending is not None and self._moment[1] != self.moment[1]:
+            raise TableNotFound(
+                f"the pending gradients are of rows of table {self.table.spec.name!r} from before it was restored; "
+                "nothing was pushed. Call zero_grad(), and go on with a new forward pass"
+            )
+
+    def check_finite(self) -> None:
+        """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
+        grad = self._shown()
+        if grad is not None and not bool(torch.isfinite(grad).all()):
+            raise NonFinite(
+                f"the row gradients of table {self.table.spec.name!r} hold NaN or infinity; nothing was pushed. "
+                "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
+            )
+
+    @abstractmethod
+    def apply(self, lr: float) -> None:
+        """Apply what is pending with this learning rate, then forget it."""
+
+    def squared_norm(self) -> float:
+        """Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not finite."""
+        grad = self._shown()
+        if self._pending is None or grad is None:
+            return 0.0
+        if not bool(torch.isfinite(grad).all()):
+            return math.nan
+        return self._squared_norm(self._pending, float(self._factor()))
+
+    def _squared_norm(self, pending: G, factor: float) -> float:
+        """Σ g² of ``factor`` · what is pending."""
+        return pending.squared_norm() * factor**2
+
+    def discard(self) -> None:
+        """Forget what is pending."""
+        if self._pending is not None:
+            self._pending.discard()
+        self._pending = None
+        self._samples = 0
+        self._backward_passes = 0
+
+
+@runtime_checkable
+class RowModule(Protocol):
+    """A module whose trained rows are in no parameter of it: a class head, a slow gear, or one of your own.
+
+    Its forward passes join :attr:`PendingUpdate.carrier` to the graph, so that autograd calls it back; its backward
+    passes :meth:`~PendingUpdate.add` the row gradients. :class:`~geartrain.bridge.rows.optimizer.RowOptimizer` does the
+    rest. A state_dict that is to go on counting steps holds ``row_update.step``.
+    """
+
+    @property
+    def row_update(self) -> PendingUpdate[Any]:
+        """What waits for the step; the same object for the module's whole life."""
+        ...
+
+
+def require_row_module(module: object) -> PendingUpdate[Any]:
+    """The module's pending update. Raises InvalidArgument that says what ``module`` lacks of a :class:`RowModule`."""
+    update = getattr(module, "row_update", None)
+    if isinstance(update, PendingUpdate):
+        return update
+    lacks = "no row_update" if update is None else f"a row_update that is no PendingUpdate but {quoted(update)}"
+    raise InvalidArgument(
+        f"RowOptimizer trains modules with rows (ClassHead, SlowGear, any RowModule); {quoted(module)} has {lacks}. "
+        "Give parameters to an optimizer of their own"
+    )
