@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a slow gear is told of its dense part, beside the module and the samples."""
+    """What a slow gear is told of its dense part, beside module and samples; as in ``gt.SlowGear``."""
 
     dim: int
     optimizer: RowOptimizerSpec | None = None

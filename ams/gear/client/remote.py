@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from geartrain.ams.gear.client.ledger import GearLedger
 from geartrain.ams.gear.client.patience import Patience
-from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
+from geartrain.ams.gear.client.pending_delivery import Part, PendingDelivery, routes
+from geartrain.ams.gear.partitions import NUM_PARTITIONS
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.values.config import ClientConfig
@@ -44,7 +44,6 @@ from geartrain.ams.values.specs import Ids
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Positions = npt.NDArray[np.int64]
 Pending = Callable[[], R]
 _BYTES_BESIDE = 24
 """Of an id in a message, beside its vector."""
@@ -53,21 +52,6 @@ _PASSING = (AttemptFailed, NotHolder, GearUnavailable)
 _DESCRIBE_SECONDS = 5.0
 _LEASES = 1.5
 """The partitions of a slow gear that died are free after one lease; the others need a moment to take them."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """What of one delivery goes to one slow gear, under a name and number of its own."""
-
-    source: str
-    address: str | None
-    positions: Positions
-    process: str = ""
-    """That may have counted it and did not say so: no other may take it."""
-
-
-_Names = set[tuple[str, str]]
-"""The (address, source) of all parts of a delivery: no two have the same."""
 
 
 class RemoteGears:
@@ -114,7 +98,7 @@ class RemoteGears:
         self._lease_seconds = 0.0
         self._versions: dict[str, int] = {}
         self._source = ""
-        self._pending: tuple[tuple[str, int], list[_Part], _Names] | None = None
+        self._pending: PendingDelivery | None = None
         self._lock = threading.Lock()
         self._delivering = threading.Lock()
         self._glancing = threading.Lock()
@@ -135,8 +119,10 @@ class RemoteGears:
         left = np.arange(len(ids))
         patience = self._patience()
         while len(left):
-            routes = list(self._routes(ids, left))
-            calls = [(address, places, self._asked(address, ids[places])) for address, places in routes]
+            calls = [
+                (address, places, self._asked(address, ids[places]))
+                for address, places in routes(ids, left, self._holders, self._max_ids)
+            ]
             unanswered = []
             for address, places, call in calls:
                 try:
@@ -163,19 +149,16 @@ class RemoteGears:
     def deliver(self, delivery: Delivery) -> GearAccount:
         """See :class:`GearPort`. After an error, the same delivery goes on with the parts not acknowledged."""
         with self._delivering:
-            number = delivery.source, delivery.sequence
             self._source = delivery.source
-            if self._pending is None or self._pending[0] != number:
-                names: _Names = set()
-                whole = self._cut(delivery.source, delivery.ids, np.arange(len(delivery.ids)), names)
-                self._pending = number, whole, names
-            _, parts, names = self._pending
+            if self._pending is None or self._pending.number != (delivery.source, delivery.sequence):
+                self._pending = PendingDelivery(delivery, self._holders, self._max_ids)
+            pending, parts = self._pending, self._pending.parts
             delivery = replace(delivery, lost=self._ledger.total().lost)
             patience = self._patience()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
                 parts[:] = map(self._sent, parts)  # from now on they may be counted, until somebody says they are not
-                left: list[tuple[_Part, _Part, Exception]] = []
+                left: list[tuple[Part, Part, Exception]] = []
                 for (before, call), part in zip(calls, list(parts), strict=True):
                     try:
                         self._taken(before, call(), delivery.sequence)
@@ -188,7 +171,7 @@ class RemoteGears:
                     self._look()
                 for before, part, error in left:
                     parts.remove(part)
-                    parts.extend(self._again(self._known(before, part, error), delivery.ids, names))
+                    parts.extend(self._again(pending, self._known(before, part, error)))
             self._pending = None
         return self._ledger.total()
 
@@ -255,29 +238,7 @@ class RemoteGears:
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )
 
-    def _routes(self, ids: Ids, places: Positions) -> Iterator[tuple[str | None, Positions]]:
-        """Cut positions in ``ids`` by who holds their partitions, and by size."""
-        holders = self._holders
-        addresses = np.array([holders[part] or "" for part in partitions_of(ids[places])], object)
-        for address in sorted(set(addresses)):
-            mine = places[addresses == address]
-            for start in range(0, len(mine), self._max_ids):
-                yield address or None, mine[start : start + self._max_ids]
-
-    def _cut(self, source: str, ids: Ids, places: Positions, names: _Names) -> list[_Part]:
-        """The parts of a delivery; a second one to the same slow gear has a name, and so numbers, of its own."""
-        parts = []
-        for address, mine in self._routes(ids, places):
-            name, nth = source, 0
-            while address is not None and (address, name) in names:
-                nth += 1
-                name = _series(source, f"+{nth}")
-            if address is not None:
-                names.add((address, name))
-            parts.append(_Part(name, address, mine))
-        return parts
-
-    def _send(self, delivery: Delivery, part: _Part) -> Pending[Taken]:
+    def _send(self, delivery: Delivery, part: Part) -> Pending[Taken]:
         sent = replace(
             delivery,
             source=part.source,
@@ -294,7 +255,7 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, part: _Part, taken: Taken, sequence: int) -> None:
+    def _taken(self, part: Part, taken: Taken, sequence: int) -> None:
         self._heard(part.address, taken.dense_version)
         if taken.is_repeat and not part.process:
             logger.warning(
@@ -305,23 +266,20 @@ class RemoteGears:
             )
         self._ledger.note(taken.process, taken.account)
 
-    def _sent(self, part: _Part) -> _Part:
+    def _sent(self, part: Part) -> Part:
         """A part, when it is under way."""
         return part if part.process or part.address is None else replace(part, process=self._process(part.address))
 
-    def _known(self, before: _Part, part: _Part, error: Exception) -> _Part:
+    def _known(self, before: Part, part: Part, error: Exception) -> Part:
         """A part, after an error: who may have counted it."""
         if isinstance(error, NotHolder) and part.process == self._process(before.address or ""):
             return replace(part, process="")  # who knows has said that it is not there
         return before if isinstance(error, NotSent | NotHolder) else part
 
-    def _again(self, part: _Part, ids: Ids, names: _Names) -> list[_Part]:
+    def _again(self, pending: PendingDelivery, part: Part) -> list[Part]:
         """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
         if not part.process:
-            if part.address is None:
-                return self._cut(part.source, ids, part.positions, names)
-            anew = self._cut(_series(part.source, f"@{part.address}"), ids, part.positions, names)
-            return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
+            return pending.cut_anew(part, self._holders, self._max_ids)
         owner = address_of(part.process)
         if owner in self._addresses() and self._process(owner) == part.process:
             return [replace(part, address=owner)]
@@ -418,8 +376,3 @@ class RemoteGears:
     def _patience(self) -> Patience:
         seconds = self._config.recovery_timeout_seconds
         return Patience(self._name, lambda: max(seconds, _LEASES * self._lease_seconds) if seconds else 0.0)
-
-
-def _series(source: str, mark: str) -> str:
-    """A series of deliveries of the same fast gear, with numbers of its own."""
-    return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"

@@ -1,0 +1,73 @@
+"""How requests are cut by who holds their ids, and what of a delivery is not acknowledged yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.gear.partitions import partitions_of
+from geartrain.ams.values.gear_messages import Delivery
+from geartrain.ams.values.specs import Ids
+
+Positions = npt.NDArray[np.int64]
+Holders = Sequence[str | None]
+"""The address that holds each partition; None: nobody."""
+
+
+def routes(ids: Ids, positions: Positions, holders: Holders, max_ids: int) -> Iterator[tuple[str | None, Positions]]:
+    """Cut positions in ``ids`` by who holds their partitions, and into messages of at most ``max_ids``."""
+    addresses = np.array([holders[part] or "" for part in partitions_of(ids[positions])], object)
+    for address in sorted(set(addresses)):
+        mine = positions[addresses == address]
+        for start in range(0, len(mine), max_ids):
+            yield address or None, mine[start : start + max_ids]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What of one delivery goes to one slow gear, under a name and number of its own."""
+
+    source: str
+    address: str | None
+    positions: Positions
+    process: str = ""
+    """That may have counted it and did not say so: no other may take it."""
+
+
+class PendingDelivery:
+    """The parts of a delivery that are not acknowledged."""
+
+    def __init__(self, delivery: Delivery, holders: Holders, max_ids: int) -> None:
+        self.number = delivery.source, delivery.sequence
+        self._ids = delivery.ids
+        self._names: set[tuple[str, str]] = set()
+        """The (address, source) of all parts that there were: no two have the same."""
+        self.parts = self._cut(delivery.source, np.arange(len(delivery.ids)), holders, max_ids)
+
+    def cut_anew(self, part: Part, holders: Holders, max_ids: int) -> list[Part]:
+        """Give what nobody can have taken to those who hold its ids now."""
+        if part.address is None:
+            return self._cut(part.source, part.positions, holders, max_ids)
+        anew = self._cut(_series(part.source, f"@{part.address}"), part.positions, holders, max_ids)
+        return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
+
+    def _cut(self, source: str, positions: Positions, holders: Holders, max_ids: int) -> list[Part]:
+        """Parts for each slow gear; a second one to the same has a name, and so numbers, of its own."""
+        parts = []
+        for address, mine in routes(self._ids, positions, holders, max_ids):
+            name, nth = source, 0
+            while address is not None and (address, name) in self._names:
+                nth += 1
+                name = _series(source, f"+{nth}")
+            if address is not None:
+                self._names.add((address, name))
+            parts.append(Part(name, address, mine))
+        return parts
+
+
+def _series(source: str, mark: str) -> str:
+    """A series of deliveries of the same fast gear, with numbers of its own."""
+    return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"
