@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
@@ -19,7 +20,7 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.rpc.carrier import AttemptFailed, ClusterView, NobodyThere, SchedulerCarrier, ShardCarrier
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, ShardCarrier
 from geartrain.ams.rpc.dial import dial, remedy
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.arguments import checked_name, integer
@@ -37,6 +38,17 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.messages import Fence
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.scheduler_messages import (
+    CheckCaller,
+    ClusterView,
+    CreateClusterTable,
+    DescribeCluster,
+    DropClusterTable,
+    FenceJob,
+    PublishClusterTables,
+    TakeIncarnation,
+)
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
 from geartrain.ams.values.text import quoted
 
@@ -45,6 +57,7 @@ if TYPE_CHECKING:
     from geartrain.ams.graph.client.calls import GraphCalls
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
 _TOLD_AFTER_SECONDS = 2.5
@@ -132,8 +145,8 @@ class Cluster:
         # Only a process that has slow gears loads them.
         from geartrain.ams.gear.client.remote import RemoteGears
         from geartrain.ams.gear.partitions import job_of
+        from geartrain.ams.rpc.channel import seconds_to_connect
         from geartrain.ams.rpc.gear_client import GrpcGearCarrier
-        from geartrain.ams.rpc.shard_client import seconds_to_connect
 
         holders = self.streams(job_of(name), worker="fast gear").holders
         limit = self._config.max_message_bytes
@@ -199,14 +212,10 @@ class Cluster:
         self._calls.require_usable()
         try:
             with self._calls.naming_silent_shards():
-                return self._scheduler.create_table(
-                    spec,
-                    reuse=reuse,
-                    timeout_seconds=self._config.attempt_timeout_seconds,
-                    caller=self._stream.caller,
-                    for_restore=for_restore,
-                    replace=replace,
+                create = CreateClusterTable(
+                    spec=spec, reuse=reuse, caller=self._stream.caller, for_restore=for_restore, replace=replace
                 )
+                return dataclasses.replace(spec, incarnation=self._ask(create))
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
 
@@ -251,9 +260,7 @@ class Cluster:
         self._calls.require_usable()
         try:
             with self._calls.naming_silent_shards():
-                self._scheduler.drop_table(
-                    name, self._config.attempt_timeout_seconds, caller=self._stream.caller, incarnation=incarnation
-                )
+                self._ask(DropClusterTable(table=name, caller=self._stream.caller, incarnation=incarnation))
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
 
@@ -270,7 +277,7 @@ class Cluster:
         name, incarnation = checked_name("job", job), checked_incarnation(incarnation)
         self._calls.require_usable()
         try:
-            self._scheduler.fence_job(name, incarnation, self._config.attempt_timeout_seconds)
+            self._ask(FenceJob(job=name, incarnation=incarnation))
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether job {name!r} was fenced is unknown, try again") from exc
         self._fence(name, incarnation, forget=forget)
@@ -370,7 +377,7 @@ class Cluster:
         """Raise StaleClient if the scheduler knows that this process was superseded."""
         if (caller := self._stream.caller) is not None:
             try:
-                self._scheduler.check_caller(caller, self._config.attempt_timeout_seconds)
+                self._ask(CheckCaller(caller=caller))
             except AttemptFailed as exc:
                 raise SchedulerUnavailable(str(exc)) from exc
 
@@ -435,9 +442,13 @@ class Cluster:
     def _describe(self) -> ClusterView:
         self._calls.require_usable()
         try:
-            return self._scheduler.describe(self._config.attempt_timeout_seconds)
+            return self._ask(DescribeCluster())
         except AttemptFailed as exc:
             raise SchedulerUnavailable(str(exc)) from exc
+
+    def _ask(self, request: Rpc[R]) -> R:
+        """Ask the scheduler. May raise AttemptFailed."""
+        return self._scheduler.call(request, self._config.attempt_timeout_seconds)
 
 
 class _Restored:
@@ -453,9 +464,10 @@ class _Restored:
         cluster, incarnations = self._cluster, {table.name: table.incarnation for table in tables}
         cluster._calls.require_usable()
         try:
-            cluster._scheduler.publish_tables(
-                incarnations, cluster._config.attempt_timeout_seconds, caller=cluster._stream.caller
+            publish = PublishClusterTables(
+                tables=tuple(incarnations), incarnations=tuple(incarnations.values()), caller=cluster._stream.caller
             )
+            cluster._ask(publish)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(
                 f"{exc}; whether tables {sorted(incarnations)} can be opened is unknown"
@@ -486,13 +498,13 @@ def local(
     check_stream(stream, incarnation)
     embedded = EmbeddedCluster(num_shards, models)
     try:
-        taken = embedded.scheduler.take_incarnation(incarnation or 0, None)
+        taken = embedded.scheduler.call(TakeIncarnation(chosen=incarnation or 0), None)
     except BaseException:
         embedded.close()
         raise
     return Cluster(
         embedded.scheduler,
-        embedded.scheduler.describe(None),
+        embedded.scheduler.call(DescribeCluster(), None),
         embedded.open_carrier,
         config,
         stream=ClientStream(config.max_in_flight_writes, stream, taken),
@@ -546,9 +558,10 @@ def _joined(scheduler: SchedulerCarrier, address: str, config: ClientConfig, cho
     while True:
         waited = time.monotonic() - start
         try:
-            answered = scheduler.describe(config.connect_timeout_seconds)
+            answered = scheduler.call(DescribeCluster(), config.connect_timeout_seconds)
             if answered.ready:
-                return answered, scheduler.take_incarnation(chosen, config.connect_timeout_seconds)
+                taken = scheduler.call(TakeIncarnation(chosen=chosen), config.connect_timeout_seconds)
+                return answered, taken
             absent = _absent_shards(answered)
             waits_for = f"{absent} not up; waiting up to {config.recovery_timeout_seconds:g} s ('geartrain status')"
         except ClusterNotReady as exc:  # the scheduler was restarted between the two calls

@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from geartrain.ams.gear.client.status import describe_gears
-from geartrain.ams.rpc.carrier import AttemptFailed, ClusterView, SchedulerCarrier, ShardCarrier, ShardCondition
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
 from geartrain.ams.rpc.dial import dial, remedy
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable
 from geartrain.ams.values.gear_messages import GearState
 from geartrain.ams.values.messages import CallContext, Describe, Reply, ShardState
+from geartrain.ams.values.scheduler_messages import ClusterView, DescribeCluster, DescribeHolders, ShardCondition
 
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
 
@@ -91,8 +92,8 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
 
     seconds = config.connect_timeout_seconds
     try:
-        names = [spec.name for spec in scheduler.describe(seconds).tables]
-        return describe_gears(names, lambda job: scheduler.stream_holders(job, seconds))
+        names = [spec.name for spec in scheduler.call(DescribeCluster(), seconds).tables]
+        return describe_gears(names, lambda job: scheduler.call(DescribeHolders(job=job), seconds))
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
     finally:
@@ -103,7 +104,7 @@ def describe_cluster(
     scheduler: SchedulerCarrier, open_carrier: Callable[[str], ShardCarrier], timeout_seconds: float = 10.0
 ) -> ClusterStatus:
     """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
-    view = scheduler.describe(timeout_seconds)
+    view = scheduler.call(DescribeCluster(), timeout_seconds)
     started = time.time()
     answered: dict[int, float] = {}
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from geartrain.ams.rpc.carrier import (
-    AttemptFailed,
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
+from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable
+from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.scheduler_messages import (
     Cursor,
-    SchedulerCarrier,
+    DescribeHolders,
+    DescribeStreams,
+    LeaseStreams,
+    ReleaseStreams,
+    RenewStreams,
+    RestoreStreams,
     StreamHolders,
     StreamLease,
+    StreamReader,
     StreamRenewal,
 )
-from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable
 
 R = TypeVar("R")
 Cursors = Mapping[int, tuple[int, int]] | Mapping[str, Sequence[int]]
@@ -41,7 +48,7 @@ class DataStreams:
         timeout_seconds: float,
     ) -> None:
         self._scheduler = scheduler
-        self._job, self._worker, self._incarnation = job, worker, incarnation
+        self._reader = StreamReader(job, worker, incarnation)
         self._num_streams, self._num_workers = num_streams, num_workers
         self._timeout_seconds = timeout_seconds
 
@@ -52,14 +59,7 @@ class DataStreams:
         the job has come there.
         """
         return self._call(
-            lambda: self._scheduler.lease_streams(
-                self._job,
-                self._worker,
-                self._incarnation,
-                num_streams=self._num_streams,
-                num_workers=self._num_workers,
-                timeout_seconds=self._timeout_seconds,
-            )
+            LeaseStreams(reader=self._reader, num_streams=self._num_streams, num_workers=self._num_workers)
         )
 
     def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:
@@ -68,42 +68,35 @@ class DataStreams:
         A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply asks for streams to be released
         if other workers have too few, and says whether there is more to lease.
         """
-        return self._call(
-            lambda: self._scheduler.renew_streams(
-                self._job, self._worker, self._incarnation, _checked(cursors), self._timeout_seconds
-            )
-        )
+        return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors)))
 
     def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING) -> None:
         """Commit ``cursors``, then give ``streams`` back; None: all of them, as a worker that leaves does."""
         self._call(
-            lambda: self._scheduler.release_streams(
-                self._job, self._worker, self._incarnation, _checked(cursors), streams, self._timeout_seconds
+            ReleaseStreams(
+                reader=self._reader, cursors=_checked(cursors), streams=tuple(streams or ()), all=streams is None
             )
         )
 
     def cursors(self) -> dict[int, Cursor]:
         """Return the committed cursor of every stream of the job, for a snapshot; nothing before the first lease."""
-        return self._call(lambda: self._scheduler.stream_cursors(self._job, self._timeout_seconds))
+        return self._call(DescribeStreams(job=self._reader.job))
 
     def holders(self) -> StreamHolders:
         """Return which worker holds each stream of the job now; none before the first lease."""
-        return self._call(lambda: self._scheduler.stream_holders(self._job, self._timeout_seconds))
+        return self._call(DescribeHolders(job=self._reader.job))
 
     def restore(self, cursors: Cursors) -> None:
         """Put the job back to ``cursors``, one for each stream: every lease ends, lower incarnations are shut out.
 
         To be called, and if need be repeated, before the workers go on.
         """
-        self._call(
-            lambda: self._scheduler.restore_streams(
-                self._job, self._incarnation, _checked(cursors), self._timeout_seconds
-            )
-        )
+        reader = self._reader
+        self._call(RestoreStreams(job=reader.job, incarnation=reader.incarnation, cursors=_checked(cursors)))
 
-    def _call(self, call: Callable[[], R]) -> R:
+    def _call(self, request: Rpc[R]) -> R:
         try:
-            return call()
+            return self._scheduler.call(request, self._timeout_seconds)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; whether it was done is unknown, repeating it does no harm") from exc
 

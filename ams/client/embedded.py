@@ -2,146 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from geartrain.ams.kernels.memory import UNLIMITED, memory_limit
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.rpc.carrier import ClusterView, Cursor, StreamHolders, StreamLease, StreamRenewal
 from geartrain.ams.rpc.local import LocalCarrier
 from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.server.machine import limit_row_memory, threads_per_shard
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.config import SchedulerConfig
-from geartrain.ams.values.messages import CallContext
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.rpc import Rpc
+
+R = TypeVar("R")
 
 _NEVER_LOST = float("inf")
 _STREAM_LEASE_SECONDS = SchedulerConfig().stream_lease_seconds
 
 
-class LocalSchedulerCarrier:
-    """Calls a scheduler of this process."""
+class LocalScheduler:
+    """The way to a scheduler of this process: implements :class:`SchedulerCarrier`."""
 
-    def __init__(self, scheduler: Scheduler, streams: DataStreams) -> None:
-        self._scheduler = scheduler
-        self._streams = streams
+    def __init__(self, handlers: SchedulerHandlers) -> None:
+        self._handlers = handlers.by_request
 
-    def describe(self, timeout_seconds: float | None) -> ClusterView:  # noqa: ARG002
-        """See :class:`SchedulerCarrier`."""
-        return self._scheduler.describe()
+    def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:  # noqa: ARG002
+        """Nothing can be lost on the way, so there is no time-out."""
+        reply: R = self._handlers[type(request)](request, self)
+        return reply
 
-    def create_table(
-        self,
-        spec: TableSpec,
-        *,
-        reuse: bool,
-        timeout_seconds: float | None,  # noqa: ARG002
-        caller: CallContext | None = None,
-        for_restore: bool = False,
-        replace: bool = False,
-    ) -> TableSpec:
-        """See :class:`SchedulerCarrier`."""
-        return self._scheduler.create_table(
-            spec,
-            reuse=reuse,
-            require_current=lambda: self._streams.require_current(caller),
-            for_restore=for_restore,
-            replace=replace,
-        )
-
-    def publish_tables(
-        self,
-        tables: Mapping[str, int],
-        timeout_seconds: float | None,  # noqa: ARG002
-        *,
-        caller: CallContext | None = None,
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        self._scheduler.publish_tables(tables, require_current=lambda: self._streams.require_current(caller))
-
-    def drop_table(
-        self,
-        table: str,
-        timeout_seconds: float | None,  # noqa: ARG002
-        *,
-        caller: CallContext | None = None,
-        incarnation: int = 0,
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        self._scheduler.drop_table(
-            table, incarnation=incarnation, require_current=lambda: self._streams.require_current(caller)
-        )
-
-    def take_incarnation(self, chosen: int, timeout_seconds: float | None) -> int:  # noqa: ARG002
-        """See :class:`SchedulerCarrier`."""
-        return self._scheduler.take_incarnation(chosen)
-
-    def check_caller(self, caller: CallContext, timeout_seconds: float | None) -> None:  # noqa: ARG002
-        """See :class:`SchedulerCarrier`."""
-        self._streams.require_current(caller)
-
-    def fence_job(self, job: str, incarnation: int, timeout_seconds: float | None) -> None:  # noqa: ARG002
-        """See :class:`SchedulerCarrier`."""
-        self._streams.fence(job, incarnation)
-
-    def lease_streams(
-        self,
-        job: str,
-        worker: str,
-        incarnation: int,
-        *,
-        num_streams: int,
-        num_workers: int,
-        timeout_seconds: float | None,  # noqa: ARG002
-    ) -> StreamLease:
-        """See :class:`SchedulerCarrier`."""
-        return self._streams.lease(job, worker, incarnation, num_streams=num_streams, num_workers=num_workers)
-
-    def renew_streams(
-        self,
-        job: str,
-        worker: str,
-        incarnation: int,
-        cursors: Mapping[int, Cursor],
-        timeout_seconds: float | None,  # noqa: ARG002
-    ) -> StreamRenewal:
-        """See :class:`SchedulerCarrier`."""
-        return self._streams.renew(job, worker, incarnation, cursors)
-
-    def release_streams(
-        self,
-        job: str,
-        worker: str,
-        incarnation: int,
-        cursors: Mapping[int, Cursor],
-        streams: Sequence[int] | None,
-        timeout_seconds: float | None,  # noqa: ARG002
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        self._streams.release(job, worker, incarnation, cursors, streams)
-
-    def stream_cursors(self, job: str, timeout_seconds: float | None) -> dict[int, Cursor]:  # noqa: ARG002
-        """See :class:`SchedulerCarrier`."""
-        return self._streams.cursors(job)
-
-    def stream_holders(self, job: str, timeout_seconds: float | None) -> StreamHolders:  # noqa: ARG002
-        """See :class:`SchedulerCarrier`."""
-        return self._streams.holders(job)
-
-    def restore_streams(
-        self,
-        job: str,
-        incarnation: int,
-        cursors: Mapping[int, Cursor],
-        timeout_seconds: float | None,  # noqa: ARG002
-    ) -> None:
-        """See :class:`SchedulerCarrier`."""
-        self._streams.restore(job, incarnation, cursors)
+    def require_waiting(self) -> None:
+        """The caller is here."""
 
     def close(self) -> None:
         """The scheduler ends with its cluster."""
@@ -167,9 +63,8 @@ class EmbeddedCluster:
             address = f"local:{number}"
             self._shards[address] = shard
             scheduler.register(address, number, shard.incarnation)
-        self.scheduler = LocalSchedulerCarrier(
-            scheduler, DataStreams(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
-        )
+        streams = DataStreams(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
+        self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams))
 
     def open_carrier(self, address: str) -> LocalCarrier:
         """Return the way to the shard at ``address``."""

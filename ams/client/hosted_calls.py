@@ -10,7 +10,6 @@ from functools import partial
 
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import Deliver, Numbers, Write
-from geartrain.ams.rpc.carrier import ClusterView
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.messages import (
     Arrays,
@@ -22,6 +21,7 @@ from geartrain.ams.values.messages import (
     SyncGroup,
     UpdateHosted,
 )
+from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.specs import TableSpec
 
 InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]

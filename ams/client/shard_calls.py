@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from geartrain.ams.rpc.carrier import AttemptFailed, ClusterView, ShardCarrier
+from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
@@ -28,6 +28,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, Leave, aside, is_on_main_thread
 from geartrain.ams.values.messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
+from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.specs import TableSpec
 
 Outcome = Reply | BaseException

@@ -211,7 +211,7 @@ class Table:
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
         if looks:
             _require_finite(rows, checked)
-        merged, _, rows = ops.merge_duplicates(checked, rows)
+        merged, rows = ops.merged(checked, rows)
         if looks and merged is not checked:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
         if looks or known_finite:
@@ -243,10 +243,10 @@ class Table:
         checked = ids_array(ids, self.spec.num_rows)
         values = rows_array(rows, len(checked), self.spec.dim, dtype=self.spec.numpy_dtype)
         _require_finite(values, checked)
-        distinct, _, _ = ops.merge_duplicates(checked)
-        if len(distinct) < len(checked):
+        num_distinct = ops.num_distinct(checked)
+        if num_distinct < len(checked):
             raise InvalidArgument(
-                f"{len(checked)} ids to assign hold {counted(len(checked) - len(distinct), 'duplicate')}"
+                f"{len(checked)} ids to assign hold {counted(len(checked) - num_distinct, 'duplicate')}"
             )
         requests = [
             (shard, Assign(table=self.spec.name, ids=part, rows=part_rows))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from geartrain.ams.pb.v1 import scheduler_pb2, shard_pb2, types_pb2
-from geartrain.ams.rpc.carrier import Cursor
+from geartrain.ams.pb.v1 import types_pb2
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
-from geartrain.ams.values.messages import CallContext, ShardState, SyncGroup, TableState
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
 
@@ -21,52 +18,6 @@ _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
 }
 _DTYPE_NAMES: dict[int, DTypeName] = {code: name for name, code in _DTYPE_CODES.items()}
 _DTYPE_NAMES[types_pb2.DTYPE_UNSPECIFIED] = "float32"
-
-
-def context_to_pb(context: CallContext) -> types_pb2.CallContext:
-    """Encode a call context."""
-    return types_pb2.CallContext(
-        stream=context.stream,
-        incarnation=context.incarnation,
-        sequence=context.sequence,
-        oldest_unacknowledged=context.oldest_unacknowledged,
-        shard_incarnation=context.shard_incarnation,
-        cluster_version=context.cluster_version,
-        table_incarnation=context.table_incarnation,
-    )
-
-
-def context_from_pb(pb: types_pb2.CallContext) -> CallContext:
-    """Decode a call context."""
-    return CallContext(
-        stream=pb.stream,
-        incarnation=pb.incarnation,
-        sequence=pb.sequence,
-        oldest_unacknowledged=pb.oldest_unacknowledged,
-        shard_incarnation=pb.shard_incarnation,
-        cluster_version=pb.cluster_version,
-        table_incarnation=pb.table_incarnation,
-    )
-
-
-def group_to_pb(group: SyncGroup | None) -> types_pb2.SyncGroup | None:
-    """Encode a rank's place in its sync group."""
-    if group is None:
-        return None
-    return types_pb2.SyncGroup(
-        job=group.job,
-        world_size=group.world_size,
-        rank=group.rank,
-        sequence=group.sequence,
-        sample_count=group.sample_count,
-    )
-
-
-def group_from_pb(pb: types_pb2.SyncGroup) -> SyncGroup:
-    """Decode a rank's place in its sync group."""
-    return SyncGroup(
-        job=pb.job, world_size=pb.world_size, rank=pb.rank, sequence=pb.sequence, sample_count=pb.sample_count
-    )
 
 
 def dtype_to_pb(dtype: np.dtype[Any]) -> types_pb2.DType.ValueType:
@@ -137,53 +88,3 @@ def _initializer_from_pb(pb: types_pb2.TableSpec) -> Initializer:
             return Normal(pb.normal.mean, pb.normal.std)
         case _:
             return Normal()
-
-
-def cursors_to_pb(cursors: Mapping[int, Cursor]) -> list[scheduler_pb2.StreamCursor]:
-    """Encode the cursors of data streams. Raises InvalidArgument if one is no number from 0 on."""
-    try:
-        return [
-            scheduler_pb2.StreamCursor(stream=stream, epoch=epoch, position=position)
-            for stream, (epoch, position) in cursors.items()
-        ]
-    except (ValueError, TypeError) as exc:
-        raise InvalidArgument(f"cursors map a stream to (epoch, position), numbers from 0 on: {exc}") from exc
-
-
-def cursors_from_pb(cursors: Iterable[scheduler_pb2.StreamCursor]) -> dict[int, Cursor]:
-    """Decode the cursors of data streams."""
-    return {cursor.stream: Cursor(cursor.epoch, cursor.position) for cursor in cursors}
-
-
-def state_to_pb(state: ShardState) -> shard_pb2.DescribeReply:
-    """Encode the state of a shard."""
-    return shard_pb2.DescribeReply(
-        shard=state.shard,
-        incarnation=state.incarnation,
-        cluster_version=state.cluster_version,
-        uptime_seconds=state.uptime_seconds,
-        unix_seconds=state.unix_seconds,
-        tables=[
-            shard_pb2.TableState(
-                spec=spec_to_pb(table.spec), rows=table.rows, memory_bytes=table.memory_bytes, pushes=table.pushes
-            )
-            for table in state.tables
-        ],
-    )
-
-
-def state_from_pb(pb: shard_pb2.DescribeReply) -> ShardState:
-    """Decode the state of a shard."""
-    return ShardState(
-        shard=pb.shard,
-        incarnation=pb.incarnation,
-        cluster_version=pb.cluster_version,
-        uptime_seconds=pb.uptime_seconds,
-        unix_seconds=pb.unix_seconds,
-        tables=tuple(
-            TableState(
-                spec=spec_from_pb(table.spec), rows=table.rows, memory_bytes=table.memory_bytes, pushes=table.pushes
-            )
-            for table in pb.tables
-        ),
-    )

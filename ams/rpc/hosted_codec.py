@@ -14,17 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc import framing
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ProtocolError
-from geartrain.ams.values.messages import (
-    Arrays,
-    CallContext,
-    Computed,
-    ComputeHosted,
-    Done,
-    HostedInputs,
-    UpdateHosted,
-)
+from geartrain.ams.values.messages import Arrays, Computed, Done, HostedInputs
 
 MAX_NAME = 64
 """Characters of the name of an array or a setting."""
@@ -41,68 +33,17 @@ _TYPES: dict[np.dtype[Any], shard_pb2.ArrayType.ValueType] = {
 _DTYPES = {code: dtype for dtype, code in _TYPES.items()}
 
 
-def compute_parts(context: CallContext, request: ComputeHosted, part_bytes: int) -> list[bytes]:
-    """Encode a request to compute as one message, or as the parts of one where its data exceed ``part_bytes``."""
-    header = shard_pb2.ComputeHostedRequest(
-        context=codec.context_to_pb(context),
-        table=request.table,
-        model=request.model,
-        operation=request.operation,
-        inputs=[_inputs_to_pb(one) for one in request.inputs],
-        required_sync=codec.group_to_pb(request.required_sync),
-    )
-    data = _data(request.inputs)
-    if len(data) > part_bytes:
-        header.context.stream = uuid.uuid4().hex  # it is no write, which would have a name
-    return _in_parts(header, data, part_bytes)
-
-
-def compute_from(header: shard_pb2.ComputeHostedRequest, raw: memoryview | None) -> ComputeHosted:
-    """Decode a request to compute. Raises ProtocolError, InvalidArgument, InvalidRows."""
-    return ComputeHosted(
-        table=header.table,
-        model=header.model,
-        operation=header.operation,
-        inputs=inputs_from(header.inputs, raw),
-        required_sync=codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None,
-    )
-
-
-def compute_reply(computed: Computed) -> bytes:
-    """Encode what was computed."""
-    header = shard_pb2.ComputeHostedReply(arrays=_arrays_to_pb(computed.arrays))
-    return framing.encode_framed(header, [(15, _joined(computed.arrays.values()))])
-
-
-def computed_from(data: bytes) -> Computed | Done:
-    """Decode what was computed, or that parts are missing. Raises ProtocolError, InvalidArgument, InvalidRows."""
-    header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedReply)
-    if header.incomplete:
-        return Done(incomplete=True)
-    reader = _Reader(raw.get(15))
-    arrays = reader.arrays(header.arrays)
-    reader.finish()
-    return Computed(arrays=arrays)
-
-
-def update_parts(context: CallContext, request: UpdateHosted, part_bytes: int) -> list[bytes]:
-    """Encode an update as one message, or as the parts of one where its data exceed ``part_bytes``."""
-    header = shard_pb2.UpdateHostedRequest(
-        context=codec.context_to_pb(context),
-        table=request.table,
-        model=request.model,
-        inputs=[_inputs_to_pb(one) for one in request.inputs],
-        lr=request.lr,
-        scale=request.scale,
-        group=codec.group_to_pb(request.group),
-    )
-    return _in_parts(header, _data(request.inputs), part_bytes)
-
-
-def _in_parts(
-    header: shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest, data: npt.NDArray[np.uint8], part_bytes: int
+def in_parts(
+    header: shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest,
+    inputs: Iterable[HostedInputs],
+    part_bytes: int,
 ) -> list[bytes]:
+    """Encode a request as one message, or as the parts of one where the data of its inputs exceed ``part_bytes``."""
+    header.inputs.extend(map(_inputs_to_pb, inputs))
+    data = _joined(array for one in inputs for array in one.arrays.values())
     count = max(1, math.ceil(len(data) / part_bytes))
+    if count > 1 and not header.context.stream:
+        header.context.stream = uuid.uuid4().hex  # it is no write, which would have a name
     messages = []
     for index in range(count):
         if count > 1:
@@ -112,16 +53,21 @@ def _in_parts(
     return messages
 
 
-def update_from(header: shard_pb2.UpdateHostedRequest, raw: memoryview | None) -> UpdateHosted:
-    """Decode an update whose data are all here. Raises ProtocolError, InvalidArgument, InvalidRows."""
-    return UpdateHosted(
-        table=header.table,
-        model=header.model,
-        inputs=inputs_from(header.inputs, raw),
-        lr=header.lr if header.HasField("lr") else None,
-        scale=header.scale if header.HasField("scale") else 1.0,
-        group=codec.group_from_pb(header.group) if header.HasField("group") else None,
-    )
+def encode_computed(computed: Computed) -> bytes:
+    """Encode what was computed."""
+    header = shard_pb2.ComputeHostedReply(arrays=_arrays_to_pb(computed.arrays))
+    return framing.encode_framed(header, [(15, _joined(computed.arrays.values()))])
+
+
+def decode_computed(data: bytes) -> Computed | Done:
+    """Decode what was computed, or that parts are missing. Raises ProtocolError, InvalidArgument, InvalidRows."""
+    header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedReply)
+    if header.incomplete:
+        return Done(incomplete=True)
+    reader = _Reader(raw.get(15))
+    arrays = reader.arrays(header.arrays)
+    reader.finish()
+    return Computed(arrays=arrays)
 
 
 def inputs_from(inputs: Sequence[shard_pb2.HostedInputs], raw: memoryview | None) -> tuple[HostedInputs, ...]:
@@ -165,10 +111,6 @@ def _arrays_to_pb(arrays: Arrays) -> list[shard_pb2.HostedArray]:
         columns = array.shape[1] if array.ndim == 2 else None
         encoded.append(shard_pb2.HostedArray(name=name, type=_TYPES[array.dtype], rows=array.shape[0], columns=columns))
     return encoded
-
-
-def _data(inputs: Iterable[HostedInputs]) -> npt.NDArray[np.uint8]:
-    return _joined(array for one in inputs for array in one.arrays.values())
 
 
 def _joined(arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from geartrain.ams.rpc.shard_client import WAITS_KEY, channel_options
+from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.status import abort
 from geartrain.ams.rpc.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.values.config import split_address
@@ -28,6 +28,14 @@ _HEALTH_THREADS = 2
 
 BytesMethod = Callable[[bytes, grpc.ServicerContext], bytes]
 BytesStream = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
+
+
+class Bound(NamedTuple):
+    """A service with what answers its methods, by their names: encoded request → encoded reply (streams: → replies)."""
+
+    service: str
+    methods: Mapping[str, BytesMethod]
+    streams: Mapping[str, BytesStream] = MappingProxyType({})
 
 
 class GrpcServer:
@@ -55,16 +63,14 @@ class GrpcServer:
 
     def add(
         self,
-        service: str,
-        methods: Mapping[str, BytesMethod],
-        streams: Mapping[str, BytesStream] = MappingProxyType({}),
+        bound: Bound,
         lanes: Mapping[str, ThreadPoolExecutor] = MappingProxyType({}),
         waiting: Mapping[str, BeginMethod] = MappingProxyType({}),
     ) -> None:
-        """Serve ``methods`` (encoded request → encoded reply; ``streams``: → replies) under ``service``, not yet
-        healthy. Methods named in ``lanes`` run on threads of their own, whatever the others wait for. ``waiting``
-        serves those of its names whose callers say that they may wait for others.
+        """Serve a service, not yet healthy. Methods named in ``lanes`` run on threads of their own, whatever the
+        others wait for. ``waiting`` serves those of its names whose callers say that they may wait for others.
         """
+        service, methods, streams = bound
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(_on_lane(_typed(method), lanes.get(name)))
             for name, method in methods.items()
@@ -146,12 +152,6 @@ def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> 
         future.cancel()
         servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
     return future.result()
-
-
-def require_waiting(servicer_context: grpc.ServicerContext) -> None:
-    """End a call whose caller waits no longer: what it asks for now would come as a surprise."""
-    if not servicer_context.is_active():
-        servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
 
 
 def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Callable[..., Any]:

@@ -21,9 +21,11 @@ from geartrain.ams.rpc.carrier import (
     AttemptFailed,
     gather,
 )
+from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
 from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, bytes_needed
 from geartrain.ams.rpc.payload.transfer import Beside, BulkUse, Room, Unpack
+from geartrain.ams.rpc.registry import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB, split_address
 from geartrain.ams.values.errors import (
@@ -40,96 +42,23 @@ from geartrain.ams.values.messages import (
     Assign,
     CallContext,
     ComputeHosted,
-    CreateTable,
-    Describe,
     Done,
-    DropTable,
-    Fence,
-    Freeze,
-    PublishTable,
+    MemoryAnswer,
+    OpenBulk,
     Pull,
     Push,
     Reply,
     Request,
-    Restore,
-    Thaw,
+    ShareMemory,
     UpdateHosted,
-    WriteFrozen,
-    Written,
 )
 
 logger = logging.getLogger(__name__)
 
-SHARD_SERVICE = "geartrain.ams.v1.Shard"
-SHARD_METHODS = (
-    "CreateTable",
-    "DropTable",
-    "PublishTable",
-    "Pull",
-    "Push",
-    "Assign",
-    "ComputeHosted",
-    "UpdateHosted",
-    "Describe",
-    "Freeze",
-    "WriteFrozen",
-    "Thaw",
-    "Restore",
-    "Fence",
-    "ShareMemory",
-    "OpenBulk",
-)
-
-WAITS_KEY = "geartrain-waits"
-"""Metadata of a call that may wait for other callers: the shard then holds no thread for it meanwhile."""
 _WAITS = ((WAITS_KEY, "1"),)
 _OFFER_SECONDS = 5.0
 _MOVERS = 8
 """Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
-
-
-CONNECT_SECONDS = 1.0
-"""How long a call waits for a connection if its caller repeats it.
-
-That one is refused is known at once; one to a loaded machine, or a distant one, takes several tenths of a second.
-"""
-
-
-def seconds_to_connect(attempt_seconds: float) -> float:
-    """How long an attempt that may take so long waits for a connection.
-
-    It must not end before that does, or nobody could tell that nothing was sent.
-    """
-    return min(CONNECT_SECONDS, attempt_seconds / 2)
-
-
-PING_SECONDS = 30.0
-"""How often a connection without traffic is asked whether it lives, while a call waits for its reply."""
-
-
-def channel_options(
-    max_message_bytes: int, connect_seconds: float = CONNECT_SECONDS, ping_seconds: float = PING_SECONDS
-) -> list[tuple[str, Any]]:
-    """Return the channel and server options of every Geartrain connection: message limits, and quick reconnects.
-
-    A connection that does not come about in ``connect_seconds`` is tried anew.
-    """
-    return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # which is also what bounds an attempt
-        ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.keepalive_time_ms", round(ping_seconds * 1000)),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # A server would close the connection of a client that pings it more often than every 5 minutes without
-        # traffic: so every call that works that long before it answers.
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
-        # A new channel is a new connection, rather than another user of one that may be dead.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
 
 
 class _Connection:
@@ -138,7 +67,7 @@ class _Connection:
     def __init__(self, address: str, options: list[tuple[str, Any]]) -> None:
         self.channel = grpc.insecure_channel(address, options=options)
         self.methods: dict[str, Any] = {
-            name: self.channel.unary_unary(f"/{SHARD_SERVICE}/{name}") for name in SHARD_METHODS
+            method.name: self.channel.unary_unary(method.path) for _, method in SHARD.items()
         }
         self.calls = 0
         self.is_retired = False
@@ -189,64 +118,11 @@ class GrpcCarrier:
                 return self._pull(context, request, timeout_seconds, alone=alone)
             case Push() | Assign():
                 return self._write(context, request, timeout_seconds, alone=alone)
-            case ComputeHosted():
-                messages = hosted.compute_parts(context, request, self._part_bytes)
-                return self._in_parts("ComputeHosted", messages, timeout_seconds, hosted.computed_from, alone=alone)
-            case UpdateHosted():
-                messages = hosted.update_parts(context, request, self._part_bytes)
-                waits = request.group is not None
-                return self._in_parts("UpdateHosted", messages, timeout_seconds, _done, alone=alone, waits=waits)
-            case CreateTable():
-                create = shard_pb2.CreateTableRequest(
-                    context=codec.context_to_pb(context),
-                    spec=codec.spec_to_pb(request.spec),
-                    for_restore=request.for_restore,
-                )
-                return self._call("CreateTable", create.SerializeToString(), timeout_seconds, _done)
-            case DropTable():
-                drop = shard_pb2.DropTableRequest(
-                    context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
-                )
-                return self._call("DropTable", drop.SerializeToString(), timeout_seconds, _done)
-            case PublishTable():
-                publish = shard_pb2.PublishTableRequest(
-                    context=codec.context_to_pb(context), table=request.table, incarnation=request.incarnation
-                )
-                return self._call("PublishTable", publish.SerializeToString(), timeout_seconds, _done)
-            case Describe():
-                ask = shard_pb2.DescribeRequest(context=codec.context_to_pb(context))
-                return self._call(
-                    "Describe",
-                    ask.SerializeToString(),
-                    timeout_seconds,
-                    lambda data: codec.state_from_pb(framing.parse(data, shard_pb2.DescribeReply)),
-                )
-            case Freeze(snapshot_id=snapshot_id, tables=tables, parent_id=parent_id):
-                freeze = shard_pb2.FreezeRequest(
-                    context=codec.context_to_pb(context), snapshot_id=snapshot_id, tables=tables, parent_id=parent_id
-                )
-                return self._call("Freeze", freeze.SerializeToString(), timeout_seconds, _done)
-            case WriteFrozen(snapshot_id=snapshot_id, folder=folder):
-                write = shard_pb2.WriteFrozenRequest(
-                    context=codec.context_to_pb(context), snapshot_id=snapshot_id, folder=folder
-                )
-                return self._call("WriteFrozen", write.SerializeToString(), timeout_seconds, _written)
-            case Thaw(snapshot_id=snapshot_id, kept=kept):
-                thaw = shard_pb2.ThawRequest(context=codec.context_to_pb(context), snapshot_id=snapshot_id, kept=kept)
-                return self._call("Thaw", thaw.SerializeToString(), timeout_seconds, _done)
-            case Restore():
-                restore = shard_pb2.RestoreRequest(
-                    context=codec.context_to_pb(context),
-                    folder=request.folder,
-                    tables=request.tables,
-                    incarnations=request.incarnations,
-                )
-                return self._call("Restore", restore.SerializeToString(), timeout_seconds, _done)
-            case Fence(job=job, incarnation=incarnation, forget=forget):
-                fence = shard_pb2.FenceRequest(
-                    context=codec.context_to_pb(context), job=job, incarnation=incarnation, forget=forget
-                )
-                return self._call("Fence", fence.SerializeToString(), timeout_seconds, _done)
+            case ComputeHosted() | UpdateHosted():
+                return self._hosted(context, request, timeout_seconds, alone=alone)
+            case _:
+                method = SHARD[type(request)]
+                return self._call(method.name, method.encode(request, context), timeout_seconds, method.reply.decode)
 
     def close(self) -> None:
         """Close the connection; calls under way fail with AttemptFailed."""
@@ -369,29 +245,26 @@ class GrpcCarrier:
         except RuntimeError:
             once()
 
-    def _in_parts(
-        self,
-        method: str,
-        messages: list[bytes],
-        timeout_seconds: float | None,
-        decode: Callable[[bytes], Reply],
-        *,
-        alone: bool,
-        waits: bool = False,
+    def _hosted(
+        self, context: CallContext, request: ComputeHosted | UpdateHosted, timeout_seconds: float | None, *, alone: bool
     ) -> Future[Reply]:
+        method = SHARD[type(request)]
+        header: Any = method.header.to_message(request, context=context_to_pb(context))
+        messages = hosted.in_parts(header, request.inputs, self._part_bytes)
         whole = alone and len(messages) == 1
-        parts = [self._call(method, one, timeout_seconds, decode, alone=whole, waits=waits) for one in messages]
+        waits = isinstance(request, UpdateHosted) and request.group is not None
+        parts = [
+            self._call(method.name, one, timeout_seconds, method.reply.decode, alone=whole, waits=waits)
+            for one in messages
+        ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
 
         def send(start: int, end: int, beside: Beside | None) -> Future[Reply]:
-            header = shard_pb2.PullRequest(
-                context=codec.context_to_pb(context),
-                table=pull.table,
-                required_sync=codec.group_to_pb(pull.required_sync),
-                with_present=pull.present is not None,
+            header: Any = SHARD[Pull].header.to_message(
+                pull, context=context_to_pb(context), with_present=pull.present is not None
             )
             if isinstance(beside, Room):
                 beside.arrays.ids[:] = pull.ids[start:end]
@@ -414,11 +287,13 @@ class GrpcCarrier:
         self, context: CallContext, write: Push | Assign, timeout_seconds: float | None, *, alone: bool
     ) -> Future[Reply]:
         rows = write.gradients if isinstance(write, Push) else write.rows
-        method = "Push" if isinstance(write, Push) else "Assign"
+        method = SHARD[type(write)]
         waits = isinstance(write, Push) and write.group is not None
 
         def send(index: int, start: int, end: int, beside: Beside | None) -> Future[Reply]:
-            header = _push_header(context, write) if isinstance(write, Push) else _assign_header(context, write)
+            header: Any = method.header.to_message(write, context=context_to_pb(context))
+            if isinstance(write, Push):
+                header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
             if isinstance(beside, Room):
@@ -435,7 +310,8 @@ class GrpcCarrier:
                 with held(write.leave):
                     data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
             whole = alone and len(spans) == 1
-            return self._call(method, data, timeout_seconds, _done, alone=whole, beside=beside, waits=waits)
+            decode = method.reply.decode
+            return self._call(method.name, data, timeout_seconds, decode, alone=whole, beside=beside, waits=waits)
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
         parts = [
@@ -494,15 +370,12 @@ class GrpcCarrier:
 
     def _open_bulk(self) -> BulkConnection:
         """Make a bulk connection. Raises NotOffered or whatever else prevents it."""
-        reply = shard_pb2.OpenBulkReply()
-
-        def answered(data: bytes) -> Reply:
-            reply.CopyFrom(framing.parse(data, shard_pb2.OpenBulkReply))
-            return Done()
-
+        method = SHARD[OpenBulk]
         try:
-            ask = shard_pb2.OpenBulkRequest().SerializeToString()
-            self._call("OpenBulk", ask, _OFFER_SECONDS, answered, may_retire=False).result()
+            asked = self._call(
+                method.name, method.encode(OpenBulk()), _OFFER_SECONDS, method.reply.decode, may_retire=False
+            )
+            reply: Any = asked.result()
             if reply.reason:
                 raise NotOffered(reply.reason)
             host, _ = split_address(self._address)
@@ -518,14 +391,16 @@ class GrpcCarrier:
         segments = self._segments
         assert segments is not None
 
+        method = SHARD[ShareMemory]
+
         def answered(data: bytes) -> Reply:
-            reply = framing.parse(data, shard_pb2.ShareMemoryReply)
+            reply: MemoryAnswer = method.reply.decode(data)
             if reply.shared:
                 segments.accept(segment)
             else:
                 segments.refuse(reply.reason)
             self._tell("through shared memory" if reply.shared else _not_shared(reply.reason))
-            return Done()
+            return reply
 
         def ended(offer: Future[Reply]) -> None:
             error = offer.exception()
@@ -536,8 +411,8 @@ class GrpcCarrier:
                 self._tell(_not_shared(str(error)))
             segments.end_offer()
 
-        ask = shard_pb2.ShareMemoryRequest(name=segment.name, process=os.getpid(), descriptor=segment.descriptor)
-        offer = self._call("ShareMemory", ask.SerializeToString(), _OFFER_SECONDS, answered, may_retire=False)
+        ask = method.encode(ShareMemory(name=segment.name, process=os.getpid(), descriptor=segment.descriptor))
+        offer = self._call(method.name, ask, _OFFER_SECONDS, answered, may_retire=False)
         offer.add_done_callback(ended)
 
     def _tell(self, way: str) -> None:
@@ -579,33 +454,6 @@ def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float
         return send(data, timeout=timeout_seconds)
     except ValueError as exc:  # how gRPC says it
         raise _ChannelClosed from exc
-
-
-def _push_header(context: CallContext, push: Push) -> shard_pb2.PushRequest:
-    return shard_pb2.PushRequest(
-        context=codec.context_to_pb(context),
-        table=push.table,
-        lr=push.lr,
-        scale=push.scale,
-        group=codec.group_to_pb(push.group),
-        gradient_dtype=codec.dtype_to_pb(push.gradients.dtype),
-        step_goes_on=push.step_goes_on,
-    )
-
-
-def _assign_header(context: CallContext, assign: Assign) -> shard_pb2.AssignRequest:
-    return shard_pb2.AssignRequest(context=codec.context_to_pb(context), table=assign.table)
-
-
-def _done(data: bytes) -> Reply:
-    reply = framing.parse(data, shard_pb2.WriteReply)
-    # A part that waits for its siblings answers "incomplete"; what counts is the reply of the one that completed it.
-    return Done(created=reply.created, duplicate=reply.duplicate, incomplete=reply.incomplete)
-
-
-def _written(data: bytes) -> Reply:
-    reply = framing.parse(data, shard_pb2.WriteFrozenReply)
-    return Written(files=tuple(reply.files), deltas=tuple(reply.deltas))
 
 
 def _hand_on(future: Future[Reply], done: Future[Reply]) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from geartrain.ams.rpc.carrier import Cursor, StreamHolders, StreamLease, StreamRenewal
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.pauses import OwnStops
 from geartrain.ams.scheduler.state import key_of
@@ -24,6 +23,7 @@ from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.values.arguments import checked_name
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
 from geartrain.ams.values.messages import CallContext, jobs_of
+from geartrain.ams.values.scheduler_messages import Cursor, StreamHolders, StreamLease, StreamRenewal
 
 MAX_STREAMS = 4096
 MOST_READ = 2**62

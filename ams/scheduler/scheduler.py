@@ -13,16 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.rpc.carrier import (
-    AttemptFailed,
-    ClusterView,
-    ShardCarrier,
-    ShardCondition,
-    ShardEntry,
-)
+from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.pauses import OwnStops
 from geartrain.ams.scheduler.state import Member, Schema, State
@@ -41,30 +34,11 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.messages import CreateTable, DropTable, PublishTable
 from geartrain.ams.values.placement import MAX_SHARDS
+from geartrain.ams.values.scheduler_messages import Beat, ClusterView, Registration, ShardCondition, ShardEntry
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
 
 _SILENT_BEATS = 3
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a shard learns when it joins."""
-
-    shard: int
-    num_shards: int
-    cluster_version: int
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a shard learns from a heartbeat."""
-
-    cluster_version: int
-    unknown: bool = False
-    """The scheduler was restarted: register again."""
-    replaced: bool = False
-    """Another process holds the shard now."""
 
 
 class Scheduler:
@@ -159,7 +133,12 @@ class Scheduler:
             )
             if previous is not None and previous.incarnation != incarnation:
                 failpoints.reach("scheduler.version.after")
-            return Registration(chosen, self._num_shards, version)
+            return Registration(
+                shard=chosen,
+                num_shards=self._num_shards,
+                cluster_version=version,
+                lease_seconds=self.lease_seconds,
+            )
 
     def _check_numbers(self, incarnation: int, cluster_version: int, heartbeat_seconds: float) -> None:
         """Refuse what would be taken over from a shard and leaves no room to count on."""
@@ -199,15 +178,15 @@ class Scheduler:
             version = self._state.cluster_version
             member = self._state.members.get(shard)
             if member is None:
-                return Beat(version, unknown=True)
+                return Beat(cluster_version=version, unknown=True)
             if member.incarnation != incarnation:
-                return Beat(version, replaced=True)
+                return Beat(cluster_version=version, replaced=True)
             if member.left:
                 self._state.keep(members={shard: dataclasses.replace(member, left=False)})
                 member = self._state.members[shard]
             member.last_heartbeat = self._clock()
             member.is_heard = True
-            return Beat(version)
+            return Beat(cluster_version=version)
 
     def leave(self, shard: int, incarnation: int) -> None:
         """Note that a shard goes in good order; its place is free at once."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, ShardCarrier, ShardEntry
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, ShardCarrier
 from geartrain.ams.values.errors import GeartrainError, ShardUnavailable
 from geartrain.ams.values.messages import CallContext, Request
+from geartrain.ams.values.scheduler_messages import ShardEntry
 
 _TIMEOUT_SECONDS = 30.0
 _PATIENCE_SECONDS = 3.0

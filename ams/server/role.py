@@ -13,9 +13,8 @@ from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.payload.bulk import BulkPort
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
-from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier, registration
+from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server import GrpcServer
-from geartrain.ams.rpc.shard_client import SHARD_SERVICE
 from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
 from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService
@@ -29,6 +28,7 @@ from geartrain.ams.values.errors import (
     SchedulerUnavailable,
 )
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, Register
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _HeldShard:
         self.wanted = wanted
         self.service = ShardService(config.max_message_bytes, segments, bulk, roots)
         self.server = GrpcServer(listen, config.max_message_bytes)
-        self.server.add(SHARD_SERVICE, self.service.methods, waiting=self.service.waiting_methods)
+        self.server.add(self.service.bound, waiting=self.service.waiting_methods)
         self.address = config.advertise or _reachable(self.server.address)
         self.incarnation = new_incarnation()
         self.shard: Shard | None = None
@@ -70,7 +70,7 @@ class _HeldShard:
     def join(self, scheduler: GrpcSchedulerCarrier) -> None:
         """Register and serve; also how the shard introduces itself to a scheduler that was restarted."""
         known = self.shard
-        request = registration(
+        request = Register(
             address=self.address,
             shard=self.wanted if known is None else known.shard,
             incarnation=self.incarnation,
@@ -81,7 +81,7 @@ class _HeldShard:
             restoring_tables=() if known is None else known.restoring_tables,
         )
         began = boot_seconds()
-        reply = scheduler.register(request, _CALL_TIMEOUT_SECONDS)
+        reply = scheduler.call(request, _CALL_TIMEOUT_SECONDS)
         if known is not None:
             known.cluster_version = reply.cluster_version
             self._confirm(began)
@@ -108,12 +108,12 @@ class _HeldShard:
         self.service.bulk.forget_closed()
         failpoints.reach("lease.heartbeat.before")
         began = boot_seconds()
-        reply = scheduler.heartbeat(
-            self.shard.shard,
-            self.incarnation,
-            _CALL_TIMEOUT_SECONDS,
+        alive = Heartbeat(
+            shard=self.shard.shard,
+            incarnation=self.incarnation,
             highest_incarnation=self.shard.highest_incarnation,
         )
+        reply = scheduler.call(alive, _CALL_TIMEOUT_SECONDS)
         failpoints.reach("lease.heartbeat.after")
         if reply.replaced:
             return False
@@ -221,7 +221,8 @@ class ShardServer:
         for held in self._held:
             if held.shard is not None:
                 try:
-                    self._scheduler.leave(held.shard.shard, held.incarnation, timeout_seconds=1.0)
+                    gone = LeaveCluster(shard=held.shard.shard, incarnation=held.incarnation)
+                    self._scheduler.call(gone, timeout_seconds=1.0)
                 except (GeartrainError, AttemptFailed) as exc:
                     logger.info("left without telling the scheduler: %s", exc)
             held.close(grace_seconds)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -13,18 +15,21 @@ import numpy as np
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.observe import failpoints
-from geartrain.ams.pb.v1 import shard_pb2, types_pb2
+from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc import codec, framing
 from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.binding import Call, bind
+from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
-from geartrain.ams.rpc.server import MAX_CONCURRENT_CALLS, BytesMethod, await_reply
-from geartrain.ams.rpc.shard_client import WAITS_KEY
+from geartrain.ams.rpc.registry import SHARD, context_from_pb
+from geartrain.ams.rpc.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
 from geartrain.ams.rpc.waiting import BeginMethod, Begun
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.errors import (
+    GeartrainError,
     InvalidRows,
     MessageTooLarge,
     ShardUnavailable,
@@ -32,21 +37,28 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.messages import (
     Assign,
+    BulkOffer,
+    CallContext,
+    ComputeHosted,
     CreateTable,
     Describe,
     Done,
     DropTable,
     Fence,
     Freeze,
+    MemoryAnswer,
+    OpenBulk,
     PublishTable,
     Pull,
     Push,
     Request,
     Restore,
+    ShareMemory,
     Thaw,
+    UpdateHosted,
     WriteFrozen,
 )
-from geartrain.ams.values.specs import DTYPES, TableSpec
+from geartrain.ams.values.specs import DTYPES
 from geartrain.ams.values.text import counted
 
 _OVERHEAD_BYTES = 1024
@@ -55,7 +67,6 @@ _MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
 _HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
 _SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
 """Of requests that may come in parts."""
-_TableHeader = _SplitHeader | shard_pb2.PullRequest
 Raw = Mapping[int, memoryview]
 """Raw fields of a message by number."""
 
@@ -84,28 +95,33 @@ class ShardService:
         """From now on, calls go to ``shard``."""
         self._shard = shard
 
-    @property
-    def methods(self) -> dict[str, Any]:
-        """The methods by name, from encoded request to encoded reply."""
-        methods = {
-            "CreateTable": self.create_table,
-            "DropTable": self.drop_table,
-            "PublishTable": self.publish_table,
-            "Pull": self.pull,
-            "Push": self.push,
-            "Assign": self.assign,
-            "ComputeHosted": self.compute_hosted,
-            "UpdateHosted": self.update_hosted,
-            "Describe": self.describe,
-            "Freeze": self.freeze,
-            "WriteFrozen": self.write_frozen,
-            "Thaw": self.thaw,
-            "Restore": self.restore,
-            "Fence": self.fence,
-            "ShareMemory": self.share_memory,
-            "OpenBulk": self.open_bulk,
-        }
-        return {name: self._held_to_the_end(method) for name, method in methods.items()}
+    @cached_property
+    def bound(self) -> Bound:
+        """The service with its handlers."""
+        service, methods, _ = bind(
+            SHARD,
+            {
+                CreateTable: self._ask,
+                DropTable: self._ask,
+                PublishTable: self._ask,
+                Describe: self._ask,
+                Freeze: self._freeze,
+                WriteFrozen: self._write_frozen,
+                Thaw: self._thaw,
+                Restore: self._restore,
+                Fence: self._fence,
+                ShareMemory: self._share_memory,
+                OpenBulk: self._open_bulk,
+            },
+            {
+                Pull: self.pull,
+                Push: self.push,
+                Assign: self.assign,
+                ComputeHosted: self.compute_hosted,
+                UpdateHosted: self.update_hosted,
+            },
+        )
+        return Bound(service, {name: self._held_to_the_end(method) for name, method in methods.items()})
 
     @property
     def waiting_methods(self) -> dict[str, BeginMethod]:
@@ -119,45 +135,61 @@ class ShardService:
             raise ShardUnavailable("this shard has not joined its cluster yet; try again")
         return self._shard
 
-    def create_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Make a table."""
-        request = framing.parse(data, shard_pb2.CreateTableRequest)
-        create = CreateTable(spec=codec.spec_from_pb(request.spec), for_restore=request.for_restore)
-        future = self.shard.submit(codec.context_from_pb(request.context), create)
-        return _encoded(await_reply(future, servicer_context))
+    def _ask(self, request: Request, call: Call) -> Any:
+        """What the shard replies."""
+        return _acknowledged(await_reply(self.shard.run(call.context, request), call.servicer))
 
-    def drop_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Remove a table."""
-        request = framing.parse(data, shard_pb2.DropTableRequest)
-        drop = DropTable(table=request.table, incarnation=request.incarnation)
-        future = self.shard.submit(codec.context_from_pb(request.context), drop)
-        return _encoded(await_reply(future, servicer_context))
+    def _freeze(self, freeze: Freeze, call: Call) -> Any:
+        checked_snapshot_id("snapshot_id", freeze.snapshot_id)
+        checked_snapshot_id("parent_id", freeze.parent_id, may_be_empty=True)
+        return self._ask(freeze, call)
 
-    def publish_table(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Open a restored table."""
-        request = framing.parse(data, shard_pb2.PublishTableRequest)
-        publish = PublishTable(table=request.table, incarnation=request.incarnation)
-        return _encoded(await_reply(self._run(request.context, publish), servicer_context))
+    def _write_frozen(self, write: WriteFrozen, call: Call) -> Any:
+        checked_snapshot_id("snapshot_id", write.snapshot_id)
+        return self._ask(replace(write, folder=str(self._roots.resolve(write.folder))), call)
+
+    def _thaw(self, thaw: Thaw, call: Call) -> Any:
+        checked_snapshot_id("snapshot_id", thaw.snapshot_id)
+        return self._ask(thaw, call)
+
+    def _restore(self, restore: Restore, call: Call) -> Any:
+        return self._ask(replace(restore, folder=str(self._roots.resolve(restore.folder))), call)
+
+    def _fence(self, fence: Fence, call: Call) -> Any:
+        done = self._ask(fence, call)
+        self._parts.fence(fence.job, fence.incarnation)
+        return done
+
+    def _share_memory(self, offer: ShareMemory, _: Call) -> MemoryAnswer:
+        reason = self.segments.open(offer.name, offer.process, offer.descriptor)
+        return MemoryAnswer(shared=reason is None, reason=reason or "")
+
+    def _open_bulk(self, _: OpenBulk, __: Call) -> BulkOffer:
+        try:
+            port, number, secret = self.bulk.offer()
+        except NotOffered as exc:
+            return BulkOffer(reason=str(exc))
+        return BulkOffer(connection=number, port=port, secret=secret)
 
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""
-        header, raw = framing.decode_framed(data, shard_pb2.PullRequest)
-        spec = self._spec(header)
-        required_sync = codec.group_from_pb(header.required_sync) if header.HasField("required_sync") else None
-        if header.HasField("shared"):
-            shared = self._shared(header.shared, spec.dim, spec.numpy_dtype)
-            ids, out, present = shared.ids.copy(), shared.rows, shared.present if header.with_present else None
-            reply = b""
-        else:
-            ids = framing.ids_from(raw.get(14))
-            self._check_size("one reply", len(ids), spec.row_bytes + 1)
-            present = np.zeros(len(ids), np.bool_) if header.with_present else None
-            if header.HasField("bulk"):
-                reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
+        header, raw, context = _split(Pull, data)
+        with _OfItsPast(self.shard, header.table, context):
+            spec = self.shard.spec(header.table)
+            if header.HasField("shared"):
+                shared = self._shared(header.shared, spec.dim, spec.numpy_dtype)
+                ids, out, present = shared.ids.copy(), shared.rows, shared.present if header.with_present else None
+                reply = b""
             else:
-                reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
-        pull = Pull(table=header.table, ids=ids, out=out, present=present, required_sync=required_sync)
-        await_reply(self.shard.run(codec.context_from_pb(header.context), pull), servicer_context)
+                ids = framing.ids_from(raw.get(14))
+                self._check_size("one reply", len(ids), spec.row_bytes + 1)
+                present = np.zeros(len(ids), np.bool_) if header.with_present else None
+                if header.HasField("bulk"):
+                    reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
+                else:
+                    reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
+            pull = SHARD[Pull].header.from_message(header, ids=ids, out=out, present=present)
+        await_reply(self.shard.run(context, pull), servicer_context)
         if header.HasField("bulk"):
             with self._bulk_connection(header.bulk, servicer_context) as connection:
                 connection.send(header.bulk.use, out)
@@ -172,52 +204,40 @@ class ShardService:
 
     def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:
         """Begin to apply gradients."""
-        header, raw = framing.decode_framed(data, shard_pb2.PushRequest)
-        spec = self._spec(header)
-        dtype = DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
-        whole = self._whole(header, self._payload(header, raw, spec.dim, dtype, servicer_context))
-        if whole is None:
-            return _incomplete()
-        # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
-        ids, _, gradients = ops.merge_duplicates(*whole)
-        push = Push(
-            table=header.table,
-            ids=ids,
-            gradients=gradients,
-            lr=header.lr if header.HasField("lr") else None,
-            scale=header.scale if header.HasField("scale") else 1.0,
-            group=codec.group_from_pb(header.group) if header.HasField("group") else None,
-            step_goes_on=header.step_goes_on,
-        )
-        future = self.shard.run(codec.context_from_pb(header.context), push)
-        return Begun(future, self._encoded_to_the_end, waits=push.group is not None)
+        header, raw, context = _split(Push, data)
+        with _OfItsPast(self.shard, header.table, context):
+            dim, dtype = self.shard.spec(header.table).dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
+            whole = self._whole(header, context, self._payload(header, raw, dim, dtype, servicer_context))
+            if whole is None:
+                return _incomplete()
+            # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
+            ids, gradients = ops.merged(*whole)
+            push = SHARD[Push].header.from_message(header, ids=ids, gradients=gradients)
+        return self._begun(context, push)
 
     def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Overwrite rows."""
-        header, raw = framing.decode_framed(data, shard_pb2.AssignRequest)
-        spec = self._spec(header)
-        whole = self._whole(header, self._payload(header, raw, spec.dim, spec.numpy_dtype, servicer_context))
-        if whole is None:
-            return shard_pb2.WriteReply(incomplete=True).SerializeToString()
-        distinct, _, _ = ops.merge_duplicates(whole[0])
-        if len(distinct) != len(whole[0]):
-            raise InvalidRows(
-                f"{len(whole[0])} ids to assign hold {counted(len(whole[0]) - len(distinct), 'duplicate')}"
-            )
-        future = self.shard.run(
-            codec.context_from_pb(header.context), Assign(table=header.table, ids=whole[0], rows=whole[1])
-        )
-        return _encoded(await_reply(future, servicer_context))
+        header, raw, context = _split(Assign, data)
+        with _OfItsPast(self.shard, header.table, context):
+            spec = self.shard.spec(header.table)
+            payload = self._payload(header, raw, spec.dim, spec.numpy_dtype, servicer_context)
+            whole = self._whole(header, context, payload)
+            if whole is None:
+                return _INCOMPLETE
+            num_distinct = ops.num_distinct(whole[0])
+            if num_distinct != len(whole[0]):
+                raise InvalidRows(
+                    f"{len(whole[0])} ids to assign hold {counted(len(whole[0]) - num_distinct, 'duplicate')}"
+                )
+            assign = SHARD[Assign].header.from_message(header, ids=whole[0], rows=whole[1])
+        return _encoded(await_reply(self.shard.run(context, assign), servicer_context))
 
     def compute_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Let a hosted model compute."""
-        header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedRequest)
-        self._spec(header)
-        whole, is_whole = self._whole_data(header, raw.get(15))
-        if not is_whole:
+        begun = self._begin_hosted(ComputeHosted, data)
+        if begun is None:
             return shard_pb2.ComputeHostedReply(incomplete=True).SerializeToString()
-        future = self.shard.run(codec.context_from_pb(header.context), hosted.compute_from(header, whole))
-        reply = hosted.compute_reply(await_reply(future, servicer_context))
+        reply = SHARD[ComputeHosted].reply.encode(await_reply(begun.reply, servicer_context))
         if len(reply) > self._max_message_bytes:
             raise MessageTooLarge(
                 f"the answer takes {len(reply)} bytes, the limit is {self._max_message_bytes}; send a smaller batch "
@@ -231,79 +251,23 @@ class ShardService:
 
     def begin_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
         """Begin to let a hosted model update its rows."""
-        header, raw = framing.decode_framed(data, shard_pb2.UpdateHostedRequest)
-        self._spec(header)
-        whole, is_whole = self._whole_data(header, raw.get(15))
-        if not is_whole:
-            return _incomplete()
-        update = hosted.update_from(header, whole)
-        future = self.shard.run(codec.context_from_pb(header.context), update)
-        return Begun(future, self._encoded_to_the_end, waits=update.group is not None)
+        return self._begin_hosted(UpdateHosted, data) or _incomplete()
 
-    def describe(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """State of the shard."""
-        request = framing.parse(data, shard_pb2.DescribeRequest)
-        state = await_reply(self.shard.submit(codec.context_from_pb(request.context), Describe()), servicer_context)
-        return codec.state_to_pb(state).SerializeToString()
+    def _begin_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> Begun | None:
+        """Begin what a request to a hosted model asks for; None: parts of it are missing."""
+        header, raw, context = _split(kind, data)
+        with _OfItsPast(self.shard, header.table, context):
+            self.shard.spec(header.table)
+            whole, is_whole = self._whole_data(header, context, raw.get(15))
+            if not is_whole:
+                return None
+            inputs = hosted.inputs_from(header.inputs, whole)
+            request = SHARD[kind].header.from_message(header, inputs=inputs)
+        return self._begun(context, request)
 
-    def freeze(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Hold tables as they are now."""
-        request = framing.parse(data, shard_pb2.FreezeRequest)
-        freeze = Freeze(
-            snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id),
-            tables=tuple(request.tables),
-            parent_id=checked_snapshot_id("parent_id", request.parent_id, may_be_empty=True),
-        )
-        return _encoded(await_reply(self._run(request.context, freeze), servicer_context))
-
-    def write_frozen(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Write what was frozen."""
-        request = framing.parse(data, shard_pb2.WriteFrozenRequest)
-        write = WriteFrozen(
-            snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id),
-            folder=str(self._roots.resolve(request.folder)),
-        )
-        written = await_reply(self._run(request.context, write), servicer_context)
-        return shard_pb2.WriteFrozenReply(files=written.files, deltas=written.deltas).SerializeToString()
-
-    def thaw(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """End a freeze."""
-        request = framing.parse(data, shard_pb2.ThawRequest)
-        thaw = Thaw(snapshot_id=checked_snapshot_id("snapshot_id", request.snapshot_id), kept=request.kept)
-        return _encoded(await_reply(self._run(request.context, thaw), servicer_context))
-
-    def restore(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Read rows back."""
-        request = framing.parse(data, shard_pb2.RestoreRequest)
-        restore = Restore(
-            folder=str(self._roots.resolve(request.folder)),
-            tables=tuple(request.tables),
-            incarnations=tuple(request.incarnations),
-        )
-        return _encoded(await_reply(self._run(request.context, restore), servicer_context))
-
-    def fence(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Refuse a job's past."""
-        request = framing.parse(data, shard_pb2.FenceRequest)
-        fence = Fence(job=request.job, incarnation=request.incarnation, forget=request.forget)
-        done = await_reply(self._run(request.context, fence), servicer_context)
-        self._parts.fence(fence.job, fence.incarnation)
-        return _encoded(done)
-
-    def share_memory(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:  # noqa: ARG002
-        """Open a client's memory."""
-        request = framing.parse(data, shard_pb2.ShareMemoryRequest)
-        reason = self.segments.open(request.name, request.process, request.descriptor)
-        return shard_pb2.ShareMemoryReply(shared=reason is None, reason=reason or "").SerializeToString()
-
-    def open_bulk(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:  # noqa: ARG002
-        """Offer a client a connection for rows."""
-        framing.parse(data, shard_pb2.OpenBulkRequest)
-        try:
-            port, number, secret = self.bulk.offer()
-        except NotOffered as exc:
-            return shard_pb2.OpenBulkReply(reason=str(exc)).SerializeToString()
-        return shard_pb2.OpenBulkReply(connection=number, port=port, secret=secret).SerializeToString()
+    def _begun(self, context: CallContext, request: Push | ComputeHosted | UpdateHosted) -> Begun:
+        waits = not isinstance(request, ComputeHosted) and request.group is not None
+        return Begun(self.shard.run(context, request), self._encoded_to_the_end, waits=waits)
 
     def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
         """``method``, but what it did is acknowledged only while the shard is surely this process's."""
@@ -337,15 +301,6 @@ class ShardService:
             return begun.encode(await_reply(begun.reply, servicer_context))
         finally:
             self._threads_that_wait.release()
-
-    def _run(self, context: types_pb2.CallContext, request: Request) -> Future[Any]:
-        return self.shard.run(codec.context_from_pb(context), request)
-
-    def _spec(self, header: _TableHeader) -> TableSpec:
-        # The fence first: a shard that came back empty has no table, but "restarted" is what the caller must hear.
-        context = codec.context_from_pb(header.context)
-        self.shard.check_fence(context)
-        return self.shard.spec(header.table, context)
 
     def _shared(self, named: shard_pb2.SharedBytes, dim: int, dtype: np.dtype[Any]) -> SharedArrays:
         theirs = DTYPES[codec.dtype_from_pb(named.dtype)]
@@ -385,19 +340,21 @@ class ShardService:
         # the reply, which for a part comes before the write.
         return shared.ids.copy(), shared.rows.copy() if header.HasField("part") else shared.rows
 
-    def _whole(self, header: _SplitHeader, payload: Payload) -> Payload | None:
+    def _whole(self, header: _SplitHeader, context: CallContext, payload: Payload) -> Payload | None:
         if not header.HasField("part"):
             return payload
         failpoints.reach("shard.parts.before")
-        context = codec.context_from_pb(header.context)
+        self.shard.check_meant(header.table, context)  # now, for it is kept until its siblings come
         return self._parts.add(context, header.part.index, header.part.count, payload)
 
-    def _whole_data(self, header: _HostedHeader, data: memoryview | None) -> tuple[memoryview | None, bool]:
+    def _whole_data(
+        self, header: _HostedHeader, context: CallContext, data: memoryview | None
+    ) -> tuple[memoryview | None, bool]:
         """(the data of all parts, True), or (None, False) while some are missing."""
         if not header.HasField("part"):
             return data, True
         piece = np.frombuffer(data if data is not None else b"", np.uint8)
-        whole = self._whole(header, (np.empty(0, np.int64), piece))
+        whole = self._whole(header, context, (np.empty(0, np.int64), piece))
         return (None, False) if whole is None else (whole[1].data, True)
 
     def _check_size(self, what: str, num_ids: int, bytes_per_id: int) -> None:
@@ -409,13 +366,45 @@ class ShardService:
             )
 
 
+class _OfItsPast:
+    """Where a request cannot be taken, its caller first hears if it means another past, or another table of the name:
+    of a shard that came back empty, "restarted" rather than "no such table".
+
+    Whether a request that can be taken is of this past, the shard sees in the request's turn.
+    """
+
+    def __init__(self, shard: Shard, table: str, context: CallContext) -> None:
+        self._shard, self._table, self._context = shard, table, context
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, GeartrainError):
+            self._shard.check_meant(self._table, self._context)
+
+
+def _split(kind: type[Request], data: bytes) -> tuple[Any, Raw, CallContext]:
+    """The header of a request with rows, its raw fields by number, and who calls."""
+    header, raw = framing.decode_framed(data, SHARD[kind].header.message)
+    return header, raw, context_from_pb(header.context)  # type: ignore[attr-defined]
+
+
+_INCOMPLETE = SHARD[Push].reply.encode(Done(incomplete=True))
+"""The answer to a part of a write whose other parts are missing."""
+
+
 def _incomplete() -> Begun:
-    """The answer to a part of a write whose other parts are missing."""
     reply: Future[Any] = Future()
     reply.set_result(None)
-    return Begun(reply, lambda _: shard_pb2.WriteReply(incomplete=True).SerializeToString())
+    return Begun(reply, lambda _: _INCOMPLETE)
 
 
 def _encoded(done: Done) -> bytes:
-    failpoints.reach("shard.reply.before")
-    return shard_pb2.WriteReply(created=done.created, duplicate=done.duplicate).SerializeToString()
+    return SHARD[Push].reply.encode(_acknowledged(done))
+
+
+def _acknowledged(reply: Any) -> Any:
+    if isinstance(reply, Done):
+        failpoints.reach("shard.reply.before")
+    return reply

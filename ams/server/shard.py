@@ -146,10 +146,15 @@ class Shard:
         )
         return self._writer.run(context, request, sets_deadline=sets_deadline)
 
-    def spec(self, table: str, context: CallContext) -> TableSpec:
-        """Return the spec of the table that a caller means, to read or write it. Raises TableNotFound and
-        TableBeingRestored. Any thread."""
-        return self._tables.spec(table, context)
+    def spec(self, table: str) -> TableSpec:
+        """Return the spec of a table: which rows have room where. Raises TableNotFound. Any thread."""
+        return self._tables.spec(table)
+
+    def check_meant(self, table: str, context: CallContext) -> None:
+        """Raise what :meth:`check_fence` raises, TableNotFound or TableBeingRestored unless a caller may read or write
+        the table that it means; a request is asked the same in its turn. Any thread."""
+        self.check_fence(context)
+        self._tables.check_meant(table, context)
 
     def check_fence(self, context: CallContext) -> None:
         """Raise unless the caller may be answered. Any thread.

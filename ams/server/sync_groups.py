@@ -64,7 +64,7 @@ def joint_push(pushes: list[Push]) -> Push:
         end = start + len(push.ids)
         np.multiply(push.gradients, np.float32(weight * push.scale), out=weighted[start:end], dtype=np.float32)
         start = end
-    distinct, _, summed = ops.merge_duplicates(ids, weighted)
+    distinct, summed = ops.merged(ids, weighted)
     first = pushes[0]
     return Push(table=first.table, ids=distinct, gradients=summed, lr=first.lr, step_goes_on=first.step_goes_on)
 

@@ -98,15 +98,19 @@ class ShardTables:
         """The table, whatever state it is in; None: there is none."""
         return self._tables.get(name)
 
-    def spec(self, name: str, context: CallContext) -> TableSpec:
-        """The spec of the table that a caller means, to read or write it. Raises TableNotFound and TableBeingRestored.
-        Any thread.
-        """
+    def spec(self, name: str) -> TableSpec:
+        """The spec of a table, whatever state it is in. Raises TableNotFound. Any thread."""
+        table = self._tables.get(name)
+        if table is None:
+            raise self.not_found(name)
+        return table.spec
+
+    def check_meant(self, name: str, context: CallContext) -> None:
+        """Raise TableNotFound or TableBeingRestored unless a caller may read or write the table. Any thread."""
         table = self._tables.get(name)
         if table is None:
             raise self.not_found(name)
         table.require_open(context)
-        return table.spec
 
     def find(self, name: str) -> ShardTable:
         """The table. Raises TableNotFound, and InternalError if its rows are not whole."""

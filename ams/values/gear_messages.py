@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import GeartrainError, SampleError, error_named
+from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids
 
 Features = npt.NDArray[np.float32]
@@ -144,6 +145,55 @@ class GearState:
     Every slow gear that it delivers to hears it."""
     taken_over: tuple[str, ...] = ()
     """Processes of slow gears that have left in order; what became of their gradients is in the account."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskFeatures(Rpc[FeatureReply], name="Features"):
+    """Ask for the dense features of distinct ids."""
+
+    name: str
+    """Of the dense part, here and below: a slow gear refuses what is meant for another."""
+    ids: Ids
+    max_age_seconds: float | None = None
+    """As of :class:`Freshness`."""
+    max_version_lag: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushFeatureGradients(Rpc[Taken]):
+    """Hand gradients over."""
+
+    name: str
+    delivery: Delivery
+    wait: bool
+    """Answer when every update that they made due is applied."""
+    sent_to: str
+    """Process of the slow gear that was sent this before and may have counted it: another one refuses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlushGradients(Rpc[int]):
+    """Apply every gradient that waits, partial batches with their true count; the reply is the dense version."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeGear(Rpc[GearState]):
+    """Ask how a slow gear is, and what became of the gradients of these fast gears; none: of all."""
+
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOver(Rpc[None]):
+    """Say what became of the gradients that a slow gear was given which leaves. Idempotent."""
+
+    name: str
+    process: str
+    """Of the one that leaves."""
+    accounts: Mapping[str, GearAccount]
+    """By source."""
 
 
 class GearPort(Protocol):

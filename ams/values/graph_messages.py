@@ -1,8 +1,12 @@
-"""What the graph service tells of its graphs."""
+"""What is asked of the graph service and what it replies: plain values."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.specs import Ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +64,94 @@ class GraphsState:
 
     graphs: tuple[GraphInfo, ...]
     building: tuple[GraphBuilding, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildProgress:
+    """One reply to :class:`BuildGraph`."""
+
+    building: GraphBuilding | None = None
+    built: GraphInfo | None = None
+    """In the last one only."""
+    resumed_pairs: int = 0
+    """As of :class:`GraphBuilt`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildGraph(Rpc[BuildProgress]):
+    """Build the graph of a table anew from its rows: a reply now and then, the last one with ``built``."""
+
+    table: str
+    k: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelBuild(Rpc[bool]):
+    """End the build of a table; the reply says whether there was one."""
+
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """Reply to :class:`SelectClasses`."""
+
+    version: int
+    """Of the graph that chose."""
+    ids: Ids
+    """The active classes, rising."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectClasses(Rpc[Selected]):
+    """Choose the active classes of a batch."""
+
+    table: str
+    labels: Ids
+    budget: int
+    seed: int
+    """An unsigned 64-bit integer, as is ``step``."""
+    step: int
+    version: int | None = None
+    """The graph must be this one; None: whichever there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeGraphs(Rpc[GraphsState]):
+    """Ask for all graphs and builds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadGraph(Rpc[bytes]):
+    """Ask for a whole graph, in chunks (:mod:`geartrain.ams.rpc.graph_client`)."""
+
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetGraph(Rpc[None]):
+    """Drop the graph of a table, if there is one, and end its build."""
+
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteGraphs(Rpc[tuple[str, ...]]):
+    """Write graphs into the staging folder of a snapshot; the reply has the entries of the manifest, as JSON."""
+
+    snapshot_id: str
+    folder: str
+    tables: Mapping[str, int]
+    """Number of classes by name."""
+    num_shards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreGraphs(Rpc[tuple[str, ...]]):
+    """Take the graphs of tables from a snapshot; the reply has the tables that have one now."""
+
+    folder: str
+    tables: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    """Of each, as it is restored."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.interrupts import Leave
+from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids, TableSpec
 
 FREEZE_LEASE_SECONDS = 30.0
@@ -64,204 +65,8 @@ class SyncGroup:
     """Weight of this rank's gradient: the number of samples it is the mean over. 0 with no ids is allowed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CreateTable:
-    """Make a table. Idempotent for an equal spec."""
-
-    spec: TableSpec
-    for_restore: bool = False
-    """Nobody reads or writes it before :class:`PublishTable`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DropTable:
-    """Remove a table and its rows. Idempotent."""
-
-    table: str
-    incarnation: int = 0
-    """Another table of the name stays; 0: whichever there is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishTable:
-    """Open a table that was made to be restored, now that every shard has its rows. Idempotent."""
-
-    table: str
-    incarnation: int
-    """No other table of the name is meant."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pull:
-    """Read rows into ``out``; creates nothing."""
-
-    table: str
-    ids: Ids
-    out: npt.NDArray[Any]
-    """[M, D] of the table's dtype, M >= N; the carrier writes the row of ``ids[i]`` to ``out[positions[i]]``."""
-    positions: Ids | None = None
-    """[N], or None for 0 … N − 1."""
-    present: npt.NDArray[np.bool_] | None = None
-    """[M]; if given, set to whether the row exists."""
-    required_sync: SyncGroup | None = None
-    """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
-    leave: Leave | None = None
-    """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Push:
-    """Apply gradients with the table's optimizer."""
-
-    table: str
-    ids: Ids
-    """Distinct."""
-    gradients: npt.NDArray[Any]
-    """[N, D], float32, float16 or bfloat16."""
-    lr: float | None = None
-    """Learning rate of this push; None: that of the table."""
-    scale: float = 1.0
-    """Multiplies the gradients: clip factor times inverse loss scale."""
-    group: SyncGroup | None = None
-    step_goes_on: bool = False
-    """More pushes of the same step follow. It matters where a step moves untouched rows too."""
-    leave: Leave | None = None
-    """Needed to read the arrays; None: nothing takes it away."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assign:
-    """Overwrite rows; their slots become zero."""
-
-    table: str
-    ids: Ids
-    """Distinct."""
-    rows: npt.NDArray[Any]
-    """[N, D] of the table's dtype."""
-    leave: Leave | None = None
-    """Needed to read the arrays; None: nothing takes it away."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Describe:
-    """Ask for the state of the shard and of its tables."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Freeze:
-    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables.
-
-    Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
-    """
-
-    snapshot_id: str
-    tables: tuple[str, ...] = ()
-    """Names; none: all tables."""
-    parent_id: str = ""
-    """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteFrozen:
-    """Write what was frozen to the staging folder of the snapshot. The reply comes when all of it is on the disk."""
-
-    snapshot_id: str
-    folder: str
-    """A path that means the same folder to client and shard."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Thaw:
-    """End the freeze of a snapshot, if it is that one's. Idempotent."""
-
-    snapshot_id: str
-    kept: bool
-    """Whether the snapshot was completed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restore:
-    """Write those rows of a snapshot that this shard owns into tables that exist. Repeated, it joins the first."""
-
-    folder: str
-    tables: tuple[str, ...]
-    """None: only see whether the snapshot's manifests and marks can be read."""
-    incarnations: tuple[int, ...] = ()
-    """Of each table: no other one of its name is written to. None: whichever there are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fence:
-    """From now on refuse writes of the streams ``job`` and ``job/…`` with a lower incarnation. Idempotent."""
-
-    job: str
-    incarnation: int
-    forget: bool = True
-    """Also forget which of their writes were applied: the job goes back, and will write them anew."""
-
-
 Arrays = Mapping[str, npt.NDArray[Any]]
 """Arrays by name: vectors or matrices of float32, float64 or int64, C-contiguous."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostedInputs:
-    """What a hosted model computes from, beside the rows. The model says which names it takes."""
-
-    arrays: Arrays
-    settings: Mapping[str, float] = field(default_factory=dict)
-    seed: int = 0
-    """Of whatever the model draws, with the step; an unsigned 64-bit integer."""
-    step: int = 0
-    """An unsigned 64-bit integer."""
-    weight: float = 1.0
-    """Multiplies the gradients of an update made of these inputs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeHosted:
-    """Let a hosted model compute from the rows that the shard owns; changes nothing."""
-
-    table: str
-    model: str
-    operation: str
-    """One that the model offers."""
-    inputs: tuple[HostedInputs, ...]
-    required_sync: SyncGroup | None = None
-    """As that of :class:`Pull`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateHosted:
-    """Apply the gradients that a hosted model makes from its inputs with the table's optimizer: one write."""
-
-    table: str
-    model: str
-    inputs: tuple[HostedInputs, ...]
-    """Of one or several batches, whose gradients are summed."""
-    lr: float | None = None
-    """Learning rate of this write; None: that of the table."""
-    scale: float = 1.0
-    """Multiplies the gradients: clip factor times inverse loss scale."""
-    group: SyncGroup | None = None
-
-
-Request = (
-    CreateTable
-    | DropTable
-    | PublishTable
-    | Pull
-    | Push
-    | Assign
-    | ComputeHosted
-    | UpdateHosted
-    | Describe
-    | Freeze
-    | WriteFrozen
-    | Thaw
-    | Restore
-    | Fence
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,4 +123,223 @@ class Computed:
     arrays: Arrays
 
 
-Reply = Done | ShardState | Written | Computed
+@dataclass(frozen=True, kw_only=True)
+class MemoryAnswer:
+    """Reply to :class:`ShareMemory`."""
+
+    shared: bool
+    """Calls may name the memory from now on."""
+    reason: str
+    """Why not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulkOffer:
+    """Reply to :class:`OpenBulk`."""
+
+    connection: int = 0
+    """Calls may name it once it is made."""
+    port: int = 0
+    secret: bytes = b""
+    """To be sent first, good for one connection."""
+    reason: str = ""
+    """Why there is none; the other fields are empty then."""
+
+
+Reply = Done | ShardState | Written | Computed | MemoryAnswer | BulkOffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateTable(Rpc[Done]):
+    """Make a table. Idempotent for an equal spec."""
+
+    spec: TableSpec
+    for_restore: bool = False
+    """Nobody reads or writes it before :class:`PublishTable`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropTable(Rpc[Done]):
+    """Remove a table and its rows. Idempotent."""
+
+    table: str
+    incarnation: int = 0
+    """Another table of the name stays; 0: whichever there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishTable(Rpc[Done]):
+    """Open a table that was made to be restored, now that every shard has its rows. Idempotent."""
+
+    table: str
+    incarnation: int
+    """No other table of the name is meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull(Rpc[Done]):
+    """Read rows into ``out``; creates nothing."""
+
+    table: str
+    ids: Ids
+    out: npt.NDArray[Any]
+    """[M, D] of the table's dtype, M >= N; the carrier writes the row of ``ids[i]`` to ``out[positions[i]]``."""
+    positions: Ids | None = None
+    """[N], or None for 0 … N − 1."""
+    present: npt.NDArray[np.bool_] | None = None
+    """[M]; if given, set to whether the row exists."""
+    required_sync: SyncGroup | None = None
+    """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
+    leave: Leave | None = None
+    """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(Rpc[Done]):
+    """Apply gradients with the table's optimizer."""
+
+    table: str
+    ids: Ids
+    """Distinct."""
+    gradients: npt.NDArray[Any]
+    """[N, D], float32, float16 or bfloat16."""
+    lr: float | None = None
+    """Learning rate of this push; None: that of the table."""
+    scale: float = 1.0
+    """Multiplies the gradients: clip factor times inverse loss scale."""
+    group: SyncGroup | None = None
+    step_goes_on: bool = False
+    """More pushes of the same step follow. It matters where a step moves untouched rows too."""
+    leave: Leave | None = None
+    """Needed to read the arrays; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assign(Rpc[Done]):
+    """Overwrite rows; their slots become zero."""
+
+    table: str
+    ids: Ids
+    """Distinct."""
+    rows: npt.NDArray[Any]
+    """[N, D] of the table's dtype."""
+    leave: Leave | None = None
+    """Needed to read the arrays; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Describe(Rpc[ShardState]):
+    """Ask for the state of the shard and of its tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze(Rpc[Done]):
+    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables.
+
+    Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
+    """
+
+    snapshot_id: str
+    tables: tuple[str, ...] = ()
+    """Names; none: all tables."""
+    parent_id: str = ""
+    """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFrozen(Rpc[Written]):
+    """Write what was frozen to the staging folder of the snapshot. The reply comes when all of it is on the disk."""
+
+    snapshot_id: str
+    folder: str
+    """A path that means the same folder to client and shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thaw(Rpc[Done]):
+    """End the freeze of a snapshot, if it is that one's. Idempotent."""
+
+    snapshot_id: str
+    kept: bool
+    """Whether the snapshot was completed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(Rpc[Done]):
+    """Write those rows of a snapshot that this shard owns into tables that exist. Repeated, it joins the first."""
+
+    folder: str
+    tables: tuple[str, ...]
+    """None: only see whether the snapshot's manifests and marks can be read."""
+    incarnations: tuple[int, ...] = ()
+    """Of each table: no other one of its name is written to. None: whichever there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fence(Rpc[Done]):
+    """From now on refuse writes of the streams ``job`` and ``job/…`` with a lower incarnation. Idempotent."""
+
+    job: str
+    incarnation: int
+    forget: bool = True
+    """Also forget which of their writes were applied: the job goes back, and will write them anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedInputs:
+    """What a hosted model computes from, beside the rows. The model says which names it takes."""
+
+    arrays: Arrays
+    settings: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+    """Of whatever the model draws, with the step; an unsigned 64-bit integer."""
+    step: int = 0
+    """An unsigned 64-bit integer."""
+    weight: float = 1.0
+    """Multiplies the gradients of an update made of these inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeHosted(Rpc[Computed]):
+    """Let a hosted model compute from the rows that the shard owns; changes nothing."""
+
+    table: str
+    model: str
+    operation: str
+    """One that the model offers."""
+    inputs: tuple[HostedInputs, ...]
+    required_sync: SyncGroup | None = None
+    """As that of :class:`Pull`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateHosted(Rpc[Done]):
+    """Apply the gradients that a hosted model makes from its inputs with the table's optimizer: one write."""
+
+    table: str
+    model: str
+    inputs: tuple[HostedInputs, ...]
+    """Of one or several batches, whose gradients are summed."""
+    lr: float | None = None
+    """Learning rate of this write; None: that of the table."""
+    scale: float = 1.0
+    """Multiplies the gradients: clip factor times inverse loss scale."""
+    group: SyncGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareMemory(Rpc[MemoryAnswer]):
+    """Offer memory of this process, on the shard's machine: see :mod:`geartrain.ams.rpc.payload.shared_memory`."""
+
+    name: str
+    process: int
+    descriptor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenBulk(Rpc[BulkOffer]):
+    """Ask for a connection for nothing but rows: see :mod:`geartrain.ams.rpc.payload.bulk`."""
+
+
+Request = Rpc[Any]
+"""Of a shard."""

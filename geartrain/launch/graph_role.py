@@ -12,6 +12,7 @@ from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.rpc.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import SchedulerUnavailable
+from geartrain.ams.values.scheduler_messages import DescribeCluster
 
 _STATUS_SECONDS = 2.0
 _PAUSE_SECONDS = 5.0
@@ -49,7 +50,7 @@ class ConnectedCluster:
             if self._carrier is None:
                 self._carrier, _ = dial(self._scheduler, self._quick, once=True)
             try:
-                view = self._carrier.describe(_STATUS_SECONDS)
+                view = self._carrier.call(DescribeCluster(), _STATUS_SECONDS)
             except AttemptFailed as exc:
                 self._silent_until = time.monotonic() + _PAUSE_SECONDS
                 raise SchedulerUnavailable(str(exc)) from exc

@@ -14,11 +14,11 @@ from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.service.role import GearServer
-from geartrain.ams.rpc.carrier import StreamHolders
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.config import ClientConfig, SlowGearConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch
+from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.bridge.gear.dense_cache import FeatureCache, SharedCache
 from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
 from geartrain.workers.devices import choose_device

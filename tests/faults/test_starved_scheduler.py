@@ -20,16 +20,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.observe import failpoints
-from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.rpc import server as grpc_server
 from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
 from geartrain.ams.scheduler import service as scheduler_service
-from geartrain.ams.scheduler.scheduler import Beat, Scheduler
+from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import Beat, Register, Registration
 from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0
@@ -158,10 +158,10 @@ def test_heartbeats_that_waited_for_the_scheduler_cost_no_shard_its_place(
         stack.callback(carrier.close)
         stack.callback(free.touch)
         with failpoints.armed(f"scheduler.register.before=pause({free})") as passes:
-            stuck: list[Future[scheduler_pb2.RegisterReply]] = []
+            stuck: list[Future[Registration]] = []
             for incarnation in range(1, THREADS + 1):  # enough for every thread that hears heartbeats
-                request = scheduler_pb2.RegisterRequest(address=f"h:{incarnation}", shard=0, incarnation=incarnation)
-                stuck.append(callers.submit(carrier.register, request, DEADLINE_SECONDS))
+                request = Register(address=f"h:{incarnation}", shard=0, incarnation=incarnation)
+                stuck.append(callers.submit(carrier.call, request, DEADLINE_SECONDS))
             poll(lambda: passes.fired["scheduler.register.before"] >= 1, "a request holds the thread of heartbeats")
             outlast_a_lease()
             free.touch()

@@ -20,13 +20,14 @@ import pytest
 from geartrain.ams.client.cluster import Cluster, connect, local
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.rpc.shard_client import GrpcCarrier
-from geartrain.ams.scheduler.scheduler import Beat, Scheduler
+from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.messages import CallContext, Push
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import Beat
 from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0

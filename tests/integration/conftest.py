@@ -13,6 +13,7 @@ from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.rpc.payload import bulk, shared_memory
 from geartrain.ams.rpc.payload.shared_memory import SegmentPool
+from geartrain.ams.rpc.server import Bound
 from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
@@ -112,6 +113,17 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             yield connected
     finally:
         served.stop()
+
+
+def without_method(name: str) -> property:
+    """``ShardService.bound`` of a shard of an earlier version, which lacks an RPC."""
+    bound = ShardService.bound.func
+
+    def older(self: ShardService) -> Bound:
+        service, methods, streams = bound(self)
+        return Bound(service, {one: method for one, method in methods.items() if one != name}, streams)
+
+    return property(older)
 
 
 def carriers_of(cluster: Cluster) -> list[GrpcCarrier]:

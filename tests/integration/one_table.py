@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.rpc.shard_client import SHARD_SERVICE
+from geartrain.ams.rpc.registry import SHARD
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
@@ -32,4 +32,4 @@ def connected(cluster: ServedCluster, **settings: object) -> Iterator[Cluster]:
 
 def stub(channel: grpc.Channel, method: str) -> Callable[[bytes], bytes]:
     """A method of a shard, from encoded request to encoded reply."""
-    return channel.unary_unary(f"/{SHARD_SERVICE}/{method}")  # type: ignore[return-value]
+    return channel.unary_unary(f"/{SHARD.name}/{method}")  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from geartrain.ams.rpc import shard_client as grpc_client
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.payload import bulk
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort
+from geartrain.ams.rpc.registry import context_to_pb
 from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.server.service import ShardService
@@ -27,7 +28,7 @@ from geartrain.ams.values import errors
 from geartrain.ams.values.messages import CallContext, Pull, Push
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
-from tests.integration.conftest import ServedCluster, carriers_of, connect_bulk
+from tests.integration.conftest import ServedCluster, carriers_of, connect_bulk, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 
 NUMBERS = ONES * IDS[:, None].astype(np.float32)
@@ -121,13 +122,7 @@ def test_a_shard_without_bulk_connections_is_asked_once(
             port_of(cluster)._address = taken.getsockname()
             reason = "cannot listen for bulk connections"
         elif way == "older shard":
-            methods = ShardService.methods.fget
-            assert methods is not None
-            monkeypatch.setattr(
-                ShardService,
-                "methods",
-                property(lambda self: {k: v for k, v in methods(self).items() if k != "OpenBulk"}),
-            )
+            monkeypatch.setattr(ShardService, "bound", without_method("OpenBulk"))
             cluster.servers[0].stop(0)
             cluster.servers[0] = cluster.start_server(0)
             reason = "does not speak this protocol"
@@ -362,7 +357,7 @@ def test_a_write_without_a_deadline_whose_rows_never_come_is_given_up(
         offer = shard_pb2.OpenBulkReply.FromString(stub(channel, "OpenBulk")(b""))
         connection = bulk.connect(("127.0.0.1", offer.port), offer.connection, offer.secret)
         push = shard_pb2.PushRequest(
-            context=codec.context_to_pb(CallContext(stream="s", sequence=1, incarnation=1)),
+            context=context_to_pb(CallContext(stream="s", sequence=1, incarnation=1)),
             table="t",
             gradient_dtype=codec.dtype_to_pb(ONES.dtype),
             bulk=shard_pb2.BulkBytes(connection=offer.connection, use=1),

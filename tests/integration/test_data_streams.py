@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.rpc.carrier import Cursor
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import SchedulerConfig
+from geartrain.ams.values.scheduler_messages import Cursor
 
 
 def test_two_workers_share_the_streams_of_a_job(cluster: Cluster) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from geartrain.ams.pb.v1 import gear_pb2
-from geartrain.ams.rpc import gear_client as codec
-from geartrain.ams.rpc.gear_client import GEAR_SERVICE
+from geartrain.ams.rpc import gear_codec as codec
+from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.registry import GEAR
 from geartrain.ams.values.errors import GeartrainError, InvalidRows, ProtocolError
-from geartrain.ams.values.gear_messages import Failure, FeatureReply
+from geartrain.ams.values.gear_messages import Failure, FeatureReply, Freshness
 from tests.integration.gear_cluster import gear_cluster
 
 METHODS = ("Features", "PushFeatureGradients", "FlushGradients", "DescribeGear", "HandOver")
@@ -25,7 +26,7 @@ def calls() -> Iterator[dict[str, Any]]:
     with gear_cluster() as gears:
         _, address = gears.start_gear(gradients_per_id=2)
         with grpc.insecure_channel(address) as channel:
-            yield {name: channel.unary_unary(f"/{GEAR_SERVICE}/{name}") for name in METHODS}
+            yield {name: channel.unary_unary(f"/{GEAR.name}/{name}") for name in METHODS}
 
 
 def refusal(call: Any, data: bytes) -> tuple[grpc.StatusCode, str]:
@@ -122,7 +123,7 @@ REPLY = FeatureReply(
 
 def test_features_come_as_they_were_sent() -> None:
     data = codec.encode_features(REPLY)
-    reply = codec.decode_features(data, 2, 4)
+    reply = codec.decode_features(data)
     assert reply.failures == REPLY.failures and reply.dense_version == 5
     for name in ("vectors_KD", "versions", "times"):
         np.testing.assert_array_equal(getattr(reply, name), getattr(REPLY, name))
@@ -133,14 +134,22 @@ def test_features_come_as_they_were_sent() -> None:
     [
         (b"\xff" * 40, ProtocolError),
         (codec.encode_features(REPLY)[:-1], ProtocolError),
-        (gear_pb2.FeaturesReply(stamps=bytes(16), vectors=bytes(32)).SerializeToString(), ProtocolError),
+        (gear_pb2.FeaturesReply(stamps=bytes(24), vectors=bytes(32)).SerializeToString(), ProtocolError),
+        (gear_pb2.FeaturesReply(stamps=bytes(16), vectors=bytes(32)).SerializeToString(), InvalidRows),
         (gear_pb2.FeaturesReply(stamps=bytes(32), vectors=bytes(16)).SerializeToString(), InvalidRows),
         (gear_pb2.FeaturesReply(stamps=bytes(32)).SerializeToString(), InvalidRows),
     ],
 )
-def test_features_that_come_damaged_or_cut_are_none(data: bytes, error: type[GeartrainError]) -> None:
-    with pytest.raises(error):
-        codec.decode_features(data, 2, 4)
+def test_features_that_come_damaged_or_cut_are_none(
+    data: bytes, error: type[GeartrainError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = GrpcGearCarrier("127.0.0.1:1")
+    monkeypatch.setattr(carrier, "begin_bytes", lambda *_: lambda: data)
+    try:
+        with pytest.raises(error):
+            carrier.features("image", np.arange(2), 4, Freshness(), 1.0)()
+    finally:
+        carrier.close()
 
 
 def test_any_lag_will_do_that_fits_the_wire(calls: dict[str, Any]) -> None:

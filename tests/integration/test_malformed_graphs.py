@@ -15,7 +15,8 @@ import geartrain as gt
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.pb.v1 import graph_pb2
-from geartrain.ams.rpc.graph_client import GRAPH_SERVICE, GrpcGraphCarrier, download_chunks
+from geartrain.ams.rpc.graph_client import GrpcGraphCarrier, download_chunks
+from geartrain.ams.rpc.registry import GRAPH
 from geartrain.ams.values.config import ClientConfig, GraphConfig
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.graph_messages import GraphBuilt, GraphInfo
@@ -53,8 +54,8 @@ def refusal(call: Any, data: bytes) -> tuple[grpc.StatusCode, str]:
 def test_what_no_client_sends_is_refused_by_name(role: tuple[gt.Cluster, grpc.Channel, str], tmp_path: Path) -> None:
     cluster, way, _ = role
     cluster.graph.build("faces", 3)
-    unary = {name: way.unary_unary(f"/{GRAPH_SERVICE}/{name}") for name in UNARY}
-    streams = [way.unary_stream(f"/{GRAPH_SERVICE}/{name}") for name in ("BuildGraph", "DownloadGraph")]
+    unary = {name: way.unary_unary(f"/{GRAPH.name}/{name}") for name in UNARY}
+    streams = [way.unary_stream(f"/{GRAPH.name}/{name}") for name in ("BuildGraph", "DownloadGraph")]
     for call in (*unary.values(), *streams):
         for garbage in (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x7f"):
             assert refusal(call, garbage) == (grpc.StatusCode.INVALID_ARGUMENT, "ProtocolError")
@@ -87,7 +88,7 @@ def test_what_no_client_sends_is_refused_by_name(role: tuple[gt.Cluster, grpc.Ch
 def download(messages: list[bytes], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """What a client makes of these messages."""
     carrier = GrpcGraphCarrier("127.0.0.1:1")
-    monkeypatch.setattr(carrier, "_stream", lambda *_: iter(messages))
+    monkeypatch.setattr(carrier, "stream", lambda *_: iter(messages))
     try:
         return carrier.download("t")
     finally:

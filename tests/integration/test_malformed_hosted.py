@@ -18,6 +18,7 @@ from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc import framing
 from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.registry import SHARD
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -27,7 +28,7 @@ from geartrain.ams.values.errors import (
     NonFinite,
     ProtocolError,
 )
-from geartrain.ams.values.messages import CallContext, Computed, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.values.messages import Computed, ComputeHosted, HostedInputs, UpdateHosted
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
 from geartrain.bridge.head.class_head import ClassHead
@@ -38,6 +39,7 @@ from tests.integration.conftest import ServedCluster
 
 NUM_ROWS, DIM = 6000, 4
 NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=10)
+ASK, TELL = SHARD[ComputeHosted].header, SHARD[UpdateHosted].header
 ARRAYS = st.dictionaries(
     NAMES,
     st_numpy.arrays(
@@ -70,25 +72,23 @@ def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs],
     update = UpdateHosted(table="t", model="m", inputs=tuple(inputs), lr=0.5, scale=2.0)
     asked = [
         framing.decode_framed(one, shard_pb2.ComputeHostedRequest)
-        for one in hosted.compute_parts(CallContext(), compute, part_bytes)
+        for one in hosted.in_parts(ASK.to_message(compute), compute.inputs, part_bytes)  # type: ignore[arg-type]
     ]
     pieces = [
         framing.decode_framed(one, shard_pb2.UpdateHostedRequest)
-        for one in hosted.update_parts(CallContext(), update, part_bytes)
+        for one in hosted.in_parts(TELL.to_message(update), update.inputs, part_bytes)  # type: ignore[arg-type]
     ]
     assert len(asked) == len(pieces) and len({header.context.stream for header, _ in asked}) == 1
     data = b"".join(bytes(raw.get(15) or b"") for _, raw in pieces)
     assert data == b"".join(bytes(raw.get(15) or b"") for _, raw in asked)
-    for decoded, sent in (
-        (hosted.compute_from(asked[-1][0], memoryview(data)), compute),
-        (hosted.update_from(pieces[-1][0], memoryview(data)), update),
-    ):
+    for codec, header, sent in ((ASK, asked[-1][0], compute), (TELL, pieces[-1][0], update)):
+        decoded = codec.from_message(header, inputs=hosted.inputs_from(header.inputs, memoryview(data)))
         assert replace(decoded, inputs=()) == replace(sent, inputs=())  # type: ignore[type-var]
         for mine, its in zip(decoded.inputs, sent.inputs, strict=True):
             assert replace(mine, arrays={}) == replace(its, arrays={})
             require_equal(mine.arrays, its.arrays)
     for one in inputs:
-        computed = hosted.computed_from(hosted.compute_reply(Computed(arrays=one.arrays)))
+        computed = hosted.decode_computed(hosted.encode_computed(Computed(arrays=one.arrays)))
         assert isinstance(computed, Computed)
         require_equal(computed.arrays, one.arrays)
 

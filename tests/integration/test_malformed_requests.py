@@ -18,10 +18,11 @@ from geartrain.ams.client.cluster import connect
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
 from geartrain.ams.rpc import framing
 from geartrain.ams.rpc import hosted_codec as hosted
-from geartrain.ams.rpc.shard_client import SHARD_SERVICE, channel_options
+from geartrain.ams.rpc.channel import channel_options
+from geartrain.ams.rpc.registry import SHARD
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.messages import CallContext, ComputeHosted, HostedInputs, UpdateHosted
+from geartrain.ams.values.messages import HostedInputs
 from geartrain.ams.values.optimizers.registry import SGD
 
 MALFORMED = 420
@@ -45,14 +46,14 @@ def valid_requests() -> dict[str, bytes]:
         "Pull": framing.encode_framed(shard_pb2.PullRequest(table="t"), [(14, ids)]),
         "Push": framing.encode_framed(shard_pb2.PushRequest(table="t", context=context), [(14, ids), (15, rows)]),
         "Assign": framing.encode_framed(shard_pb2.AssignRequest(table="t", context=context), [(14, ids), (15, rows)]),
-        "ComputeHosted": hosted.compute_parts(
-            CallContext(),
-            ComputeHosted(table="t", model="class_head", operation="forward", inputs=(hosted_inputs(),)),
+        "ComputeHosted": hosted.in_parts(
+            shard_pb2.ComputeHostedRequest(table="t", model="class_head", operation="forward"),
+            [hosted_inputs()],
             1 << 20,
         )[0],
-        "UpdateHosted": hosted.update_parts(
-            CallContext(stream="s", sequence=1),
-            UpdateHosted(table="t", model="class_head", inputs=(hosted_inputs(update=True),)),
+        "UpdateHosted": hosted.in_parts(
+            shard_pb2.UpdateHostedRequest(table="t", model="class_head", context=context),
+            [hosted_inputs(update=True)],
             1 << 20,
         )[0],
         "CreateTable": shard_pb2.CreateTableRequest(spec=spec).SerializeToString(),
@@ -93,7 +94,7 @@ def test_malformed_requests_end_in_typed_errors_and_the_shard_keeps_serving(serv
                 method = list(requests)[number % len(requests)]
                 before = table.pull(np.arange(100))
                 try:
-                    channel.unary_unary(f"/{SHARD_SERVICE}/{method}")(damaged(requests[method], chance), timeout=20)
+                    channel.unary_unary(f"/{SHARD.name}/{method}")(damaged(requests[method], chance), timeout=20)
                 except grpc.RpcError as error:
                     assert isinstance(error, grpc.Call)
                     name = dict(error.trailing_metadata() or ()).get("geartrain-error")

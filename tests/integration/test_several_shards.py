@@ -11,12 +11,13 @@ import pytest
 
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.cluster_status import cluster_status
-from geartrain.ams.scheduler.scheduler import Beat, Scheduler
+from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer, _HeldShard
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import Beat
 from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0
@@ -87,7 +88,7 @@ def test_a_shard_that_was_taken_over_ends_alone(
 
         def heartbeat(self: Scheduler, shard: int, incarnation: int) -> Beat:
             if shard == 0 and incarnation == first:
-                return Beat(1, replaced=True)
+                return Beat(cluster_version=1, replaced=True)
             return whole(self, shard, incarnation)
 
         first, second = (shard.incarnation for shard in before)
@@ -107,7 +108,7 @@ def test_a_shard_that_was_taken_over_ends_alone(
 
 
 def test_a_server_ends_with_its_last_shard_and_says_why(both: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "heartbeat", lambda *_: Beat(1, replaced=True))
+    monkeypatch.setattr(Scheduler, "heartbeat", lambda *_: Beat(cluster_version=1, replaced=True))
     assert both.wait(DEADLINE_SECONDS)
     assert both.end_reason is not None
     for shard in (0, 1):

@@ -27,14 +27,15 @@ from geartrain.ams.rpc.payload.shared_memory import (
     arrays_in,
     bytes_needed,
 )
-from geartrain.ams.rpc.shard_client import SHARD_SERVICE, GrpcCarrier
+from geartrain.ams.rpc.registry import SHARD
+from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.messages import CallContext, Pull
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
-from tests.integration.conftest import ServedCluster, carriers_of, fill
+from tests.integration.conftest import ServedCluster, carriers_of, fill, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 
 FLOAT = np.dtype(np.float32)
@@ -99,10 +100,7 @@ def test_a_shard_that_cannot_share_is_asked_once(
     if way == "refusal":
         monkeypatch.setattr(HeldSegments, "open", lambda *_: "on another machine")
     else:
-        methods = ShardService.methods.fget
-        assert methods is not None
-        older = property(lambda self: {n: m for n, m in methods(self).items() if n != "ShareMemory"})
-        monkeypatch.setattr(ShardService, "methods", older)
+        monkeypatch.setattr(ShardService, "bound", without_method("ShareMemory"))
     offer, ended = GrpcCarrier._offer, threading.Event()
     monkeypatch.setattr(GrpcCarrier, "_offer", lambda self, segment: (asked.append(segment.name), offer(self, segment)))
     end = shared_memory.SegmentPool.end_offer
@@ -389,7 +387,7 @@ def test_ids_are_read_once(served: Served) -> None:
         queued, submit = threading.Event(), shard.submit
         with pytest.MonkeyPatch.context() as patch, shard._writer.turn:  # the shard is at work
             patch.setattr(shard, "submit", lambda *call: (submit(*call), queued.set())[0])
-            call = channel.unary_unary(f"/{SHARD_SERVICE}/Pull").future(pull, timeout=10)
+            call = channel.unary_unary(f"/{SHARD.name}/Pull").future(pull, timeout=10)
             assert queued.wait(10)
             arrays.ids[:] = -(2**62)
         call.result()

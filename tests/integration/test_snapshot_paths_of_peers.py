@@ -17,9 +17,7 @@ from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
-from geartrain.ams.rpc.graph_client import GRAPH_SERVICE
-from geartrain.ams.rpc.scheduler_client import SCHEDULER_SERVICE
-from geartrain.ams.rpc.shard_client import SHARD_SERVICE
+from geartrain.ams.rpc.registry import GRAPH, SCHEDULER, SHARD
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.storage.snapshot import roots as snapshot_roots
 from geartrain.ams.values.config import ClientConfig, GraphConfig, ServerConfig
@@ -57,7 +55,7 @@ class Roles:
         self.cluster.graph.build("t", 4)
         shard = stack.enter_context(grpc.insecure_channel(self.cluster.status().shards[0].address))
         graph = stack.enter_context(grpc.insecure_channel(listening))
-        self._ways = {SHARD_SERVICE: shard, GRAPH_SERVICE: graph}
+        self._ways = {SHARD.name: shard, GRAPH.name: graph}
 
     def refusal(self, service: str, method: str, request: Any) -> GeartrainError:
         """The error that a call to a role ends with."""
@@ -70,16 +68,16 @@ class Roles:
     def refusals(self, folder: str) -> list[GeartrainError]:
         """What becomes of every call that names a folder."""
         return [
-            self.refusal(SHARD_SERVICE, "Restore", shard_pb2.RestoreRequest(folder=folder, tables=["t"])),
-            self.refusal(SHARD_SERVICE, "Restore", shard_pb2.RestoreRequest(folder=folder)),
-            self.refusal(SHARD_SERVICE, "WriteFrozen", shard_pb2.WriteFrozenRequest(folder=folder, snapshot_id=ID)),
+            self.refusal(SHARD.name, "Restore", shard_pb2.RestoreRequest(folder=folder, tables=["t"])),
+            self.refusal(SHARD.name, "Restore", shard_pb2.RestoreRequest(folder=folder)),
+            self.refusal(SHARD.name, "WriteFrozen", shard_pb2.WriteFrozenRequest(folder=folder, snapshot_id=ID)),
             self.refusal(
-                GRAPH_SERVICE,
+                GRAPH.name,
                 "RestoreGraphs",
                 graph_pb2.RestoreGraphsRequest(folder=folder, tables=["t"], incarnations=[1]),
             ),
             self.refusal(
-                GRAPH_SERVICE,
+                GRAPH.name,
                 "WriteGraphs",
                 graph_pb2.WriteGraphsRequest(
                     folder=folder,
@@ -183,10 +181,10 @@ def test_an_id_of_a_snapshot_is_32_hexadecimal_digits(roles: Callable[..., Roles
         ]
         if wrong:
             requests.append(("Freeze", shard_pb2.FreezeRequest(snapshot_id=ID, parent_id=wrong)))
-        errors = [ours.refusal(SHARD_SERVICE, method, request) for method, request in requests]
+        errors = [ours.refusal(SHARD.name, method, request) for method, request in requests]
         write = graph_pb2.WriteGraphsRequest(folder=str(tmp_path / f".staging-a-{wrong}"), snapshot_id=wrong)
         write.num_shards = 1
-        errors.append(ours.refusal(GRAPH_SERVICE, "WriteGraphs", write))
+        errors.append(ours.refusal(GRAPH.name, "WriteGraphs", write))
         assert all("32 hexadecimal digits" in str(error) for error in errors), (wrong, errors)
 
 
@@ -203,7 +201,7 @@ def test_a_shard_is_not_registered_under_an_address_that_leads_elsewhere(
     ours = served(1)
     with grpc.insecure_channel(ours.address) as channel, pytest.raises(grpc.RpcError) as caught:
         request = scheduler_pb2.RegisterRequest(address=address, incarnation=1)
-        channel.unary_unary(f"/{SCHEDULER_SERVICE}/Register")(request.SerializeToString(), timeout=20)
+        channel.unary_unary(f"/{SCHEDULER.name}/Register")(request.SerializeToString(), timeout=20)
     assert isinstance(caught.value, grpc.Call)
     assert repr(address) in str(caught.value.details())
     with pytest.raises(ConfigError):

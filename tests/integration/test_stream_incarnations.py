@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import connect
-from geartrain.ams.pb.v1 import scheduler_pb2
 from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import DescribeCluster, Register
 from geartrain.ams.values.specs import Constant
 
 HOUR_NS = 3600 * 10**9
@@ -80,12 +80,11 @@ def test_a_process_whose_clock_was_ahead_does_not_shut_out_its_successor(
 def test_a_registration_with_a_number_that_nobody_can_follow_is_refused(roles: Roles, field: str) -> None:
     carrier = GrpcSchedulerCarrier(roles.address)
     try:
-        before = carrier.describe(5).cluster_version
-        request = scheduler_pb2.RegisterRequest(address="h:1", shard=0, incarnation=5, cluster_version=1)
-        setattr(request, field, 2**64 - 1)
+        before = carrier.call(DescribeCluster(), 5).cluster_version
+        numbers = {"incarnation": 5, "cluster_version": 1} | {field: 2**64 - 1}
         with pytest.raises(InvalidArgument, match=f"{field}.* is {2**64 - 1}"):
-            carrier.register(request, 5)
-        assert carrier.describe(5).cluster_version == before
+            carrier.call(Register(address="h:1", shard=0, **numbers), 5)
+        assert carrier.call(DescribeCluster(), 5).cluster_version == before
     finally:
         carrier.close()
     roles.server.stop(0)

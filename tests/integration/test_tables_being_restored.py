@@ -26,6 +26,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.messages import CallContext, PublishTable, Restore
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import PublishClusterTables
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
@@ -229,7 +230,7 @@ def test_a_scheduler_restarted_meanwhile_opens_nothing_early(tmp_path: Path, wit
             with pytest.raises(TableBeingRestored):
                 cluster.table("t")
             for _ in range(2):
-                cluster._scheduler.publish_tables({"t": made.incarnation}, 10.0)
+                cluster._ask(PublishClusterTables(tables=("t",), incarnations=(made.incarnation,)))
             assert (rows(cluster) == 1).all()
     finally:
         served.stop()

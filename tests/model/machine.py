@@ -23,6 +23,7 @@ from geartrain.ams.client.writes import Write
 from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc.registry import context_from_pb
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import (
     Fenced,
@@ -160,7 +161,7 @@ class ClusterMachine(RuleBasedStateMachine):
             header, raw = framing.decode_framed(message.data, shard_pb2.PullRequest)
         else:
             header = framing.parse(message.data, getattr(shard_pb2, f"{message.method}Request"))
-        context = codec.context_from_pb(header.context)
+        context = context_from_pb(header.context)
         refused = shard.fence(context, version)
         if refused is not None:
             return refused

@@ -20,12 +20,13 @@ import pytest
 from geartrain.ams.client import shard_calls as shard_calls_module
 from geartrain.ams.client import snapshot as snapshot_module
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.embedded import LocalSchedulerCarrier
+from geartrain.ams.client.embedded import LocalScheduler
 from geartrain.ams.client.writes import ClientStream, WriteStream
 from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.rpc.silence import SilenceLog
 from geartrain.ams.rpc.status import abort
 from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
@@ -35,6 +36,7 @@ from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.scheduler_messages import DescribeCluster
 from geartrain.ams.values.specs import TableSpec
 
 Fate = Literal["deliver", "lose", "late", "lose reply", "twice", "and again later"]
@@ -132,7 +134,7 @@ class Network:
 def _answered(service: ShardService, message: Message) -> bytes:
     context = _ServicerContext()
     try:
-        return service.methods[message.method](message.data, context)  # type: ignore[no-any-return]
+        return service.bound.methods[message.method](message.data, context)  # type: ignore[no-any-return]
     except GeartrainError as error:
         abort(context, error)  # type: ignore[arg-type]
 
@@ -273,8 +275,8 @@ class Client:
     """One process that writes: a cluster handle with a stream of its own, whose background work waits to be stepped."""
 
     def __init__(self, cluster: SimulatedCluster, stream: str, incarnation: int) -> None:
-        carrier = LocalSchedulerCarrier(cluster.scheduler, DataStreams(MemoryStore(), 1e9))
-        view = carrier.describe(None)
+        carrier = LocalScheduler(SchedulerHandlers(cluster.scheduler, DataStreams(MemoryStore(), 1e9)))
+        view = carrier.call(DescribeCluster(), None)
         self.cluster = Cluster(carrier, view, cluster.open_carrier, CONFIG, stream=ClientStream(8), remote=True)
         self.stream = OneStream(8, stream, incarnation)
         self.tells_tables_apart = incarnation // 2 % 2 == 0

@@ -10,6 +10,8 @@ from types import ModuleType
 from google.protobuf.descriptor import Descriptor
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, types_pb2
+from geartrain.ams.rpc.message_codec import FieldCodec
+from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD
 from tests.unit.test_imports import REPOSITORY, product_files
 
 PADDING = "padding"
@@ -17,6 +19,13 @@ PADDING = "padding"
 its header, where they are known by their numbers."""
 READ_BY_NOBODY_BUT_USERS = {"built_unix_seconds"}
 """Printed, with all of its message, by ``geartrain graph list --json``."""
+REPLIES_OF_ONE_FIELD = {
+    method.reply.message.DESCRIPTOR.full_name
+    for service in (SHARD, SCHEDULER, GRAPH, GEAR)
+    for _, method in service.items()
+    if isinstance(method.reply, FieldCodec)
+}
+"""A reply's value is their field, and has no name."""
 CHANGES = ("append", "extend", "add", "update", "CopyFrom", "MergeFrom")
 
 
@@ -28,6 +37,8 @@ def fields(modules: Iterable[ModuleType]) -> Iterator[tuple[str, str]]:
 
 
 def fields_of(message: Descriptor) -> Iterator[tuple[str, str]]:
+    if message.full_name in REPLIES_OF_ONE_FIELD:
+        return
     names = {field.name for field in message.fields}
     for field in message.fields:
         if not (PADDING in names and field.type == field.TYPE_BYTES):
@@ -52,10 +63,11 @@ class Uses(ast.NodeVisitor):
         self._handed_on: list[str] = []
         trees = list(trees)
         classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        self._records: dict[str, list[str]] = {message: [] for message in messages}
+        self._records: dict[str, list[list[str]]] = {message: [] for message in messages}
+        """Fields in order, of each class of a name."""
         for one in filter(is_record, classes):
             names = [s.target.id for s in one.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
-            self._records[one.name] = names
+            self._records.setdefault(one.name, []).append(names)
         for tree in trees:
             self.visit(tree)
 
@@ -63,7 +75,8 @@ class Uses(ast.NodeVisitor):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         is_open = any(isinstance(one, ast.Starred) for one in node.args) or None in (one.arg for one in node.keywords)
         num_given = None if is_open else len(node.args)
-        self.written.update(self._records.get(called, [])[:num_given])
+        for names in self._records.get(called, []):
+            self.written.update(names[:num_given])
         if called in CHANGES and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Attribute):
             self.written.add(node.func.value.attr)
         if called == "HasField" and isinstance(node.args[0], ast.Constant):

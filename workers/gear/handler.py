@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from geartrain.ams.gear.service.held_partitions import HeldPartitions
-from geartrain.ams.rpc.carrier import AttemptFailed, StreamHolders
+from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.values.errors import GeartrainError, NotHolder
 from geartrain.ams.values.gear_messages import (
     Delivery,
@@ -22,6 +22,7 @@ from geartrain.ams.values.gear_messages import (
     family_of,
     process_at,
 )
+from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
 

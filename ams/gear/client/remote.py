@@ -18,7 +18,7 @@ from geartrain.ams.gear.client.ledger import GearLedger
 from geartrain.ams.gear.client.patience import Patience
 from geartrain.ams.gear.client.pending_delivery import Part, PendingDelivery, routes
 from geartrain.ams.gear.partitions import NUM_PARTITIONS
-from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
@@ -39,6 +39,7 @@ from geartrain.ams.values.gear_messages import (
     address_of,
     process_at,
 )
+from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
 
 logger = logging.getLogger(__name__)

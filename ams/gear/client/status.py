@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 from geartrain.ams.gear.partitions import job_of
-from geartrain.ams.rpc.carrier import AttemptFailed, StreamHolders
+from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.gear_messages import GearState
+from geartrain.ams.values.scheduler_messages import StreamHolders
 
 logger = logging.getLogger(__name__)
 

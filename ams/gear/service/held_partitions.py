@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
-from geartrain.ams.rpc.carrier import StreamLease, StreamRenewal
 from geartrain.ams.values.errors import GeartrainError, NotHolder, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.scheduler_messages import StreamLease, StreamRenewal
 from geartrain.ams.values.specs import Ids
 
 logger = logging.getLogger(__name__)

@@ -4,85 +4,85 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
-import grpc
+import numpy as np
 
-from geartrain.ams.pb.v1 import gear_pb2
-from geartrain.ams.rpc import framing
-from geartrain.ams.rpc import gear_client as codec
+from geartrain.ams.rpc.binding import Call, Handlers, bind
+from geartrain.ams.rpc.gear_codec import require_distinct
+from geartrain.ams.rpc.registry import GEAR
 from geartrain.ams.rpc.server import GrpcServer
 from geartrain.ams.values.config import SlowGearConfig
-from geartrain.ams.values.errors import InvalidArgument, MessageTooLarge
-from geartrain.ams.values.gear_messages import GearHandler
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, MessageTooLarge
+from geartrain.ams.values.gear_messages import (
+    AskFeatures,
+    DescribeGear,
+    FeatureReply,
+    FlushGradients,
+    Freshness,
+    GearHandler,
+    GearState,
+    HandOver,
+    PushFeatureGradients,
+    Taken,
+)
 
-_IDS = 14
 _BYTES_BESIDE = 16
 """Of an id in a reply, beside its vector."""
 
 
 class GearService:
-    """Decodes, asks the handler, encodes."""
+    """Checks requests and asks the handler: by type of request."""
 
     def __init__(self, handler: GearHandler, max_message_bytes: int) -> None:
         self._handler = handler
         self._max_message_bytes = max_message_bytes
 
-    @property
-    def methods(self) -> dict[str, Any]:
-        """The methods by name, from encoded request to encoded reply."""
-        return {
-            "Features": self.features,
-            "PushFeatureGradients": self.push,
-            "FlushGradients": self.flush,
-            "DescribeGear": self.describe,
-            "HandOver": self.hand_over,
+        self.by_request: Handlers = {
+            AskFeatures: self.features,
+            PushFeatureGradients: self._push,
+            FlushGradients: self._flush,
+            DescribeGear: self._describe,
+            HandOver: self._hand_over,
         }
 
-    def features(self, data: bytes, _: grpc.ServicerContext) -> bytes:
+    def features(self, ask: AskFeatures, _: Call) -> FeatureReply:
         """Dense features by id."""
-        request, raw = framing.decode_framed(data, gear_pb2.FeaturesRequest)
-        self._require_name(request.name)
-        ids, freshness = codec.decode_ids(raw.get(_IDS)), codec.decode_freshness(request)
-        if (size := len(ids) * (4 * self._handler.dim + _BYTES_BESIDE)) > self._max_message_bytes:
+        self._require_name(ask.name)
+        require_distinct(ask.ids)
+        age = ask.max_age_seconds
+        if age is not None and not age >= 0:
+            raise InvalidArgument(f"max_age_seconds is {age!r}; it must be >= 0")
+        lag = None if ask.max_version_lag is None else min(ask.max_version_lag, 2**62)
+        if (size := len(ask.ids) * (4 * self._handler.dim + _BYTES_BESIDE)) > self._max_message_bytes:
             raise MessageTooLarge(
-                f"the features of {len(ids)} ids take {size} bytes, the limit is {self._max_message_bytes}; ask for "
-                "fewer at once (lower the client's part_bytes), or raise max_message_bytes on both ends"
+                f"the features of {len(ask.ids)} ids take {size} bytes, the limit is {self._max_message_bytes}; ask "
+                "for fewer at once (lower the client's part_bytes), or raise max_message_bytes on both ends"
             )
-        return codec.encode_features(self._handler.features(ids, freshness))
+        return self._handler.features(ask.ids, Freshness(age, lag))
 
-    def push(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Take gradients."""
-        request, delivery = codec.decode_delivery(data, self._handler.dim)
-        self._require_name(request.name)
-        taken = self._handler.deliver(delivery, wait=request.wait, sent_to=request.sent_to)
-        return gear_pb2.PushFeatureGradientsReply(
-            account=codec.account_to_pb(taken.account),
-            dense_version=taken.dense_version,
-            process=taken.process,
-            is_repeat=taken.is_repeat,
-        ).SerializeToString()
+    def _push(self, push: PushFeatureGradients, _: Call) -> Taken:
+        delivery, dim = push.delivery, self._handler.dim
+        if not len(delivery.ids):
+            delivery = replace(delivery, gradients_KD=np.empty((0, dim), np.float32))
+        if delivery.gradients_KD.shape[1] != dim:
+            raise InvalidRows(f"gradients have width {delivery.gradients_KD.shape[1]}, the features have {dim}")
+        self._require_name(push.name)
+        return self._handler.deliver(delivery, wait=push.wait, sent_to=push.sent_to)
 
-    def flush(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Apply what waits."""
-        self._require_name(framing.parse(data, gear_pb2.FlushGradientsRequest).name)
+    def _flush(self, flush: FlushGradients, _: Call) -> int:
+        self._require_name(flush.name)
         self._handler.flush()
-        return gear_pb2.FlushGradientsReply(dense_version=self._handler.dense_version).SerializeToString()
+        return self._handler.dense_version
 
-    def describe(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """How it is."""
-        request = framing.parse(data, gear_pb2.DescribeGearRequest)
-        return codec.state_to_pb(self._handler.describe(list(request.sources))).SerializeToString()
+    def _describe(self, describe: DescribeGear, _: Call) -> GearState:
+        return self._handler.describe(list(describe.sources))
 
-    def hand_over(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Take the account of one that leaves."""
-        request = framing.parse(data, gear_pb2.HandOverRequest)
-        self._require_name(request.name)
-        if not request.process:
+    def _hand_over(self, left: HandOver, _: Call) -> None:
+        self._require_name(left.name)
+        if not left.process:
             raise InvalidArgument("process is empty; it must be that of the slow gear that leaves")
-        accounts = {entry.source: codec.account_from_pb(entry.account) for entry in request.accounts}
-        self._handler.take_over(request.process, accounts)
-        return gear_pb2.HandOverReply().SerializeToString()
+        self._handler.take_over(left.process, left.accounts)
 
     def _require_name(self, name: str) -> None:
         if name != self._handler.name:
@@ -107,7 +107,7 @@ class GearServer:
     def serve(self, handler: GearHandler) -> None:
         """Answer calls."""
         assert self._server is not None, "bind() first"
-        self._server.add(codec.GEAR_SERVICE, GearService(handler, self._config.max_message_bytes).methods)
+        self._server.add(bind(GEAR, GearService(handler, self._config.max_message_bytes).by_request))
         self._server.start()
         self._server.ready()
 

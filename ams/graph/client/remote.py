@@ -14,7 +14,19 @@ from geartrain.ams.rpc.graph_client import GrpcGraphCarrier
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Cancelled, GraphUnavailable, InvalidArgument, InvalidIds
-from geartrain.ams.values.graph_messages import GraphBuilt, GraphInfo, GraphsState
+from geartrain.ams.values.graph_messages import (
+    BuildGraph,
+    CancelBuild,
+    DescribeGraphs,
+    ForgetGraph,
+    GraphBuilt,
+    GraphInfo,
+    GraphsState,
+    RestoreGraphs,
+    SelectClasses,
+    WriteGraphs,
+)
+from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids
 
 __all__ = ["RemoteGraphs"]
@@ -58,12 +70,12 @@ class RemoteGraphs:
 
         def attempt() -> GraphBuilt:
             nonlocal asked, heard
-            for told in self._carrier.build(table, k, step):
+            for told in self._carrier.stream(BuildGraph(table=table, k=k, step=step)):
                 heard = time.monotonic()
-                if isinstance(told, GraphBuilt):
-                    return told
-                if progress is not None:
-                    progress(told)
+                if told.built is not None:
+                    return GraphBuilt(graph=told.built, resumed_pairs=told.resumed_pairs)
+                if progress is not None and told.building is not None:
+                    progress(told.building)
                 if not asked and cancelled():
                     asked = True
                     self.cancel(table)
@@ -78,7 +90,7 @@ class RemoteGraphs:
 
     def cancel(self, table: str) -> bool:
         """See :class:`GraphCalls`."""
-        return self._until_answered(lambda: self._carrier.cancel(table, self._config.attempt_timeout_seconds))
+        return self._call(CancelBuild(table=table))
 
     def select(self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None = None) -> Ids:
         """See :class:`GraphCalls`."""
@@ -86,12 +98,14 @@ class RemoteGraphs:
             raise InvalidIds(f"labels are {labels!r}; they must be an int64 array [B]")
         if not 1 <= budget < 2**63:
             raise InvalidArgument(f"budget is {budget!r}; it must be at least 1")
-        timeout = self._config.attempt_timeout_seconds
-        return self._until_answered(lambda: self._carrier.select(table, labels, budget, seed, step, version, timeout))
+        select = SelectClasses(
+            table=table, labels=labels, budget=budget, seed=seed % 2**64, step=step % 2**64, version=version
+        )
+        return self._call(select).ids
 
     def describe(self) -> GraphsState:
         """See :class:`GraphCalls`."""
-        return self._until_answered(lambda: self._carrier.describe(self._config.attempt_timeout_seconds))
+        return self._call(DescribeGraphs())
 
     def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
         """See :class:`GraphCalls`."""
@@ -100,26 +114,30 @@ class RemoteGraphs:
 
     def forget(self, table: str) -> None:
         """See :class:`GraphCalls`. Not sent again."""
-        self._until_answered(lambda: self._carrier.forget(table, self._config.attempt_timeout_seconds), 0.0)
+        self._call(ForgetGraph(table=table), recovery_seconds=0.0)
 
     def write_snapshot(
         self, folder: str, snapshot_id: str, tables: Mapping[str, int], num_shards: int
     ) -> list[FileEntry]:
         """See :class:`GraphCalls`."""
-        timeout = self._config.snapshot_timeout_seconds
-        written = self._until_answered(
-            lambda: self._carrier.write_snapshot(folder, snapshot_id, tables, num_shards, timeout)
-        )
+        write = WriteGraphs(snapshot_id=snapshot_id, folder=folder, tables=tables, num_shards=num_shards)
+        written = self._call(write, self._config.snapshot_timeout_seconds)
         return [FileEntry.model_validate_json(text) for text in written]
 
     def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
         """See :class:`GraphCalls`."""
-        timeout = self._config.snapshot_timeout_seconds
-        return self._until_answered(lambda: self._carrier.restore_snapshot(folder, tables, timeout))
+        restore = RestoreGraphs(folder=folder, tables=tuple(tables), incarnations=tuple(tables.values()))
+        return list(self._call(restore, self._config.snapshot_timeout_seconds))
 
     def close(self) -> None:
         """See :class:`GraphCalls`. Builds go on in the service."""
         self._carrier.close()
+
+    def _call(
+        self, request: Rpc[T], timeout_seconds: float | None = None, *, recovery_seconds: float | None = None
+    ) -> T:
+        timeout = self._config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._until_answered(lambda: self._carrier.call(request, timeout), recovery_seconds)
 
     def _until_answered(
         self, call: Callable[[], T], recovery_seconds: float | None = None, heard: Callable[[], float] = lambda: 0.0

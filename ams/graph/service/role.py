@@ -6,128 +6,109 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any
 
 import grpc
 
 from geartrain.ams.graph.service.graphs import PROGRESS_SECONDS, Graphs, RowCluster
 from geartrain.ams.graph.service.store import GraphStore
-from geartrain.ams.pb.v1 import graph_pb2
-from geartrain.ams.rpc import framing
-from geartrain.ams.rpc.graph_client import GRAPH_SERVICE, building_to_pb, download_chunks, info_to_pb
+from geartrain.ams.rpc.binding import Call, Handlers, bind
+from geartrain.ams.rpc.graph_client import download_chunks
+from geartrain.ams.rpc.registry import GRAPH
 from geartrain.ams.rpc.server import GrpcServer
 from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import InvalidArgument, StateDamaged
-
-_LABELS = _IDS = 14
+from geartrain.ams.values.graph_messages import (
+    BuildGraph,
+    BuildProgress,
+    CancelBuild,
+    DescribeGraphs,
+    DownloadGraph,
+    ForgetGraph,
+    GraphsState,
+    RestoreGraphs,
+    SelectClasses,
+    Selected,
+    WriteGraphs,
+)
 
 
 class GraphService:
-    """Decodes, asks the graphs, encodes."""
+    """Answers requests by the graphs: a handler for each type of them."""
 
     def __init__(self, graphs: Graphs, roots: SnapshotRoots) -> None:
         self._graphs = graphs
         self._roots = roots
         self._ended = threading.Event()
 
-    @property
-    def methods(self) -> dict[str, Any]:
-        """The methods by name, from encoded request to encoded reply."""
-        return {
-            "CancelBuild": self.cancel_build,
-            "SelectClasses": self.select_classes,
-            "DescribeGraphs": self.describe_graphs,
-            "ForgetGraph": self.forget_graph,
-            "WriteGraphs": self.write_graphs,
-            "RestoreGraphs": self.restore_graphs,
+        self.by_request: Handlers = {
+            BuildGraph: self._build,
+            CancelBuild: self._cancel,
+            SelectClasses: self._select,
+            DescribeGraphs: self._describe,
+            DownloadGraph: self._download,
+            ForgetGraph: self._forget,
+            WriteGraphs: self._write,
+            RestoreGraphs: self._restore,
         }
-
-    @property
-    def streams(self) -> dict[str, Any]:
-        """The methods that answer with several messages."""
-        return {"BuildGraph": self.build_graph, "DownloadGraph": self.download_graph}
 
     def end(self) -> None:
         """Let go of those who wait for a build: they ask the next service."""
         self._ended.set()
 
-    def build_graph(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Build, and tell how far it is."""
-        request = framing.parse(data, graph_pb2.BuildGraphRequest)
+    def _build(self, request: BuildGraph, call: Call) -> Iterator[BuildProgress]:
         build = self._graphs.begin(request.table, request.k, step=request.step)
-        while not wait_for([build.result], PROGRESS_SECONDS).done and context.is_active():
-            if self._ended.is_set():
-                context.abort(grpc.StatusCode.UNAVAILABLE, "the graph service is ending")
-            yield graph_pb2.BuildGraphReply(building=building_to_pb(build.state())).SerializeToString()
+        while not wait_for([build.result], PROGRESS_SECONDS).done and call.servicer.is_active():
+            self._require_serving(call)
+            yield BuildProgress(building=build.state())
         if not build.result.done():
             return  # nobody listens any more; the build goes on
-        if self._ended.is_set():
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the graph service is ending")
+        self._require_serving(call)
         built = build.result.result()
-        yield graph_pb2.BuildGraphReply(building=building_to_pb(build.state())).SerializeToString()
-        last = graph_pb2.BuildGraphReply(built=info_to_pb(built.graph), resumed_pairs=built.resumed_pairs)
-        yield last.SerializeToString()
+        yield BuildProgress(building=build.state())
+        yield BuildProgress(built=built.graph, resumed_pairs=built.resumed_pairs)
 
-    def cancel_build(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """End a build."""
-        request = framing.parse(data, graph_pb2.CancelBuildRequest)
-        return graph_pb2.CancelBuildReply(cancelled=self._graphs.cancel(request.table)).SerializeToString()
+    def _require_serving(self, call: Call) -> None:
+        if self._ended.is_set():
+            call.servicer.abort(grpc.StatusCode.UNAVAILABLE, "the graph service is ending")
 
-    def select_classes(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Choose active classes."""
-        request, raw = framing.decode_framed(data, graph_pb2.SelectClassesRequest)
+    def _cancel(self, request: CancelBuild, _: Call) -> bool:
+        return self._graphs.cancel(request.table)
+
+    def _select(self, request: SelectClasses, _: Call) -> Selected:
+        budget = min(request.budget, 2**63 - 1)
         ids, version = self._graphs.select_by(
-            request.table,
-            framing.ids_from(raw.get(_LABELS)),
-            min(request.budget, 2**63 - 1),
-            seed=request.seed,
-            step=request.step,
-            version=request.version if request.HasField("version") else None,
+            request.table, request.labels, budget, seed=request.seed, step=request.step, version=request.version
         )
-        return framing.encode_framed(graph_pb2.SelectClassesReply(version=version), [(_IDS, ids)])
+        return Selected(version=version, ids=ids)
 
-    def describe_graphs(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """All graphs and builds."""
-        framing.parse(data, graph_pb2.DescribeGraphsRequest)
-        state = self._graphs.describe()
-        return graph_pb2.DescribeGraphsReply(
-            graphs=map(info_to_pb, state.graphs), building=map(building_to_pb, state.building)
-        ).SerializeToString()
+    def _describe(self, _: DescribeGraphs, __: Call) -> GraphsState:
+        return self._graphs.describe()
 
-    def download_graph(self, data: bytes, _: grpc.ServicerContext) -> Iterator[bytes]:
-        """Send a whole graph."""
-        graph, info = self._graphs.load(framing.parse(data, graph_pb2.DownloadGraphRequest).table)
-        yield from download_chunks(info, graph.offsets, graph.neighbours)
+    def _download(self, request: DownloadGraph, _: Call) -> Iterator[bytes]:
+        graph, info = self._graphs.load(request.table)
+        return download_chunks(info, graph.offsets, graph.neighbours)
 
-    def forget_graph(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Drop a graph."""
-        self._graphs.forget(framing.parse(data, graph_pb2.ForgetGraphRequest).table)
-        return graph_pb2.ForgetGraphReply().SerializeToString()
+    def _forget(self, request: ForgetGraph, _: Call) -> None:
+        self._graphs.forget(request.table)
 
-    def write_graphs(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Write graphs into a snapshot."""
-        request = framing.parse(data, graph_pb2.WriteGraphsRequest)
+    def _write(self, request: WriteGraphs, _: Call) -> tuple[str, ...]:
         if not 1 <= request.num_shards <= 4096:
             raise InvalidArgument(f"num_shards is {request.num_shards}; it must lie in [1, 4096]")
-        tables = {entry.table: entry.num_classes for entry in request.tables}
         folder = str(self._roots.resolve(request.folder))
         snapshot_id = checked_snapshot_id("snapshot_id", request.snapshot_id)
-        entries = self._graphs.write_snapshot(folder, snapshot_id, tables, request.num_shards)
-        return graph_pb2.WriteGraphsReply(files=[entry.model_dump_json() for entry in entries]).SerializeToString()
+        entries = self._graphs.write_snapshot(folder, snapshot_id, request.tables, request.num_shards)
+        return tuple(entry.model_dump_json() for entry in entries)
 
-    def restore_graphs(self, data: bytes, _: grpc.ServicerContext) -> bytes:
-        """Take graphs from a snapshot."""
-        request = framing.parse(data, graph_pb2.RestoreGraphsRequest)
+    def _restore(self, request: RestoreGraphs, _: Call) -> tuple[str, ...]:
         if len(request.incarnations) != len(request.tables):
             raise InvalidArgument(
                 f"{len(request.tables)} tables are to have their graphs restored, with {len(request.incarnations)} "
                 "incarnations; each table needs one"
             )
         tables = dict(zip(request.tables, request.incarnations, strict=True))
-        restored = self._graphs.restore_snapshot(str(self._roots.resolve(request.folder)), tables)
-        return graph_pb2.RestoreGraphsReply(restored=restored).SerializeToString()
+        return tuple(self._graphs.restore_snapshot(str(self._roots.resolve(request.folder)), tables))
 
 
 class GraphServer:
@@ -174,7 +155,7 @@ class GraphServer:
         self._graphs = Graphs(self._cluster, store=store, builds=builds, memory_bytes=config.memory_bytes)
         self._service = GraphService(self._graphs, self._roots)
         self._server = GrpcServer(config.listen, config.max_message_bytes)
-        self._server.add(GRAPH_SERVICE, self._service.methods, self._service.streams)
+        self._server.add(bind(GRAPH, self._service.by_request))
         self._server.start()
         self._server.ready()
         return self._server.address

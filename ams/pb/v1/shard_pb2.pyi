@@ -146,7 +146,6 @@ class ShareMemoryRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CONTEXT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
@@ -155,19 +154,16 @@ class ShareMemoryRequest(_message.Message):
     process: _builtins.int
     """Number of the process, and of the descriptor there. The shard holds the memory until that descriptor is closed."""
     descriptor: _builtins.int
-    @_builtins.property
-    def context(self) -> _types_pb2.CallContext: ...
     def __init__(
         self,
         *,
-        context: _types_pb2.CallContext | None = ...,
         name: _builtins.str = ...,
         process: _builtins.int = ...,
         descriptor: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "descriptor", b"descriptor", "name", b"name", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "name", b"name", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,17 +239,12 @@ Global___SharedBytes: _TypeAlias = SharedBytes  # noqa: Y015
 class OpenBulkRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CONTEXT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def context(self) -> _types_pb2.CallContext: ...
     def __init__(
         self,
-        *,
-        context: _types_pb2.CallContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

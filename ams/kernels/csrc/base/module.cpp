@@ -119,6 +119,9 @@ NB_MODULE(_core, m) {
   bind_neighbours(m);
   bind_neighbour_recall(m);
   bind_slot_index(m);
+  m.def(
+      "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
+      nb::arg("ids").noconvert(), nb::call_guard<nb::gil_scoped_release>());
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
         nb::arg("inverse").noconvert());
   m.def("sum_rows", &sum_rows_checked, nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::arg("inverse").noconvert(),

@@ -12,8 +12,12 @@
 
 namespace geartrain {
 
+bool is_rising(const int64_t* ids, int64_t count) {
+  return std::adjacent_find(ids, ids + count, std::greater_equal<>()) == ids + count;
+}
+
 int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse) {
-  if (std::adjacent_find(ids, ids + count, std::greater_equal<>()) == ids + count) {  // rising: nothing to look up
+  if (is_rising(ids, count)) {  // rising: nothing to look up
     std::copy_n(ids, count, distinct);
     std::iota(inverse, inverse + count, int64_t{0});
     return count;

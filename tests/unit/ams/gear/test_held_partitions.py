@@ -10,10 +10,10 @@ import pytest
 
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of, partitions_of
 from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
-from geartrain.ams.rpc.carrier import StreamLease, StreamRenewal
 from geartrain.ams.scheduler.data_streams import DataStreams
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import NotHolder, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.scheduler_messages import StreamLease, StreamRenewal
 
 LEASE = 60.0
 IDS = np.arange(10_000)

@@ -13,12 +13,11 @@ import pytest
 from geartrain.ams.gear.client.remote import RemoteGears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
 from geartrain.ams.gear.service.role import GearService
-from geartrain.ams.pb.v1 import gear_pb2
-from geartrain.ams.rpc import framing
-from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, StreamHolders
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GearUnavailable, InvalidArgument, MessageTooLarge, NonFinite, NotHolder
 from geartrain.ams.values.gear_messages import (
+    AskFeatures,
     Delivery,
     FeatureReply,
     Freshness,
@@ -28,6 +27,7 @@ from geartrain.ams.values.gear_messages import (
     family_of,
     process_at,
 )
+from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
 
 DIM = 2
@@ -390,8 +390,7 @@ def test_partitions_that_nobody_held_are_no_repeat_for_who_takes_them() -> None:
 
 
 def test_more_features_than_a_message_holds_are_refused_before_they_are_computed() -> None:
-    asked = gear_pb2.FeaturesRequest(name="image")
-    data = framing.encode_framed(asked, [(14, np.arange(100, dtype="<i8"))])
+    ask = AskFeatures(name="image", ids=np.arange(100))
     handler: Any = SimpleNamespace(name="image", dim=1 << 20)
     with pytest.raises(MessageTooLarge, match="features of 100 ids"):
-        GearService(handler, 64 << 20).features(data, None)  # type: ignore[arg-type]
+        GearService(handler, 64 << 20).features(ask, None)  # type: ignore[arg-type]

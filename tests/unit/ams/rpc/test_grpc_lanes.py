@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from geartrain.ams.rpc import server as grpc_server
-from geartrain.ams.rpc.server import GrpcServer
+from geartrain.ams.rpc.server import Bound, GrpcServer
 
 DEADLINE_SECONDS = 30.0
 THREADS = 2
@@ -36,7 +36,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[grpc.Channel]:
 
     with ExitStack() as stack:
         lane = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="own-lane"))
-        server.add("s", {"Slow": slow, "Quick": quick}, lanes={"Quick": lane})
+        server.add(Bound("s", {"Slow": slow, "Quick": quick}), lanes={"Quick": lane})
         server.start()
         server.ready()
         stack.callback(server.stop, 0)

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from geartrain.ams.client.cluster import local
-from geartrain.ams.pb.v1 import scheduler_pb2
-from geartrain.ams.rpc.carrier import Cursor
 from geartrain.ams.scheduler.data_streams import MOST_READ, DataStreams
+from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
-from geartrain.ams.scheduler.service import SchedulerService
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import Cursor, Register
 from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
@@ -70,7 +69,7 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_what_was_used(monk
 def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     set_clock(monkeypatch, 1)
     fresh = scheduler(MemoryStore())
-    service, registered, taken = SchedulerService(fresh, DataStreams(MemoryStore(), 10)), fresh.register, []
+    handlers, registered, taken = SchedulerHandlers(fresh, DataStreams(MemoryStore(), 10)), fresh.register, []
 
     def somebody_connects_at_once(*arguments: Any, **keywords: Any) -> Any:
         registration = registered(*arguments, **keywords)
@@ -78,8 +77,8 @@ def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pyte
         return registration
 
     monkeypatch.setattr(fresh, "register", somebody_connects_at_once)
-    request = scheduler_pb2.RegisterRequest(address="h:7000", shard=0, incarnation=5, highest_incarnation=200)
-    service.register(request.SerializeToString(), None)  # type: ignore[arg-type]
+    request = Register(address="h:7000", shard=0, incarnation=5, highest_incarnation=200)
+    handlers.by_request[Register](request, None)  # type: ignore[arg-type]
     assert taken == [201]
 
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from geartrain.ams.rpc.carrier import ClusterView, NotSent
+from geartrain.ams.rpc.carrier import NotSent
 from geartrain.ams.scheduler import tell_shards as tell_shards_module
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values import errors
 from geartrain.ams.values.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))

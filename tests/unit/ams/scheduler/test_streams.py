@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from geartrain.ams.rpc.carrier import Cursor, StreamLease, StreamRenewal
 from geartrain.ams.scheduler.data_streams import DataStreams
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
+from geartrain.ams.values.scheduler_messages import Cursor, StreamLease, StreamRenewal
 
 LEASE = 10.0
 

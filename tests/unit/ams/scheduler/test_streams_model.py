@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from geartrain.ams.rpc.carrier import Cursor, StreamLease
 from geartrain.ams.scheduler.data_streams import DataStreams
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import StaleClient
+from geartrain.ams.values.scheduler_messages import Cursor, StreamLease
 
 LEASE = 10.0
 LENGTHS = (0, 1, 3, 4, 5)

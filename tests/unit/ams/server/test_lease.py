@@ -85,20 +85,20 @@ def test_what_was_done_across_a_stop_is_not_acknowledged(clocked: Clocked, monke
     shard = Shard(3, np.arange(4096), incarnation=1, lease=clocked.lease)
     service = ShardService(1 << 20)
     service.serve(shard)
-    whole = shard.submit
+    whole = shard.run
 
-    def submit(context: CallContext, request: Request) -> Future[Reply]:
+    def run(context: CallContext, request: Request) -> Future[Reply]:
         future = whole(context, request)
         future.result(10)
         clocked.now += 30
         return future
 
-    monkeypatch.setattr(shard, "submit", submit)
+    monkeypatch.setattr(shard, "run", run)
     spec = codec.spec_to_pb(TableSpec(name="t", dim=2, optimizer=SGD(1.0)))
     request = shard_pb2.CreateTableRequest(spec=spec).SerializeToString()
     try:
         with pytest.raises(ShardUnavailable, match=r"stopped for 30\.0 s"):
-            service.methods["CreateTable"](request, None)
+            service.bound.methods["CreateTable"](request, None)
         with pytest.raises(ShardUnavailable):  # nor is anything done while it is not sure
             whole(CallContext(), DropTable(table="t")).result(10)
         assert [one.name for one in shard.specs] == ["t"]

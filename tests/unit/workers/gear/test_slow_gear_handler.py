@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import geartrain as gt
-from geartrain.ams.rpc.carrier import AttemptFailed, StreamHolders
+from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.values.errors import NotHolder
 from geartrain.ams.values.gear_messages import Delivery, GearAccount
+from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass

@@ -1,0 +1,68 @@
+"""Handlers of values behind gRPC: what decodes a request, asks the handler of its type, and encodes the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+
+from geartrain.ams.rpc.registry import Method, Service
+from geartrain.ams.rpc.server import Bound, BytesMethod, BytesStream
+from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.rpc import Rpc
+
+
+@dataclass(frozen=True)
+class Call:
+    """Who called, for a handler."""
+
+    context: CallContext
+    servicer: grpc.ServicerContext
+
+    def require_waiting(self) -> None:
+        """End a call whose caller waits no longer: what it asks for now would come as a surprise."""
+        if not self.servicer.is_active():
+            self.servicer.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
+
+
+Handlers = Mapping[type[Rpc[Any]], Callable[[Any, Any], Any]]
+"""From (a request's value, its Call) to its reply's value, or to several where the RPC is a stream of them."""
+
+
+def bind(
+    service: Service, handlers: Handlers, of_bytes: Mapping[type[Rpc[Any]], BytesMethod] = MappingProxyType({})
+) -> Bound:
+    """Return a service whose every RPC has a handler, by the type of its request; ``of_bytes`` are those of RPCs that
+    carry rows. Raises TypeError if one has none.
+    """
+    methods: dict[str, BytesMethod] = {}
+    streams: dict[str, BytesStream] = {}
+    for kind, method in service.items():
+        if kind not in (of_bytes if method.takes_bytes else handlers):
+            raise TypeError(f"{method.path} has no handler")
+        if method.takes_bytes:
+            methods[method.name] = of_bytes[kind]
+        elif method.is_stream:
+            streams[method.name] = _streaming(method, handlers[kind])
+        else:
+            methods[method.name] = _answering(method, handlers[kind])
+    return Bound(service.name, methods, streams)
+
+
+def _answering(method: Method, handler: Callable[[Any, Call], Any]) -> BytesMethod:
+    def answer(data: bytes, servicer: grpc.ServicerContext) -> bytes:
+        request, context = method.decode(data)
+        return method.reply.encode(handler(request, Call(context, servicer)))
+
+    return answer
+
+
+def _streaming(method: Method, handler: Callable[[Any, Call], Any]) -> BytesStream:
+    def answer(data: bytes, servicer: grpc.ServicerContext) -> Iterator[bytes]:
+        request, context = method.decode(data)
+        return map(method.reply.encode, handler(request, Call(context, servicer)))
+
+    return answer

@@ -1,0 +1,107 @@
+"""Calls to one service of a role over gRPC: a request's value in, its reply's value out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+
+from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
+from geartrain.ams.rpc.channel import CONNECT_SECONDS, channel_options
+from geartrain.ams.rpc.registry import Service
+from geartrain.ams.rpc.status import error_from
+from geartrain.ams.values.config import MAX_MESSAGE_BYTES
+from geartrain.ams.values.interrupts import aside
+from geartrain.ams.values.rpc import Rpc
+
+R = TypeVar("R")
+Pending = Callable[[], R]
+"""A call under way: waits for its reply; may raise the service's GeartrainError, or AttemptFailed."""
+
+
+class GrpcCalls:
+    """The way to one service of the role at an address. Thread-safe.
+
+    Every call may raise the role's GeartrainError, or AttemptFailed. One waits ``connect_seconds`` for a connection:
+    few, for who repeats calls, more for who does not. While a reply is waited for, :meth:`waited` is called, after
+    ``pauses[0]`` seconds and then each time after twice as long, up to ``pauses[1]``.
+    """
+
+    pauses: tuple[float, float] | None = None
+
+    def __init__(
+        self,
+        service: Service,
+        role: str,
+        address: str,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> None:
+        self.address = address
+        self._service = service
+        self._peer = f"{role} at {address}"
+        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes, connect_seconds))
+
+    def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
+        """Return the reply to a request."""
+        return aside(lambda: self.begin(request, timeout_seconds)())
+
+    def begin(self, request: Rpc[R], timeout_seconds: float | None) -> Pending[R]:
+        """Send a request; what is returned waits for the reply. Raises NotSent."""
+        method = self._service[type(request)]
+        reply = self.begin_bytes(method.path, method.encode(request), timeout_seconds)
+        return lambda: method.reply.decode(reply())
+
+    def stream(self, request: Rpc[R]) -> Iterator[R]:
+        """Yield the replies to a request."""
+        method = self._service[type(request)]
+        for data in self.stream_bytes(method.path, method.encode(request)):
+            yield method.reply.decode(data)
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        aside(self._channel.close)
+
+    def waited(self, call: Any, timeout_seconds: float | None) -> None:
+        """There is no reply yet."""
+
+    def begin_bytes(self, path: str, data: bytes, timeout_seconds: float | None) -> Pending[bytes]:
+        """:meth:`begin`, from encoded request to encoded reply."""
+        method: Any = self._channel.unary_unary(path)
+        try:
+            call = aside(partial(method.future, data, timeout=timeout_seconds))
+        except ValueError as exc:  # how gRPC says it
+            raise NotSent(f"{self._peer}: the connection is closed") from exc
+
+        def settle() -> bytes:
+            pause, longest = self.pauses or (None, 0.0)
+            while True:
+                try:
+                    reply: bytes = aside(partial(call.result, pause))
+                    return reply
+                except grpc.FutureTimeoutError:
+                    self.waited(call, timeout_seconds)
+                    pause = min(2 * (pause or longest), longest)
+                except grpc.RpcError as exc:
+                    raise error_from(exc, self._peer) from exc
+                except grpc.FutureCancelledError as exc:
+                    raise AttemptFailed(f"{self._peer}: the connection was closed") from exc
+
+        return settle
+
+    def stream_bytes(self, path: str, data: bytes) -> Iterator[bytes]:
+        """:meth:`stream`, from encoded request to encoded replies."""
+        call: Any = self._channel.unary_stream(path)
+        try:
+            replies = call(data)
+        except ValueError as exc:
+            raise AttemptFailed(f"{self._peer}: the connection is closed") from exc
+        try:
+            yield from replies
+        except grpc.RpcError as exc:
+            raise error_from(exc, self._peer) from exc
+        finally:
+            replies.cancel()

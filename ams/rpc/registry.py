@@ -1,0 +1,161 @@
+"""The RPCs of all services: one declaration joins name, messages, value, codec and handler.
+
+An RPC of a ``.proto`` file is declared by the value that asks for it: a subclass of
+:class:`geartrain.ams.values.rpc.Rpc` of the same name, in the module of values of its service. Its messages are those
+of the service's descriptor, its codec follows from the fields of both (:mod:`geartrain.ams.rpc.message_codec`),
+its handler is what a role binds to the value's type (:func:`geartrain.ams.rpc.binding.bind`). So a new RPC costs
+a message, a value and a handler. Only those that carry rows have more of their own, below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import Any, get_args, get_origin
+
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, types_pb2
+from geartrain.ams.rpc import gear_codec
+from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.message_codec import FieldCodec, MessageCodec, is_record
+from geartrain.ams.values import gear_messages, graph_messages, messages, scheduler_messages
+from geartrain.ams.values import rpc as common
+from geartrain.ams.values.gear_messages import AskFeatures, PushFeatureGradients
+from geartrain.ams.values.graph_messages import DownloadGraph
+from geartrain.ams.values.messages import Assign, CallContext, ComputeHosted, Pull, Push, UpdateHosted
+from geartrain.ams.values.rpc import Rpc
+
+_NOBODY = CallContext()
+_CONTEXT = MessageCodec(CallContext, types_pb2.CallContext.DESCRIPTOR)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How values become bytes and bytes values."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+_AS_IT_IS = Codec(bytes, bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """What an RPC that carries rows has of its own."""
+
+    beside: Collection[str] = ()
+    """Fields of the request that are not in the header of its message. Its handler is given bytes, for rows may come
+    another way: see :class:`geartrain.ams.server.service.ShardService`."""
+    request: Codec | None = None
+    reply: Codec | None = None
+
+
+class Method:
+    """One RPC of one service."""
+
+    def __init__(self, kind: type[Rpc[Any]], descriptor: MethodDescriptor, own: Own) -> None:
+        self.name: str = descriptor.name
+        self.path = f"/{descriptor.containing_service.full_name}/{self.name}"
+        self.is_stream: bool = descriptor.server_streaming
+        """Of replies."""
+        self.takes_bytes = bool(own.beside)
+        """Whether its handler decodes requests, and encodes replies, itself."""
+        self._request = own.request
+        self._has_context = "context" in descriptor.input_type.fields_by_name
+        if own.request is None:
+            self.header = MessageCodec(kind, descriptor.input_type, own.beside)
+            """Of requests."""
+        self.reply: Codec | MessageCodec | FieldCodec
+        if own.reply is not None:
+            self.reply = own.reply
+        else:
+            (reply,) = (get_args(base)[0] for base in kind.__orig_bases__ if get_origin(base) is Rpc)  # type: ignore[attr-defined]
+            self.reply = (MessageCodec if is_record(reply) else FieldCodec)(reply, descriptor.output_type)
+
+    def encode(self, request: Any, context: CallContext = _NOBODY) -> bytes:
+        """Encode a request that is one message. Raises InvalidArgument."""
+        if self._request is not None:
+            return self._request.encode(request)
+        given = {"context": context_to_pb(context)} if self._has_context else {}
+        return self.header.encode(request, **given)
+
+    def decode(self, data: bytes) -> tuple[Any, CallContext]:
+        """Decode it: (the request, who calls). Raises ProtocolError, or what the value refuses."""
+        if self._request is not None:
+            return self._request.decode(data), _NOBODY
+        header, raw = self.header.split(data)
+        context = context_from_pb(header.context) if self._has_context else _NOBODY
+        return self.header.joined(header, raw), context
+
+
+class Service:
+    """The RPCs of one service, by the values that ask for them.
+
+    Raises TypeError if an RPC has no value, a value no RPC, or a field of one no counterpart in the other.
+    """
+
+    def __init__(
+        self, descriptor: ServiceDescriptor, values: ModuleType, own: Mapping[type, Own] = MappingProxyType({})
+    ) -> None:
+        self.name: str = descriptor.full_name
+        kinds = _rpcs_of(common) | _rpcs_of(values)
+        self._methods = {
+            kinds[name]: Method(kinds[name], method, own.get(kinds[name], Own()))
+            for name, method in descriptor.methods_by_name.items()
+            if name in kinds
+        }
+        known = {method.name for method in self._methods.values()}
+        if unknown := {*descriptor.methods_by_name, *_rpcs_of(values)} - known:
+            raise TypeError(f"service {self.name}: {sorted(unknown)} must be both an RPC and a value")
+
+    def __getitem__(self, kind: type[Rpc[Any]]) -> Method:
+        return self._methods[kind]
+
+    def items(self) -> Collection[tuple[type[Rpc[Any]], Method]]:
+        """All RPCs, by the type of their request."""
+        return self._methods.items()
+
+
+def _rpcs_of(values: ModuleType) -> dict[str, type[Rpc[Any]]]:
+    found = vars(values).values()
+    return {one.rpc_name: one for one in found if isinstance(one, type) and issubclass(one, Rpc) and one is not Rpc}
+
+
+def context_to_pb(context: CallContext) -> types_pb2.CallContext:
+    """Encode who calls."""
+    return _CONTEXT.to_message(context)  # type: ignore[return-value]
+
+
+def context_from_pb(pb: types_pb2.CallContext) -> CallContext:
+    """Decode who calls."""
+    return _CONTEXT.from_message(pb)  # type: ignore[no-any-return]
+
+
+def _service(file: Any, name: str) -> ServiceDescriptor:
+    return file.DESCRIPTOR.services_by_name[name]  # type: ignore[no-any-return]
+
+
+SHARD = Service(
+    _service(shard_pb2, "Shard"),
+    messages,
+    {
+        Pull: Own(beside=("ids", "out", "positions", "present", "leave"), reply=_AS_IT_IS),
+        Push: Own(beside=("ids", "gradients", "leave")),
+        Assign: Own(beside=("ids", "rows", "leave")),
+        ComputeHosted: Own(beside=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
+        UpdateHosted: Own(beside=("inputs",)),
+    },
+)
+SCHEDULER = Service(_service(scheduler_pb2, "Scheduler"), scheduler_messages)
+GRAPH = Service(_service(graph_pb2, "Graph"), graph_messages, {DownloadGraph: Own(reply=_AS_IT_IS)})
+GEAR = Service(
+    _service(gear_pb2, "Gear"),
+    gear_messages,
+    {
+        AskFeatures: Own(reply=Codec(gear_codec.encode_features, gear_codec.decode_features)),
+        PushFeatureGradients: Own(request=Codec(gear_codec.encode_delivery, gear_codec.decode_delivery)),
+    },
+)

@@ -1,0 +1,159 @@
+"""What the scheduler does about each request, whichever way it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.values.config import split_address
+from geartrain.ams.values.errors import ConfigError, ProtocolError
+from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.scheduler_messages import (
+    Beat,
+    CheckCaller,
+    ClusterView,
+    CreateClusterTable,
+    Cursor,
+    DescribeCluster,
+    DescribeHolders,
+    DescribeStreams,
+    DropClusterTable,
+    FenceJob,
+    Heartbeat,
+    LeaseStreams,
+    LeaveCluster,
+    PublishClusterTables,
+    Register,
+    Registration,
+    ReleaseStreams,
+    RenewStreams,
+    RestoreStreams,
+    StreamHolders,
+    StreamLease,
+    StreamRenewal,
+    TakeIncarnation,
+)
+
+
+class Call(Protocol):
+    """What a handler needs of the call that brought a request."""
+
+    def require_waiting(self) -> None:
+        """End it if its caller waits no longer."""
+
+
+class SchedulerHandlers:
+    """Answers requests: a handler for each type of them."""
+
+    def __init__(self, scheduler: Scheduler, streams: DataStreams) -> None:
+        self._scheduler = scheduler
+        self._streams = streams
+        self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, Call], Any]] = {
+            Register: self._register,
+            Heartbeat: self._heartbeat,
+            LeaveCluster: self._leave,
+            DescribeCluster: self._describe,
+            CreateClusterTable: self._create_table,
+            DropClusterTable: self._drop_table,
+            PublishClusterTables: self._publish_tables,
+            TakeIncarnation: self._take_incarnation,
+            CheckCaller: self._check_caller,
+            FenceJob: self._fence_job,
+            LeaseStreams: self._lease_streams,
+            RenewStreams: self._renew_streams,
+            ReleaseStreams: self._release_streams,
+            DescribeStreams: self._describe_streams,
+            DescribeHolders: self._describe_holders,
+            RestoreStreams: self._restore_streams,
+        }
+
+    def _register(self, shard: Register, _: Call) -> Registration:
+        if split_address(shard.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
+            raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
+        # First: once all shards have registered, incarnations are given out above what they have seen.
+        self._scheduler.hear_incarnation(shard.highest_incarnation)
+        return self._scheduler.register(
+            shard.address,
+            shard.shard,
+            shard.incarnation,
+            cluster_version=shard.cluster_version,
+            heartbeat_seconds=shard.heartbeat_seconds,
+            tables=shard.tables,
+            restoring_tables=shard.restoring_tables,
+        )
+
+    def _heartbeat(self, beat: Heartbeat, _: Call) -> Beat:
+        self._scheduler.hear_incarnation(beat.highest_incarnation)
+        return self._scheduler.heartbeat(beat.shard, beat.incarnation)
+
+    def _leave(self, leave: LeaveCluster, _: Call) -> None:
+        self._scheduler.leave(leave.shard, leave.incarnation)
+
+    def _describe(self, _: DescribeCluster, __: Call) -> ClusterView:
+        return self._scheduler.describe()
+
+    def _create_table(self, create: CreateClusterTable, call: Call) -> int:
+        made = self._scheduler.create_table(
+            create.spec,
+            reuse=create.reuse,
+            require_current=self._require_current(create.caller, call),
+            for_restore=create.for_restore,
+            replace=create.replace,
+        )
+        return made.incarnation
+
+    def _drop_table(self, drop: DropClusterTable, call: Call) -> None:
+        self._scheduler.drop_table(
+            drop.table, incarnation=drop.incarnation, require_current=self._require_current(drop.caller, call)
+        )
+
+    def _publish_tables(self, publish: PublishClusterTables, call: Call) -> None:
+        if len(publish.tables) != len(publish.incarnations):
+            raise ProtocolError(f"{len(publish.tables)} tables have {len(publish.incarnations)} incarnations")
+        self._scheduler.publish_tables(
+            dict(zip(publish.tables, publish.incarnations, strict=True)),
+            require_current=self._require_current(publish.caller, call),
+        )
+
+    def _require_current(self, caller: CallContext | None, call: Call) -> Callable[[], None]:
+        """What ends a change of tables whose turn comes too late: nobody waits for it, or its job was taken over."""
+
+        def require() -> None:
+            call.require_waiting()
+            self._streams.require_current(caller)
+
+        return require
+
+    def _take_incarnation(self, take: TakeIncarnation, _: Call) -> int:
+        return self._scheduler.take_incarnation(take.chosen)
+
+    def _check_caller(self, check: CheckCaller, _: Call) -> None:
+        self._streams.require_current(check.caller)
+
+    def _fence_job(self, fence: FenceJob, _: Call) -> None:
+        self._streams.fence(fence.job, fence.incarnation)
+
+    def _lease_streams(self, lease: LeaseStreams, _: Call) -> StreamLease:
+        return self._streams.lease(*_who(lease), num_streams=lease.num_streams, num_workers=lease.num_workers)
+
+    def _renew_streams(self, renew: RenewStreams, _: Call) -> StreamRenewal:
+        return self._streams.renew(*_who(renew), renew.cursors)
+
+    def _release_streams(self, release: ReleaseStreams, _: Call) -> None:
+        self._streams.release(*_who(release), release.cursors, None if release.all else release.streams)
+
+    def _describe_streams(self, describe: DescribeStreams, _: Call) -> dict[int, Cursor]:
+        return self._streams.cursors(describe.job)
+
+    def _describe_holders(self, describe: DescribeHolders, _: Call) -> StreamHolders:
+        return self._streams.holders(describe.job)
+
+    def _restore_streams(self, restore: RestoreStreams, _: Call) -> None:
+        self._streams.restore(restore.job, restore.incarnation, restore.cursors)
+
+
+def _who(request: LeaseStreams | RenewStreams | ReleaseStreams) -> tuple[str, str, int]:
+    return request.reader.job, request.reader.worker, request.reader.incarnation

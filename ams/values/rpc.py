@@ -1,0 +1,22 @@
+"""What every request of an RPC is, whichever role it is for."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Generic, TypeVar
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Rpc(Generic[R_co]):
+    """A request of one RPC, whose reply is an ``R_co``: ``class Fence(Rpc[Done])`` asks for the RPC "Fence".
+
+    A subclass is a frozen dataclass with the fields of the RPC's request message, and ``R_co`` one with those of its
+    reply message: the codec follows from that (:mod:`geartrain.ams.rpc.registry`). A reply message of one field
+    may be that field's type, one of none is None. ``name`` is that of the RPC, where the class has another.
+    """
+
+    rpc_name: ClassVar[str]
+
+    def __init_subclass__(cls, *, name: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.rpc_name = name or cls.__name__

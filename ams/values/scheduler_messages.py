@@ -1,0 +1,286 @@
+"""What is asked of the scheduler and what it replies, by shards and by clients: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import ClusterNotReady
+from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import counted
+
+ShardCondition = Literal["up", "silent", "lost", "missing"]
+"""Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """What the scheduler knows of one shard."""
+
+    shard: int
+    address: str
+    incarnation: int
+    state: ShardCondition
+    heartbeat_age_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """The cluster as the scheduler sees it."""
+
+    cluster_version: int
+    num_shards: int
+    ready: bool
+    """All shards are up."""
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableSpec, ...]
+    bucket_shards: npt.NDArray[np.uint16]
+    """[4096] uint16: the shard of each bucket."""
+    incomplete_tables: tuple[str, ...] = ()
+    """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
+    restoring_tables: tuple[str, ...] = ()
+    """Those of them that are being restored, or whose restore was cut off."""
+
+    def require_registered(self, what: str) -> None:
+        """Raise ClusterNotReady if ``what`` is not known because shards have not registered."""
+        missing = [str(entry.shard) for entry in self.shards if entry.state == "missing"]
+        if missing:
+            which = f"{counted(len(missing), 'shard')} of {self.num_shards} ({', '.join(missing)})"
+            raise ClusterNotReady(
+                f"{what} is not known yet: {which} did not register since the scheduler began; try again, or start "
+                "their servers (see 'geartrain status')"
+            )
+
+
+class Cursor(NamedTuple):
+    """How far a data stream was read: ``position`` samples of ``epoch``, both from 0."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamLease:
+    """What a worker may read."""
+
+    epoch: int
+    """The job's: streams beyond it wait."""
+    lease_seconds: float
+    cursors: dict[int, Cursor]
+    """Where each stream that the worker holds goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRenewal:
+    """What a worker learns when it commits."""
+
+    epoch: int
+    """The job's: streams beyond it wait."""
+    held: tuple[int, ...]
+    release: tuple[int, ...]
+    """Of those held, the ones that other workers lack: to be released soon."""
+    can_lease: bool
+    """More streams are free for this worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamHolders:
+    """Who reads a job now."""
+
+    lease_seconds: float
+    """A worker that is silent for so long loses its streams."""
+    holders: tuple[str | None, ...]
+    """The worker of each stream, from 0 on; None: nobody. Empty if the job has no streams."""
+    incarnations: dict[str, int]
+    """The highest of every worker that ever had a lease."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """What a shard learns when it joins."""
+
+    shard: int
+    num_shards: int
+    cluster_version: int
+    lease_seconds: float
+    """A shard that sends no heartbeat for this long counts as lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Register(Rpc[Registration]):
+    """A shard joins. Also how a shard introduces itself to a scheduler that was restarted."""
+
+    address: str
+    """host:port at which others reach the shard."""
+    shard: int | None
+    """The shard it wants to be; None: the first that is free."""
+    incarnation: int
+    """Chosen anew by every process."""
+    cluster_version: int = 0
+    """The one it last knew; 0 for a new shard."""
+    heartbeat_seconds: float = 0.0
+    """How often it means to send heartbeats; 0: not said."""
+    tables: tuple[TableSpec, ...] = ()
+    """Those it holds."""
+    highest_incarnation: int = 0
+    """Of a job, stream or table that it has seen."""
+    restoring_tables: tuple[str, ...] = ()
+    """Names of those of ``tables`` that are being restored and not published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a shard learns from a heartbeat."""
+
+    cluster_version: int
+    unknown: bool = False
+    """The scheduler was restarted: register again."""
+    replaced: bool = False
+    """Another process holds the shard now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat(Rpc[Beat]):
+    """A shard lives."""
+
+    shard: int
+    incarnation: int
+    highest_incarnation: int = 0
+    """As in :class:`Register`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveCluster(Rpc[None], name="Leave"):
+    """A shard goes in good order."""
+
+    shard: int
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeCluster(Rpc[ClusterView]):
+    """Ask for the cluster as it is now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateClusterTable(Rpc[int]):
+    """Make a table on all shards; the reply is its incarnation. Raises StaleClient if ``caller`` is of a job that was
+    taken over."""
+
+    spec: TableSpec
+    reuse: bool = False
+    """Accept an existing table of an equal spec."""
+    caller: CallContext | None = None
+    for_restore: bool = False
+    replace: bool = False
+    """Both as of :meth:`geartrain.ams.scheduler.scheduler.Scheduler.create_table`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishClusterTables(Rpc[None]):
+    """Open restored tables, all at once. Raises as Scheduler.publish_tables, StaleClient as for a creation."""
+
+    tables: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    """Of each."""
+    caller: CallContext | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropClusterTable(Rpc[None]):
+    """Remove a table from all shards. Raises StaleClient as for a creation."""
+
+    table: str
+    caller: CallContext | None = None
+    incarnation: int = 0
+    """Another table of the name stays; 0: whichever there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeIncarnation(Rpc[int]):
+    """Ask for an incarnation higher than all before."""
+
+    chosen: int = 0
+    """If not 0, this one is noted and returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCaller(Rpc[None]):
+    """Raise StaleClient if the caller's job or stream was taken over."""
+
+    caller: CallContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class FenceJob(Rpc[None]):
+    """End the stream leases of a job's lower incarnations, and give them no more."""
+
+    job: str
+    incarnation: int
+
+
+class StreamReader(NamedTuple):
+    """Who reads. A higher incarnation takes the place of a lower one of the same worker."""
+
+    job: str
+    worker: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseStreams(Rpc[StreamLease]):
+    """Take a worker's share of a job's free data streams."""
+
+    reader: StreamReader
+    num_streams: int
+    """Of the job; the same in every request."""
+    num_workers: int
+    """That will come: streams are kept for them for one lease."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenewStreams(Rpc[StreamRenewal]):
+    """Commit cursors and prolong the lease."""
+
+    reader: StreamReader
+    cursors: Mapping[int, Cursor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseStreams(Rpc[None]):
+    """Commit cursors and give streams back."""
+
+    reader: StreamReader
+    cursors: Mapping[int, Cursor]
+    streams: tuple[int, ...] = ()
+    all: bool = False
+    """All of them, and the worker leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeStreams(Rpc[dict[int, Cursor]]):
+    """Ask for the committed cursor of every stream of a job."""
+
+    job: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeHolders(Rpc[StreamHolders]):
+    """Ask who holds which stream of a job."""
+
+    job: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreStreams(Rpc[None]):
+    """Put a job back to these cursors."""
+
+    job: str
+    incarnation: int
+    cursors: Mapping[int, Cursor]
