@@ -17,7 +17,7 @@ from gear_data.page_views import Views
 from geartrain.launch.bench import machine
 
 KEPT = Path(".cache") / "gear"
-"""Where the benches leave what the plots and tables of docs/gear.md are made from."""
+"""Where the benches leave what the plots and tables of docs/explanation/gear.md are made from."""
 TURN = 20
 
 

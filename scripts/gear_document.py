@@ -1,4 +1,4 @@
-"""Put what ``geartrain bench gear`` measured last into docs/gear.md: its tables and its plots.
+"""Put what ``geartrain bench gear`` measured last into docs/explanation/gear.md: its tables and its plots.
 
 The bench leaves its figures in .cache/gear; what it did not measure is left out. ``--png FOLDER``: the plots as
 PNG, too. Needs matplotlib: pip install '.[bench]'.
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KEPT = REPOSITORY / ".cache" / "gear"
-DOCS = REPOSITORY / "docs"
+DOCS = REPOSITORY / "docs" / "explanation"
 BEGIN, END = "<!-- measured: python scripts/gear_document.py -->", "<!-- end of measured -->"
 
 
@@ -30,7 +30,7 @@ def main(
     kept: Annotated[Path, typer.Option(help="Where the bench left its figures.")] = KEPT,
     docs: Annotated[Path, typer.Option(help="The folder of gear.md.")] = DOCS,
 ) -> None:
-    """Rewrite the measured part of docs/gear.md and docs/gear-*.svg."""
+    """Rewrite the measured part of docs/explanation/gear.md and docs/explanation/gear-*.svg."""
     mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
     drawn = []
     for name, (title, draw) in PLOTS.items():

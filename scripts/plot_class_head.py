@@ -1,6 +1,6 @@
-"""Draw docs/class-head-traffic.svg: bytes that a step of a class head moves, for each place of the rows.
+"""Draw docs/explanation/class-head-traffic.svg: bytes that a step of a class head moves, for each place of the rows.
 
-From the formulas of docs/class-head.md; nothing is measured. Needs matplotlib: pip install '.[bench]'.
+From the formulas of docs/explanation/class-heads.md; nothing is measured. Needs matplotlib: pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 DIM, BATCH, SHARDS, RANKS, NUMBER_BYTES = 128, 128, 2, 2, 4
 ROWS_CACHE_BYTES = 64 << 20
-PATH = Path(__file__).resolve().parent.parent / "docs" / "class-head-traffic.svg"
+PATH = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "class-head-traffic.svg"
 
 Counts = npt.NDArray[np.float64]
 

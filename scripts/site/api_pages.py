@@ -1,0 +1,74 @@
+"""The API pages: one for each group of public names, each name rendered by mkdocstrings from its docstring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import geartrain
+
+
+@dataclass(frozen=True)
+class ApiPage:
+    """A page of public names, and of the classes that they return."""
+
+    name: str
+    title: str
+    homes: tuple[str, ...]
+    """Beginnings of the modules whose public names belong here; the first page that fits takes a name."""
+    returned: tuple[str, ...] = ()
+    """Classes that no public name is for, but that users hold in their hands."""
+
+
+PAGES = (
+    ApiPage("optimizers", "Optimizers and first values", ("geartrain.ams.values.specs",)),
+    ApiPage(
+        "clusters",
+        "Clusters and tables",
+        ("geartrain.ams", "geartrain.launch.hosting"),
+        (
+            "geartrain.ams.client.snapshot.PendingSnapshot",
+            "geartrain.ams.storage.snapshot.folder.Snapshot",
+            "geartrain.ams.client.data_streams.DataStreams",
+            "geartrain.ams.graph.client.calls.GraphCalls",
+            "geartrain.ams.client.writes.Write",
+        ),
+    ),
+    ApiPage("heads", "Class heads", ("geartrain.bridge.head", "geartrain.bridge.rows.optimizer")),
+    ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
+    ApiPage("state", "State and data", ("geartrain",)),
+)
+NOT_ON_THESE_PAGES = {"errors", "__version__"}
+"""The errors have a page of their own; the version is a text."""
+
+
+def page_of(home: str) -> ApiPage:
+    """The page on which names of the module ``home`` stand."""
+    return next(page for page in PAGES if home.startswith(page.homes))
+
+
+def render() -> dict[str, str]:
+    """Return the text of each page by its place in the site."""
+    names: dict[ApiPage, list[str]] = {page: [] for page in PAGES}
+    for name in geartrain.__all__:
+        if name not in NOT_ON_THESE_PAGES:
+            names[page_of(geartrain._HOME_OF[name])].append(name)
+    pages = {f"reference/api/{page.name}.md": _page(page, found) for page, found in names.items()}
+    pages["reference/api/index.md"] = _index(names)
+    return pages
+
+
+def _page(page: ApiPage, names: list[str]) -> str:
+    parts = [f"# {page.title}", "```python\nimport geartrain as gt\n```"]
+    parts += [f"::: geartrain.{name}" for name in sorted(names, key=str.lower)]
+    if page.returned:
+        parts.append("## What these return")
+        parts += [f"::: {path}\n    options:\n      heading_level: 3" for path in page.returned]
+    return "\n\n".join(parts) + "\n"
+
+
+def _index(names: dict[ApiPage, list[str]]) -> str:
+    lines = ["# API", "", "Every public name of `import geartrain as gt`.", ""]
+    for page, found in names.items():
+        links = [f"[{name}]({page.name}.md#geartrain.{name})" for name in sorted(found, key=str.lower)]
+        lines += [f"**[{page.title}]({page.name}.md)**: {' · '.join(links)}", ""]
+    return "\n".join([*lines, "**[Errors](../errors.md)**: `gt.errors`, the whole tree.", ""])

@@ -1,0 +1,72 @@
+"""mkdocs hooks: pages that are made from the code when the site is built, so that none can grow stale.
+
+``make docs`` runs them (mkdocs.yml names this file). What cannot be right is logged as a warning, and ``strict: true``
+makes an error of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import api_pages
+import cli_page
+import configuration_page
+import errors_page
+import wire_page
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DECISIONS = "decisions"
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages into the navigation that are many: ``FOLDER/*`` there stands for them."""
+    found = sorted((Path(config.docs_dir) / DECISIONS).glob("[0-9]*.md"))
+    decisions = [f"{DECISIONS}/index.md", *(f"{DECISIONS}/{path.name}" for path in found)]
+    config.nav = _expanded(config.nav, {f"{DECISIONS}/*": decisions, "reference/api/*": sorted(api_pages.render())})
+    return config
+
+
+def _expanded(nav: Any, patterns: dict[str, list[str]]) -> Any:
+    """``nav`` with each of the ``patterns`` replaced by the pages it stands for."""
+    if isinstance(nav, dict):
+        return {title: _expanded(entry, patterns) for title, entry in nav.items()}
+    if isinstance(nav, list):
+        return [page for entry in nav for page in patterns.get(str(entry), [_expanded(entry, patterns)])]
+    return nav
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    for name, text in _generated(Path(config.docs_dir)).items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def _generated(docs: Path) -> dict[str, str]:
+    return {
+        **api_pages.render(),
+        "reference/cli.md": cli_page.render(),
+        "reference/configuration.md": configuration_page.render(),
+        "reference/errors.md": errors_page.render(),
+        "reference/wire.md": wire_page.render(REPOSITORY / "proto"),
+        f"{DECISIONS}/index.md": _decisions(docs / DECISIONS),
+        "project/contributing.md": _from_root("CONTRIBUTING.md"),
+        "project/changelog.md": _from_root("CHANGELOG.md"),
+    }
+
+
+def _decisions(folder: Path) -> str:
+    """The list of the decisions by their titles."""
+    lines = ["# Decisions", "", "Choices that somebody could want to change: context, choice, measured reason.", ""]
+    for path in sorted(folder.glob("[0-9]*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        lines.append(f"- [{title}]({path.name})")
+    return "\n".join(lines) + "\n"
+
+
+def _from_root(name: str) -> str:
+    """A page of the repository's root; its links to docs/ become links of the site."""
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    return text.replace("](docs/", "](../").replace("](CHANGELOG.md", "](changelog.md")

@@ -1,0 +1,175 @@
+"""Each tutorial of the site does what it says: its blocks are taken from the page and run, in the order of the page.
+
+A ``python`` block with a title is a file, those without one are a single program. An ``sh`` block with the title of a terminal
+is typed there; one without a title is for the reader alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', flags=re.DOTALL | re.MULTILINE)
+ADDRESS = "127.0.0.1:7000"
+"""What the pages say; a test's cluster listens at a free port."""
+DEADLINE_SECONDS = 90
+
+
+@dataclass
+class Block:
+    """A piece of code of a page."""
+
+    language: str
+    title: str
+    code: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (TUTORIALS / page).read_text(encoding="utf-8")
+    return [Block(language, title or "", code) for language, title, code in FENCE.findall(text)]
+
+
+class Reader:
+    """Somebody who does what a tutorial says, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = ADDRESS
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "GEARTRAIN_SCHEDULER__LISTEN": "127.0.0.1:0"}
+
+    def save(self, block: Block) -> None:
+        (self.folder / block.title).write_text(block.code.replace(ADDRESS, self.address), encoding="utf-8")
+
+    def type(self, block: Block) -> str:
+        """Run a block and return what it prints."""
+        command = block.code.replace(ADDRESS, self.address)
+        done = subprocess.run(
+            ["bash", "-euc", command],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    @contextmanager
+    def running(self, block: Block) -> Iterator[Path]:
+        """Leave a block running in a terminal of its own; yields the file that shows what it prints."""
+        shown = self.folder / f"{block.title}.txt"
+        command = f"exec {block.code.replace(ADDRESS, self.address)}"
+        with (
+            shown.open("wb") as out,
+            subprocess.Popen(
+                ["bash", "-euc", command], cwd=self.folder, env=self.environment, stdout=out, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            try:
+                yield shown
+            finally:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(30)
+                finally:
+                    process.kill()
+
+    def await_cluster(self, shown: Path) -> None:
+        """Wait until ``geartrain up`` says where it listens."""
+        found = await_text(shown, r'scheduler"?:? "?(127\.0\.0\.1:\d+)')
+        self.address = found.group(1)
+        self.environment |= {"GEARTRAIN_SERVER__SCHEDULER": self.address}
+
+
+def await_text(shown: Path, pattern: str) -> re.Match[str]:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    text = ""
+    while time.monotonic() < deadline:
+        if shown.exists() and (found := re.search(pattern, text := shown.read_text(encoding="utf-8"))):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{pattern!r} is not in what was printed:\n{text}")
+
+
+def run_program(page: str, folder: Path) -> str:
+    """Run the untitled Python blocks of a page as one program."""
+    code = "\n".join(block.code for block in blocks_of(page) if block.language == "python" and not block.title)
+    (folder / "program.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_of(printed: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+def test_the_first_head_learns_and_is_the_same_after_a_restore(tmp_path: Path) -> None:
+    printed = run_program("first-head.md", tmp_path)
+    losses = losses_of(printed)
+    assert losses[-1] < losses[0] / 2, printed
+    assert float(re.search(r"right at once: (\S+)", printed)[1]) > 0.8, printed
+    assert float(re.search(r"after the restore: (\S+)", printed)[1]) > 0.95, printed
+
+
+def test_a_slow_gear_learns_and_serves_most_features_from_its_cache(tmp_path: Path) -> None:
+    printed = run_program("slow-gear.md", tmp_path)
+    losses = losses_of(printed)
+    assert losses[-1] < losses[0] / 2, printed
+    assert int(re.search(r"(\d+) % of the features", printed)[1]) > 50, printed
+    assert ", 0 waiting" in printed
+
+
+def test_the_first_cluster_trains_saves_and_restores(tmp_path: Path) -> None:
+    up, *rest = [block for block in blocks_of("first-cluster.md") if block.title]
+    reader = Reader(tmp_path)
+    with reader.running(up) as shown:
+        reader.await_cluster(shown)
+        printed = ""
+        for block in rest:
+            if block.language == "python":
+                reader.save(block)
+            else:
+                assert block.title == "terminal 2"
+                printed += reader.type(block)
+    losses = losses_of(printed)
+    assert losses[-1] < 1 < losses[0], printed
+    assert "step-000000050" in printed
+    assert (tmp_path / "sku.safetensors").stat().st_size > 0
+    assert "sku" in printed.rpartition("ready:")[2], printed
+
+
+def test_a_training_whose_shard_is_killed_ends_with_the_loss_of_an_undisturbed_one(tmp_path: Path) -> None:
+    up, train, second, third = [block for block in blocks_of("recover.md") if block.title]
+    reader = Reader(tmp_path)
+    with reader.running(up):
+        reader.await_cluster(tmp_path / "cluster.json")
+        reader.save(train)
+        with reader.running(second) as shown:
+            await_text(shown, "saved at step 100")
+            reader.type(third)
+            disturbed = await_text(shown, r"last loss (\S+)").group(1)
+            assert "going on from step" in shown.read_text(encoding="utf-8")
+        shutil.rmtree(tmp_path / "snapshots")
+        undisturbed = reader.type(second)
+    assert "going on" not in undisturbed
+    assert losses_of(undisturbed)[-1] == float(disturbed)
