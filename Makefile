@@ -16,7 +16,7 @@ SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
 PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q $(PIP_ARGS)
 
-.PHONY: help quickstart install dev test campaign lint format proto bench gpu-check compose-check links clean
+.PHONY: help quickstart install dev test docs campaign lint format proto bench gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -39,14 +39,18 @@ $(STAMP): $(BUILD_FILES) | $(BIN)/python
 
 $(DEV_STAMP): $(BUILD_FILES) | $(BIN)/python
 	@echo "Installing Geartrain, what it needs and the development tools into $(VENV)."
-	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev,docs]'
 	@touch $@ $(STAMP)
 
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
 
-test: dev  ## every test, a process for each core and one more (TEST_JOBS=0: in one process)
+test: dev links  ## every test, a process for each core and one more (TEST_JOBS=0: in one process)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+docs: dev links  ## the documentation site in site/, strictly: a broken link or a missing docstring fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@echo "site/index.html; with its search: $(BIN)/python -m http.server -d site"
 
 campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one seed again: ONLY=kills SEED=123
 	$(BIN)/python -m tests.faults.campaign --budget-minutes $(or $(BUDGET_MINUTES),40) \
@@ -75,5 +79,5 @@ compose-check:  ## docker-compose.yml for real: up, healthy, a training against 
 	scripts/compose_check.sh
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ams bridge workers geartrain tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,9 @@ class ApiPage:
 
 
 PAGES = (
+    ApiPage(
+        "heads", "Class heads", ("geartrain.bridge.head", "geartrain.bridge.rows.optimizer", "geartrain.ams.programs")
+    ),
     ApiPage("optimizers", "Optimizers and first values", ("geartrain.ams.values.specs",)),
     ApiPage(
         "clusters",
@@ -33,7 +36,6 @@ PAGES = (
             "geartrain.ams.client.writes.Write",
         ),
     ),
-    ApiPage("heads", "Class heads", ("geartrain.bridge.head", "geartrain.bridge.rows.optimizer")),
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),
 )

@@ -20,28 +20,27 @@ server:
   shards: 2  # in one process each, so two server processes
 ```
 
-A setting comes from one YAML file, then from the environment, then from a flag; each overrides the one before. The setting
-`server.memory_bytes` is `memory_bytes` in the section `server` of the file, and `GEARTRAIN_SERVER__MEMORY_BYTES` in the
-environment. A mistyped key is an error that suggests the right one.
+A setting comes from one YAML file, then from the environment, then from a flag; each overrides the one before. The
+setting `server.memory_bytes` is `memory_bytes` in the section `server` of the file, and
+`GEARTRAIN_SERVER__MEMORY_BYTES` in the environment. A mistyped key is an error that suggests the right one.
 
-`geartrain config show` prints the settings in force, as a file with a comment for each; `geartrain config validate FILE` says
-whether a file is right.
+`geartrain config show` prints the settings in force, as a file with comments. `geartrain config validate FILE`
+says whether a file is right.
 """
 
 
 def render() -> str:
     """Return the page: a table for each section."""
     whole = {key: ClusterConfig.model_fields[key] for key in configuration.WHOLE_KEYS}
-    parts = [INTRODUCTION, "## Keys of no section", _table("", whole)]
+    parts = [INTRODUCTION, "## Keys of no section", _table(whole)]
     for name, section in configuration.SECTIONS.items():
-        parts += [f"## `{name}`", " ".join((section.__doc__ or "").split()), _table(name, section.model_fields)]
+        parts += [f"## `{name}`", " ".join((section.__doc__ or "").split()), _table(section.model_fields)]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(section: str, fields: dict[str, FieldInfo]) -> str:
+def _table(fields: dict[str, FieldInfo]) -> str:
     lines = ["| Key | Default | What it is |", "|---|---|---|"]
     for key, field in fields.items():
-        # The model's texts are prose in which None stands for "not given".
         description = " ".join((field.description or "").split())
         lines.append(f"| `{key}` | {_default(field)} | {_escaped(description)} |")
     return "\n".join(lines)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
 logger = logging.getLogger("mkdocs.geartrain")
 ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):`~?([^`]+)`")
+FIELD_DEFAULT = re.compile(r"^Field\(default=([^,)]+).*$")
 
 
 class Docstrings(griffe.Extension):
-    """Roles of reStructuredText become code, and a public name without a docstring a warning, which fails the build."""
+    """Roles of reStructuredText become code, fields a table; a public name without a docstring fails the build."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one docstring."""
@@ -26,18 +28,36 @@ class Docstrings(griffe.Extension):
             return
         for name in pkg.exports or ():
             member = pkg.members[str(name)]
-            if isinstance(member, griffe.Alias):
-                found = loader.modules_collection[member.target_path]
-                for undocumented in _without_docstring(found):
-                    logger.warning(f"{undocumented.path} is public and has no docstring")
+            found = loader.modules_collection[member.target_path] if isinstance(member, griffe.Alias) else member
+            for undocumented in _without_docstring(found):
+                logger.warning(f"{undocumented.path} is public and has no docstring")
+            if isinstance(found, griffe.Class):
+                _put_fields_into_a_table(found)
 
 
-def _without_docstring(found: griffe.Object | griffe.Alias) -> list[griffe.Object | griffe.Alias]:
-    if found.is_module:
-        return []
-    members = (
-        [m for n, m in found.members.items() if not n.startswith("_") and (m.is_function or m.is_class)]
-        if (found.is_class)
-        else []
-    )
-    return [each for each in (found, *members) if not each.has_docstring]
+def _without_docstring(found: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:
+    if found.is_attribute:  # a constant, such as the version
+        return
+    members = found.members.items() if found.is_class else ()
+    public = [
+        member for name, member in members if not name.startswith("_") and (member.is_function or member.is_class)
+    ]
+    yield from (each for each in (found, *public) if not each.has_docstring)
+
+
+def _put_fields_into_a_table(found: griffe.Class) -> None:
+    """Fields that are documented one by one, as those of dataclasses are, take a line each instead of a section."""
+    fields = {
+        name: member
+        for name, member in found.members.items()
+        if member.is_attribute and "property" not in member.labels and member.docstring is not None
+    }
+    if not fields or found.docstring is None:
+        return
+    lines = []
+    for name, field in fields.items():
+        default = "" if field.value is None else FIELD_DEFAULT.sub(r"\1", str(field.value))
+        text = " ".join(field.docstring.value.split())
+        lines.append(f"    {name}: {text}{f' Default: `{default}`.' if default else ''}")
+        field.docstring = None  # shown above, so not once more
+    found.docstring.value += "\n\nAttributes:\n" + "\n".join(lines)

@@ -19,8 +19,8 @@ with gt.local() as cluster:
         print(error)  # names the id, what is legal, and the remedy
 ```
 
-Every error that Geartrain raises on purpose is a `gt.errors.GeartrainError`. A caller's mistake is a `ValueError`, too; a role
-that does not answer is a `ConnectionError`. Over the wire an error travels by its name.
+All that Geartrain raises on purpose is a `gt.errors.GeartrainError`. A caller's mistake is a `ValueError`, too; a
+role that does not answer is a `ConnectionError`. Over the wire an error travels by its name.
 """
 
 

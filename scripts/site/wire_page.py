@@ -6,7 +6,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+)
 
 INTRODUCTION = """# The wire
 
@@ -14,12 +20,14 @@ INTRODUCTION = """# The wire
 python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. proto/geartrain/ams/pb/v1/*.proto
 ```
 
-Any language that has gRPC can create a table, pull, push and take snapshots with stubs of these files. Rows and ids are raw
-little-endian bytes beside a small header. A role of another version is refused by the numbers that calls carry, not by guesses.
+Any language that has gRPC can create a table, pull, push and take snapshots with stubs of these files. Rows and ids are
+raw little-endian bytes beside a small header.
 """
-_MESSAGE, _FIELD, _NESTED, _ENUM = 4, 2, 3, 4  # field numbers within descriptor.proto, of which its paths are made
-_FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE, _SERVICE_METHOD, _ENUM_VALUE, _SYNTAX = 4, 5, 6, 2, 2, 12
-Path_ = tuple[int, ...]
+# Field numbers of descriptor.proto, of which the paths of its comments are made.
+_FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE, _SYNTAX = 4, 5, 6, 12
+_FIELD, _NESTED, _NESTED_ENUM, _SERVICE_METHOD, _ENUM_VALUE = 2, 3, 4, 2, 2
+DescriptorPath = tuple[int, ...]
+Comments = dict[DescriptorPath, str]
 
 
 def render(proto: Path) -> str:
@@ -45,12 +53,7 @@ def render(proto: Path) -> str:
             ]
             parts.append("\n".join(["| RPC | Takes | Answers | |", "|---|---|---|---|", *rows]))
         for number, enum in enumerate(file.enum_type):
-            parts += [f"### Enum `{enum.name}`", comments.get((_FILE_ENUM, number), "")]
-            rows = [
-                f"| `{v.name}` | {v.number} | {comments.get((_FILE_ENUM, number, _ENUM_VALUE, at), '')} |"
-                for at, v in enumerate(enum.value)
-            ]
-            parts.append("\n".join(["| Value | Number | |", "|---|---|---|", *rows]))
+            parts += _enum(enum, (_FILE_ENUM, number), comments, enum.name)
         for number, message in enumerate(file.message_type):
             parts += _message(message, (_FILE_MESSAGE, number), comments, message.name)
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -74,7 +77,7 @@ def _compiled(proto: Path) -> Iterator[FileDescriptorProto]:
         yield from FileDescriptorSet.FromString(out.read_bytes()).file
 
 
-def _message(message: DescriptorProto, path: Path_, comments: dict[Path_, str], name: str) -> list[str]:
+def _message(message: DescriptorProto, path: DescriptorPath, comments: Comments, name: str) -> list[str]:
     parts = [f"### `{name}` {{ #{name} }}", comments.get(path, "")]
     rows = [
         f"| {field.number} | `{field.name}` | {_field_type(field, message)} | {comments.get((*path, _FIELD, at), '')} |"
@@ -82,10 +85,21 @@ def _message(message: DescriptorProto, path: Path_, comments: dict[Path_, str], 
     ]
     if rows:
         parts.append("\n".join(["| Number | Field | Type | |", "|---|---|---|---|", *rows]))
+    for at, enum in enumerate(message.enum_type):
+        parts += _enum(enum, (*path, _NESTED_ENUM, at), comments, f"{name}.{enum.name}")
     for at, nested in enumerate(message.nested_type):
         if not nested.options.map_entry:
             parts += _message(nested, (*path, _NESTED, at), comments, f"{name}.{nested.name}")
     return parts
+
+
+def _enum(enum: EnumDescriptorProto, path: DescriptorPath, comments: Comments, name: str) -> list[str]:
+    rows = [
+        f"| `{value.name}` | {value.number} | {comments.get((*path, _ENUM_VALUE, at), '')} |"
+        for at, value in enumerate(enum.value)
+    ]
+    table = "\n".join(["| Value | Number | |", "|---|---|---|", *rows])
+    return [f"### Enum `{name}` {{ #{name} }}", comments.get(path, ""), table]
 
 
 def _field_type(field: FieldDescriptorProto, message: DescriptorProto) -> str:

@@ -1,7 +1,7 @@
 """Each tutorial of the site does what it says: its blocks are taken from the page and run, in the order of the page.
 
-A ``python`` block with a title is a file, those without one are a single program. An ``sh`` block with the title of a terminal
-is typed there; one without a title is for the reader alone.
+A ``python`` block with a title is a file, those without one are a single program. An ``sh`` block with the title of a
+terminal is typed there; one without a title is for the reader alone.
 """
 
 from __future__ import annotations
