@@ -23,7 +23,9 @@ PAGES = (
     ApiPage(
         "heads", "Class heads", ("geartrain.bridge.head", "geartrain.bridge.rows.optimizer", "geartrain.ams.programs")
     ),
-    ApiPage("optimizers", "Optimizers and first values", ("geartrain.ams.values.specs",)),
+    ApiPage(
+        "optimizers", "Optimizers and first values", ("geartrain.ams.values.specs", "geartrain.ams.values.optimizers")
+    ),
     ApiPage(
         "clusters",
         "Clusters and tables",
