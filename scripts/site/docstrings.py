@@ -50,7 +50,7 @@ def _put_fields_into_a_table(found: griffe.Class) -> None:
     fields = {
         name: member
         for name, member in found.members.items()
-        if member.is_attribute and "property" not in member.labels and member.docstring is not None
+        if member.is_attribute and member.docstring is not None and not (member.labels & {"property"} or name[0] == "_")
     }
     if not fields or found.docstring is None:
         return
