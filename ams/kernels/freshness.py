@@ -1,6 +1,6 @@
 """Which cached entries may still be used: the compiled inner loop of a cache, typed.
 
-:func:`geartrain.ams.kernels.reference.slots.judge` is the specification. C entries of the cache, N of one call.
+:func:`geartrain.ams.kernels.reference.position_lru.judge` is the specification. C entries of the cache, N of one call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Judged(NamedTuple):
 
 
 def judge(
-    slots: npt.NDArray[np.int64] | None,
+    positions: npt.NDArray[np.int64] | None,
     versions: npt.NDArray[np.int64],
     times: npt.NDArray[np.float64],
     *,
@@ -42,16 +42,16 @@ def judge(
     age_counts: npt.NDArray[np.int64],
     lag_counts: npt.NDArray[np.int64],
 ) -> Judged:
-    """Look at entries ``slots`` [N] of ``versions`` and ``times`` [C]; None: at all.
+    """Look at entries ``positions`` [N] of ``versions`` and ``times`` [C]; None: at all.
 
     An entry is a hit if |now − time| < expire_seconds and |dense_version − version| <= max_version_lag (None: any).
     Its age and lag are counted, in place: ages in ``age_counts`` [E + 1] between ascending ``age_edges`` [E], lags in
     ``lag_counts`` [L] by their number of bits, the last for L − 1 bits and more. About 5 ns an entry.
     """
-    count = len(versions) if slots is None else len(slots)
+    count = len(versions) if positions is None else len(positions)
     out_versions, out_times, hits = np.empty(count, np.int64), np.empty(count), np.empty(count, np.bool_)
     numbers = _core.judge(
-        slots,
+        positions,
         versions,
         times,
         now,

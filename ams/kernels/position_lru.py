@@ -1,6 +1,7 @@
-"""Which slot of a slab an id has, and which ids were used least recently: the index of caches and queues.
+"""Which position of a slab an id has, and which ids were used least recently: the index of caches and queues.
 
-:class:`geartrain.ams.kernels.reference.slots.SlotIndex` is the specification. N ids of one call; slots are int64 [N].
+:class:`geartrain.ams.kernels.reference.position_lru.PositionLru` is the specification. N ids of one call; positions are
+int64 [N].
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from geartrain.ams.kernels.ops import checked_ids
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 
-Slots = npt.NDArray[np.int64]
-MOST_SLOTS = 2**31 - 2
+Positions = npt.NDArray[np.int64]
+MOST_POSITIONS = 2**31 - 2
 
 
-class SlotIndex:
-    """id → slot in [0, capacity), in order of last use.
+class PositionLru:
+    """id → position in [0, capacity), in order of last use.
 
     Each id costs O(1); an entry takes 48 to 64 bytes. Each call is atomic for the threads of a process: it holds the
     GIL, about 10 µs for 1,000 ids.
@@ -26,27 +27,27 @@ class SlotIndex:
 
     def __init__(self, capacity: int) -> None:
         """Raises InvalidArgument unless 1 <= capacity <= 2**31 - 2."""
-        self._index = _core.SlotIndex(_checked(capacity))
+        self._index = _core.PositionLru(_checked(capacity))
 
     def __len__(self) -> int:
         return self._index.size
 
     @property
     def capacity(self) -> int:
-        """How many ids can have a slot."""
+        """How many ids can have a position."""
         return self._index.capacity
 
-    def find(self, ids: Ids, *, touch: bool) -> Slots:
-        """Return the slot of each id [N], or -1. ``touch``: what is found becomes the most recently used, in order."""
+    def find(self, ids: Ids, *, touch: bool) -> Positions:
+        """Return the position of each id [N], or -1. ``touch``: what is found counts as used now, in order."""
         ids = checked_ids(ids)
-        slots = np.empty_like(ids)
-        self._index.find(ids, slots, touch)
-        return slots
+        positions = np.empty_like(ids)
+        self._index.find(ids, positions, touch)
+        return positions
 
-    def place(self, ids: Ids) -> tuple[Slots, int]:
-        """Give each id its slot [N] and make it the most recently used, in order.
+    def place(self, ids: Ids) -> tuple[Positions, int]:
+        """Give each id its position [N] and make it the most recently used, in order.
 
-        Where no slot is free, the least recently used id loses its own; returns how many did.
+        Where no position is free, the least recently used id loses its own; returns how many did.
 
         Args:
             ids: [N] distinct (the caller's duty), at most ``capacity``.
@@ -56,30 +57,30 @@ class SlotIndex:
         """
         ids = checked_ids(ids)
         if len(ids) > self.capacity:
-            raise InvalidIds(f"{len(ids)} ids were given at once; there are {self.capacity} slots: grow() first")
-        slots = np.empty_like(ids)
-        return slots, self._index.place(ids, slots)
+            raise InvalidIds(f"{len(ids)} ids were given at once; there are {self.capacity} positions: grow() first")
+        positions = np.empty_like(ids)
+        return positions, self._index.place(ids, positions)
 
-    def remove(self, ids: Ids) -> Slots:
-        """Free the slots of these ids; return them [N], -1 where there was none."""
+    def remove(self, ids: Ids) -> Positions:
+        """Free the positions of these ids; return them [N], -1 where there was none."""
         ids = checked_ids(ids)
-        slots = np.empty_like(ids)
-        self._index.remove(ids, slots)
-        return slots
+        positions = np.empty_like(ids)
+        self._index.remove(ids, positions)
+        return positions
 
-    def oldest(self, count: int) -> tuple[Ids, Slots]:
-        """Return up to ``count`` ids and their slots, the least recently used first. O(count)."""
+    def oldest(self, count: int) -> tuple[Ids, Positions]:
+        """Return up to ``count`` ids and their positions, the least recently used first. O(count)."""
         count = min(count, len(self))
-        ids, slots = np.empty(count, np.int64), np.empty(count, np.int64)
-        self._index.oldest(ids, slots)
-        return ids, slots
+        ids, positions = np.empty(count, np.int64), np.empty(count, np.int64)
+        self._index.oldest(ids, positions)
+        return ids, positions
 
     def grow(self, capacity: int) -> None:
-        """Have at least this many slots; those given keep their numbers. O(capacity) where it is more than before."""
+        """Have at least this many positions; those given stay. O(capacity) where it is more than before."""
         self._index.grow(_checked(capacity))
 
 
 def _checked(capacity: int) -> int:
-    if not 1 <= capacity <= MOST_SLOTS:
-        raise InvalidArgument(f"capacity is {capacity}; it must lie in [1, {MOST_SLOTS}]")
+    if not 1 <= capacity <= MOST_POSITIONS:
+        raise InvalidArgument(f"capacity is {capacity}; it must lie in [1, {MOST_POSITIONS}]")
     return capacity

@@ -1,6 +1,6 @@
 """What a gradient batcher knows: gradients by id, who sent them, and what became of them. No clock decides, no I/O.
 
-Shapes: N ids of one call, K ids of the batch taken, S sources, D width, C slots.
+Shapes: N ids of one call, K ids of the batch taken, S sources, D width, C positions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.position_lru import SlotIndex, Slots
+from geartrain.ams.kernels.position_lru import PositionLru, Positions
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.ams.values.specs import Ids
 
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
-FATES = tuple(one.name for one in fields(GearAccount))
+OUTCOMES = tuple(one.name for one in fields(GearAccount))
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TakenBatch:
 class BatchState:
     """See the head of this file. Not thread-safe.
 
-    Memory: (4 D + 8 S + 113) bytes a slot.
+    Memory: (4 D + 8 S + 113) bytes a position.
     """
 
     def __init__(self, dim: int, gradients_per_id: int, ids_per_update: int = 1) -> None:
@@ -57,12 +57,12 @@ class BatchState:
         """Of the last add of each source that counted."""
         self.sources: dict[str, int] = {}
         """Their columns."""
-        self.fates: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, np.int64) for name in FATES}
+        self.outcomes: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, np.int64) for name in OUTCOMES}
         """Each [S]."""
         self.adds = 0
         self._latest = -np.inf
         """When the last add came. First times never fall in the order of arrival: see ``not_after``."""
-        self._index = SlotIndex(_FIRST_CAPACITY)
+        self._index = PositionLru(_FIRST_CAPACITY)
         self._ids = np.zeros(_FIRST_CAPACITY, np.int64)
         self._sums = np.zeros((_FIRST_CAPACITY, dim), np.float32)
         self._counts = np.zeros((_FIRST_CAPACITY, 0), np.int64)
@@ -75,8 +75,8 @@ class BatchState:
         """Has M gradients and is not due, for want of company."""
         self._full_gradients = 0
         """In those."""
-        self._due: list[Slots] = []
-        """Slots in the order in which they became due."""
+        self._due: list[Positions] = []
+        """Positions in the order in which they became due."""
 
     def __len__(self) -> int:
         """Ids that have gradients which were not taken."""
@@ -107,39 +107,39 @@ class BatchState:
             ("dropped_stale", dropped_stale),
             ("non_finite", non_finite),
         ):
-            self.fates[name][column] += count
+            self.outcomes[name][column] += count
         if not len(ids):
             return
-        slots = self._slots_of(ids, now)
+        positions = self._positions_of(ids, now)
         with np.errstate(over="ignore", invalid="ignore"):  # beyond float32: found when it is taken
-            self._sums[slots] += gradients
-        self._counts[slots, column] += 1
-        self._versions[slots] = np.minimum(self._versions[slots], versions)
+            self._sums[positions] += gradients
+        self._counts[positions, column] += 1
+        self._versions[positions] = np.minimum(self._versions[positions], versions)
         if not np.isnan(lr):
-            self._lrs[slots], self._last_add[slots] = lr, self.adds
-        already = int(np.count_nonzero(self._is_due[slots]))
-        self.fates["due"][column] += already
-        self.fates["waiting"][column] += len(ids) - already
-        self._gather(slots[~self._is_due[slots]])
+            self._lrs[positions], self._last_add[positions] = lr, self.adds
+        already = int(np.count_nonzero(self._is_due[positions]))
+        self.outcomes["due"][column] += already
+        self.outcomes["waiting"][column] += len(ids) - already
+        self._gather(positions[~self._is_due[positions]])
 
     def close(self, ids: Ids) -> None:
         """Make the batches of these ids due, full or not. Ids without one are left out."""
-        slots = self._index.find(ids, touch=False)
-        slots = slots[slots >= 0]
-        self._make_due(slots[~self._is_due[slots]])
+        positions = self._index.find(ids, touch=False)
+        positions = positions[positions >= 0]
+        self._make_due(positions[~self._is_due[positions]])
 
     def waiting_ids(self, until: float = np.inf) -> Ids:
         """Ids whose batch is not due, those that waited longest first; ``until``: only what came no later."""
-        slots = self._arrived(until)
-        return self._ids[slots[~self._is_due[slots] & (self._first_times[slots] <= until)]]
+        positions = self._arrived(until)
+        return self._ids[positions[~self._is_due[positions] & (self._first_times[positions] <= until)]]
 
     def earliest(self) -> float:
         """No gradient of a batch that is not due came earlier; infinity where there is none."""
-        _, slots = self._index.oldest(_SCANNED)
-        waiting = slots[~self._is_due[slots]]
+        _, positions = self._index.oldest(_SCANNED)
+        waiting = positions[~self._is_due[positions]]
         if len(waiting):
             return float(self._first_times[waiting[0]])
-        return np.inf if len(slots) == len(self._index) else float(self._first_times[slots[-1]])
+        return np.inf if len(positions) == len(self._index) else float(self._first_times[positions[-1]])
 
     def not_after(self, now: float) -> None:
         """The clock was set back: nothing came later than it says now."""
@@ -147,7 +147,7 @@ class BatchState:
 
     def due_ids(self, limit: int | None) -> Ids:
         """Ids whose batch is due, the first that became so first; at most ``limit``."""
-        return self._ids[self._due_slots()[:limit]]
+        return self._ids[self._due_positions()[:limit]]
 
     @property
     def num_due(self) -> int:
@@ -156,17 +156,19 @@ class BatchState:
 
     def sums(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Sums [N, D] and counts [N] of ids that have them."""
-        slots = self._index.find(ids, touch=False)
-        return self._sums[slots], self._counts[slots].sum(1)
+        positions = self._index.find(ids, touch=False)
+        return self._sums[positions], self._counts[positions].sum(1)
 
     def take(self, ids: Ids) -> TakenBatch:
         """Take the due batches of these ids [K] out. There must be none out."""
         assert self.taken is None
-        slots = self._release(ids)
+        positions = self._release(ids)
         self.number += 1
-        newest = slots[np.argmax(self._last_add[slots])]
+        newest = positions[np.argmax(self._last_add[positions])]
         lr = float(self._lrs[newest]) if self._last_add[newest] else float("nan")
-        self.taken = TakenBatch(self.number, ids, self._sums[slots], self._counts[slots], self._versions[slots], lr)
+        self.taken = TakenBatch(
+            self.number, ids, self._sums[positions], self._counts[positions], self._versions[positions], lr
+        )
         return self.taken
 
     def discard(self, ids: Ids) -> None:
@@ -200,34 +202,34 @@ class BatchState:
     def account(self, source: str | None) -> GearAccount:
         """Of one source, or of all together."""
         if source is None:
-            return GearAccount(**{name: int(counts.sum()) for name, counts in self.fates.items()})
+            return GearAccount(**{name: int(counts.sum()) for name, counts in self.outcomes.items()})
         column = self.sources.get(source)
         if column is None:
             return GearAccount()
-        return GearAccount(**{name: int(counts[column]) for name, counts in self.fates.items()})
+        return GearAccount(**{name: int(counts[column]) for name, counts in self.outcomes.items()})
 
-    def _arrived(self, until: float) -> Slots:
-        """The slots of all that came no later, and perhaps of some that came after. O(their number)."""
+    def _arrived(self, until: float) -> Positions:
+        """The positions of all that came no later, and perhaps of some that came after. O(their number)."""
         count = _SCANNED
         while True:
-            _, slots = self._index.oldest(count)
-            if len(slots) < count or self._first_times[slots[-1]] > until:
-                return slots
+            _, positions = self._index.oldest(count)
+            if len(positions) < count or self._first_times[positions[-1]] > until:
+                return positions
             count *= 4
 
     def _column(self, source: str) -> int:
         column = self.sources.setdefault(source, len(self.sources))
         if column == self._counts.shape[1]:
             self._counts = np.pad(self._counts, ((0, 0), (0, 1)))
-            self.fates = {name: np.append(counts, 0) for name, counts in self.fates.items()}
+            self.outcomes = {name: np.append(counts, 0) for name, counts in self.outcomes.items()}
             if self.taken is not None:
                 self.taken.counts = np.pad(self.taken.counts, ((0, 0), (0, 1)))
         return column
 
-    def _slots_of(self, ids: Ids, now: float) -> Slots:
-        """The slots of distinct ids; a new one's is cleared. The order of the index stays that of arrival."""
-        slots = self._index.find(ids, touch=False)
-        new = slots < 0
+    def _positions_of(self, ids: Ids, now: float) -> Positions:
+        """The positions of distinct ids; a new one's is cleared. The order of the index stays that of arrival."""
+        positions = self._index.find(ids, touch=False)
+        new = positions < 0
         if new.any():
             self._make_room(int(np.count_nonzero(new)))
             fresh, _ = self._index.place(ids[new])
@@ -236,8 +238,8 @@ class BatchState:
             self._versions[fresh] = np.iinfo(np.int64).max
             self._lrs[fresh], self._first_times[fresh] = 0, now
             self._is_due[fresh], self._is_full[fresh] = False, False
-            slots[new] = fresh
-        return slots
+            positions[new] = fresh
+        return positions
 
     def _make_room(self, count: int) -> None:
         have = self._index.capacity
@@ -249,43 +251,43 @@ class BatchState:
             slab = getattr(self, f"_{name}")
             setattr(self, f"_{name}", np.concatenate([slab, np.zeros((more, *slab.shape[1:]), slab.dtype)]))
 
-    def _gather(self, slots: Slots) -> None:
-        """Of these slots, which are not due and have one gradient more than before, let full ones wait for company."""
-        counts = self._counts[slots].sum(1)
+    def _gather(self, positions: Positions) -> None:
+        """Let the full ones of these wait for company: they are not due and have one gradient more than before."""
+        counts = self._counts[positions].sum(1)
         full = counts >= self.gradients_per_id
         if not full.any():
             return
-        slots, counts = slots[full], counts[full]
-        self._full_gradients += int(np.where(self._is_full[slots], 1, counts).sum())
-        self._is_full[slots] = False
+        positions, counts = positions[full], counts[full]
+        self._full_gradients += int(np.where(self._is_full[positions], 1, counts).sum())
+        self._is_full[positions] = False
         if self._full_gradients >= self.ids_per_update * self.gradients_per_id:
-            company = np.flatnonzero(self._is_full) if self._full_gradients > counts.sum() else slots[:0]
-            self._is_full[slots] = True
-            self._make_due(np.concatenate([company, slots]))
+            company = np.flatnonzero(self._is_full) if self._full_gradients > counts.sum() else positions[:0]
+            self._is_full[positions] = True
+            self._make_due(np.concatenate([company, positions]))
         else:
-            self._is_full[slots] = True
+            self._is_full[positions] = True
 
-    def _make_due(self, slots: Slots) -> None:
-        if len(slots):
-            self._full_gradients -= int(self._counts[slots[self._is_full[slots]]].sum())
-            self._is_full[slots] = False
-            self._is_due[slots] = True
-            self._due.append(slots)
-            self._move("waiting", "due", self._counts[slots])
+    def _make_due(self, positions: Positions) -> None:
+        if len(positions):
+            self._full_gradients -= int(self._counts[positions[self._is_full[positions]]].sum())
+            self._is_full[positions] = False
+            self._is_due[positions] = True
+            self._due.append(positions)
+            self._move("waiting", "due", self._counts[positions])
 
-    def _due_slots(self) -> Slots:
-        slots = np.concatenate([np.empty(0, np.int64), *self._due])
-        self._due = [slots]
-        return slots
+    def _due_positions(self) -> Positions:
+        positions = np.concatenate([np.empty(0, np.int64), *self._due])
+        self._due = [positions]
+        return positions
 
-    def _release(self, ids: Ids) -> Slots:
-        slots = self._index.remove(ids)
-        self._is_due[slots] = False
-        due = self._due_slots()
+    def _release(self, ids: Ids) -> Positions:
+        positions = self._index.remove(ids)
+        self._is_due[positions] = False
+        due = self._due_positions()
         self._due = [due[self._is_due[due]]]
-        return slots
+        return positions
 
-    def _move(self, origin: str, fate: str, counts: npt.NDArray[np.int64]) -> None:
+    def _move(self, origin: str, outcome: str, counts: npt.NDArray[np.int64]) -> None:
         by_source = counts.sum(0)
-        self.fates[origin] -= by_source
-        self.fates[fate] += by_source
+        self.outcomes[origin] -= by_source
+        self.outcomes[outcome] += by_source

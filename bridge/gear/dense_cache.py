@@ -29,7 +29,7 @@ from torch import Tensor
 
 from geartrain.ams.kernels.freshness import Judged, judge
 from geartrain.ams.kernels.ops import merge_duplicates
-from geartrain.ams.kernels.position_lru import SlotIndex, Slots
+from geartrain.ams.kernels.position_lru import PositionLru, Positions
 from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.arrays import ids_array
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
@@ -90,15 +90,15 @@ class FreshnessCounts:
 
     def judge(
         self,
-        slots: Slots | None,
+        positions: Positions | None,
         versions: npt.NDArray[np.int64],
         times: npt.NDArray[np.float64],
         now: float,
         dense_version: int,
     ) -> Judged:
-        """Read the stamps of the entries ``slots`` [N] (None: of all), tell which are hits, and count."""
+        """Read the stamps of the entries ``positions`` [N] (None: of all), tell which are hits, and count."""
         judged = judge(
-            slots,
+            positions,
             versions,
             times,
             now=now,
@@ -133,8 +133,8 @@ class FreshnessCounts:
 class WorkerCache:
     """The features that this process used last, without a network. Thread-safe.
 
-    One tensor [capacity + 1, D] and stamps by slot; the least recently used entry is overwritten. Memory: capacity ×
-    (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id.
+    One tensor [capacity + 1, D] and stamps by position; the least recently used entry is overwritten. Memory:
+    capacity × (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class WorkerCache:
     ) -> None:
         """Raises InvalidArgument for a value outside its range."""
         self._dim = _checked_dim(dim)
-        self._index = SlotIndex(capacity)
-        # One row more than slots: what is not there reads it.
+        self._index = PositionLru(capacity)
+        # One row more than positions: what is not there reads it.
         self._vectors = torch.zeros(capacity + 1, dim, device=device)
         self._rows = self._vectors.numpy() if self._vectors.device.type == "cpu" else None
         self._versions = np.full(capacity + 1, -1, np.int64)
@@ -176,10 +176,10 @@ class WorkerCache:
         array = _ids_of(ids)
         now = self._clock() if now is None else now
         with self._lock:
-            slots = self._index.find(array, touch=True)
-            slots[slots < 0] = self._index.capacity
-            judged = self._counts.judge(slots, self._versions, self._times, now, dense_version)
-            vectors = self._gathered(slots)
+            positions = self._index.find(array, touch=True)
+            positions[positions < 0] = self._index.capacity
+            judged = self._counts.judge(positions, self._versions, self._times, now, dense_version)
+            vectors = self._gathered(positions)
         return DenseFeatures(vectors, judged.versions, judged.times), judged.hits
 
     def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
@@ -195,19 +195,19 @@ class WorkerCache:
             vectors = vectors[torch.from_numpy(kept).to(vectors.device)]
         vectors = vectors.to(self._vectors.device, self._vectors.dtype)
         with self._lock:
-            slots, evicted = self._index.place(array[kept])
+            positions, evicted = self._index.place(array[kept])
             self._evicted += evicted
-            self._times[slots] = -math.inf  # if what follows fails they are not there, rather than another id's
-            rows = torch.from_numpy(slots).to(self._vectors.device)
+            self._times[positions] = -math.inf  # if what follows fails they are not there, rather than another id's
+            rows = torch.from_numpy(positions).to(self._vectors.device)
             self._vectors.index_copy_(0, rows, vectors)
-            self._versions[slots] = features.versions[kept]
-            self._times[slots] = features.times[kept]
+            self._versions[positions] = features.versions[kept]
+            self._times[positions] = features.times[kept]
 
-    def _gathered(self, slots: Slots) -> Tensor:
+    def _gathered(self, positions: Positions) -> Tensor:
         if self._rows is None:
-            return self._vectors.index_select(0, torch.from_numpy(slots).to(self._vectors.device))
+            return self._vectors.index_select(0, torch.from_numpy(positions).to(self._vectors.device))
         # numpy copies a thousand rows before torch has woken its threads.
-        return torch.from_numpy(self._rows.take(slots, axis=0))
+        return torch.from_numpy(self._rows.take(positions, axis=0))
 
     def clear(self) -> None:
         """Forget all entries; the counts stay."""

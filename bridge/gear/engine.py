@@ -78,7 +78,7 @@ class DenseEngine:
         batcher: GradientBatcher,
         *,
         cache: FeatureCache | None = None,
-        near: FeatureCache | None = None,
+        worker_cache: FeatureCache | None = None,
         mode: Mode = "sync",
         tick_seconds: float = 1.0,
         max_wait_seconds: float = 0.0,
@@ -92,7 +92,7 @@ class DenseEngine:
             dense: the module's weights in the cluster.
             batcher: collects the gradients.
             cache: where features are looked up and kept; None: nowhere.
-            near: the cache of a fast gear in this process. What a backward pass had to compute again goes into both
+            worker_cache: that of a fast gear in this process. What a backward pass had to compute again goes into both
                 caches (but see ``train_mode`` of the pass), so that an id whose gradients come in time is seldom
                 computed for its feature alone.
             mode: ``"sync"``: dense updates are made by the thread that delivers, before its call returns. ``"async"``:
@@ -114,7 +114,7 @@ class DenseEngine:
             )
         self.batcher = batcher
         self.cache = cache
-        self._caches = [one for one in (cache, near) if one is not None]
+        self._caches = [one for one in (cache, worker_cache) if one is not None]
         dense_pass.on_recomputed = self._keep_recomputed if self._caches else None
         self._pass = dense_pass
         self._dense = dense

@@ -76,7 +76,7 @@ def open_engine(
     *,
     mode: Mode,
     cache: FeatureCache | None = None,
-    near: FeatureCache | None = None,
+    worker_cache: FeatureCache | None = None,
     clock: Callable[[], float] = time.time,
 ) -> DenseEngine:
     """Attach the module of ``dense_pass`` to the dense table ``name`` and return its engine.
@@ -88,7 +88,7 @@ def open_engine(
         settings: of the dense part.
         mode: see :class:`~geartrain.bridge.gear.engine.DenseEngine`.
         cache: of features, of this slow gear.
-        near: that of a fast gear in this process.
+        worker_cache: that of a fast gear in this process.
         clock: unix seconds.
 
     Raises:
@@ -113,7 +113,7 @@ def open_engine(
         dense,
         batcher,
         cache=cache,
-        near=near,
+        worker_cache=worker_cache,
         mode=mode,
         tick_seconds=max(0.01, min(1.0, (settings.flush_seconds or 4.0) / 4)),
         max_wait_seconds=settings.max_wait_seconds,

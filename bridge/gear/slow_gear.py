@@ -158,7 +158,7 @@ class SlowGear(nn.Module):
                 sample_cache_bytes=sample_cache_bytes,
             )
             dense_pass = open_pass(build, samples, decode, settings)
-            engine = open_engine(cluster, name, dense_pass, settings, mode=mode, near=self._cache, clock=clock)
+            engine = open_engine(cluster, name, dense_pass, settings, mode=mode, worker_cache=self._cache, clock=clock)
             self._port, self.table = engine, cluster.table(name)
         else:
             _refuse_settings(

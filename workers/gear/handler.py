@@ -69,7 +69,7 @@ class SlowGearHandler:
         self._open_peer = open_peer
         self._process = process_at(address, incarnation)
         self._started = time.monotonic()
-        self._handed: dict[str, Mapping[str, GearAccount]] = {}
+        self._taken_over: dict[str, Mapping[str, GearAccount]] = {}
         self._lost: dict[str, int] = {}
         self._changed = threading.Condition()
         self._taking = threading.Lock()
@@ -128,14 +128,14 @@ class SlowGearHandler:
             uptime_seconds=time.monotonic() - self._started,
             error="" if error is None else str(error),
             lost=dict(self._lost),
-            taken_over=tuple(sorted(self._handed)),
+            taken_over=tuple(sorted(self._taken_over)),
             gradients_per_id=self._gradients_per_id,
         )
 
     def take_over(self, process: str, accounts: Mapping[str, GearAccount]) -> None:
         """See :class:`GearHandler`."""
         with self._changed:
-            self._handed[process] = dict(accounts)
+            self._taken_over[process] = dict(accounts)
         logger.info("slow gear %s has left and handed its account over", process)
 
     def drain(self) -> None:
@@ -163,7 +163,7 @@ class SlowGearHandler:
 
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""
-        accounts = {**self._handed, self._process: self._engine.families()}
+        accounts = {**self._taken_over, self._process: self._engine.families()}
         for address in sorted({one for one in self._holders().holders if one and one != self._address}):
             peer = self._open_peer(address)
             try:
@@ -179,7 +179,7 @@ class SlowGearHandler:
         with self._changed:
             handed = [
                 account
-                for accounts in self._handed.values()
+                for accounts in self._taken_over.values()
                 for source, account in accounts.items()
                 if family in (None, source)
             ]

@@ -25,7 +25,7 @@ class MemoryFeatures:
         self.namespace = checked_namespace(namespace)
         self._lru = ByteLru(max_bytes)
         self._values: list[bytes | None] = [None] * self._lru.capacity
-        """By slot."""
+        """By position."""
         self._lock = threading.Lock()
         self._counters = Counters()
 
@@ -33,8 +33,8 @@ class MemoryFeatures:
         """See :class:`FeatureStore`."""
         ids = checked_read(ids)
         with self._lock:
-            slots = self._lru.use(ids).tolist()
-            values = [self._values[slot] if slot >= 0 else None for slot in slots]
+            positions = self._lru.use(ids).tolist()
+            values = [self._values[position] if position >= 0 else None for position in positions]
         self._counters.read(values)
         return values
 
@@ -45,19 +45,19 @@ class MemoryFeatures:
         with self._lock:
             self._lru.make_room(len(ids))
             self._values += [None] * (self._lru.capacity - len(self._values))
-            slots, _, freed = self._lru.hold(ids, sizes)
-            for slot, value in zip(slots.tolist(), kept, strict=True):
-                self._values[slot] = value
-            for slot in freed.tolist():
-                self._values[slot] = None
+            positions, _, freed = self._lru.hold(ids, sizes)
+            for position, value in zip(positions.tolist(), kept, strict=True):
+                self._values[position] = value
+            for position in freed.tolist():
+                self._values[position] = None
         self._counters.wrote(len(kept), len(freed))
 
     def remove(self, ids: Ids) -> None:
         """See :class:`FeatureStore`."""
         ids = checked_read(ids)
         with self._lock:
-            for slot in self._lru.drop(ids)[1].tolist():
-                self._values[slot] = None
+            for position in self._lru.drop(ids)[1].tolist():
+                self._values[position] = None
 
     def counts(self) -> StoreCounts:
         """See :class:`FeatureStore`."""

@@ -118,7 +118,7 @@ NB_MODULE(_core, m) {
   bind_class_pass(m);
   bind_neighbours(m);
   bind_neighbour_recall(m);
-  bind_slot_index(m);
+  bind_position_lru(m);
   m.def(
       "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
       nb::arg("ids").noconvert(), nb::call_guard<nb::gil_scoped_release>());

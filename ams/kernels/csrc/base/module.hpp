@@ -36,6 +36,6 @@ void bind_given_rows(nb::module_& m);
 void bind_class_pass(nb::module_& m);
 void bind_neighbours(nb::module_& m);
 void bind_neighbour_recall(nb::module_& m);
-void bind_slot_index(nb::module_& m);
+void bind_position_lru(nb::module_& m);
 
 }  // namespace geartrain

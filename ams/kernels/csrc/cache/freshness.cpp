@@ -15,14 +15,14 @@ uint64_t distance(int64_t a, int64_t b) {
 
 }  // namespace
 
-Judged judge(const int64_t* slots, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
+Judged judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
              bool* hits, const AgeCounts& counts) {
   Judged judged;
   const double* edges_end = counts.edges + counts.num_edges;
   int64_t bin = 0;
   double from = std::numeric_limits<double>::infinity(), to = from;  // of the last age: the next is mostly in the same bin
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t at = slots == nullptr ? i : slots[i];
+    const int64_t at = positions == nullptr ? i : positions[i];
     const double time = stamps.times[at], age = std::fabs(freshness.now - time);
     const uint64_t lag = distance(freshness.dense_version, stamps.versions[at]);
     const bool young = age < freshness.expire_seconds, near = lag <= freshness.max_lag;

@@ -34,8 +34,8 @@ struct Judged {
   int64_t lagging = 0;  // young enough, but too many versions away
 };
 
-// Looks at entry slots[i] of `stamps` (`count` of them; null: entry i) and writes its stamps and whether it is a hit.
-Judged judge(const int64_t* slots, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
+// Looks at entry positions[i] of `stamps` (`count` of them; null: entry i) and writes its stamps and whether it is a hit.
+Judged judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
              bool* hits, const AgeCounts& counts);
 
 }  // namespace geartrain

@@ -1,7 +1,7 @@
-// id -> slot of a slab of bounded size, with the order of last use: what caches and queues of rows are built on.
+// id -> position of a slab of bounded size, with the order of last use: what caches and queues of rows are built on.
 //
 // Open addressing with linear probing, at most half full; an erased entry is closed by moving its run back, so there are
-// no tombstones. The order is a doubly linked list over the slots. Every step is O(1); growing rehashes once.
+// no tombstones. The order is a doubly linked list over the positions. Every step is O(1); growing rehashes once.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,30 @@
 
 namespace geartrain {
 
-class SlotIndex {
+class PositionLru {
  public:
-  // 1 <= capacity <= kMostSlots.
-  explicit SlotIndex(int64_t capacity) { grow(capacity); }
+  // 1 <= capacity <= kMostPositions.
+  explicit PositionLru(int64_t capacity) { grow(capacity); }
 
-  static constexpr int64_t kMostSlots = (int64_t{1} << 31) - 2;
+  static constexpr int64_t kMostPositions = (int64_t{1} << 31) - 2;
 
   int64_t size() const { return size_; }
   int64_t capacity() const { return static_cast<int64_t>(ids_.size()); }
 
-  // slots[i] = slot of ids[i], or -1. With `touch` what is found becomes the most recently used, in order of i.
-  void find(const int64_t* ids, int64_t count, int64_t* slots, bool touch);
+  // positions[i] = position of ids[i], or -1. With `touch` what is found becomes the most recently used, in order of i.
+  void find(const int64_t* ids, int64_t count, int64_t* positions, bool touch);
 
-  // Gives each of `count` <= capacity distinct ids its slot and makes it the most recently used, in order of i. Where no slot is free the least
-  // recently used id loses its own. Returns how many lost it.
-  int64_t place(const int64_t* ids, int64_t count, int64_t* slots);
+  // Gives each of `count` <= capacity distinct ids its position and makes it the most recently used, in order of i.
+  // Where no position is free the least recently used id loses its own. Returns how many lost it.
+  int64_t place(const int64_t* ids, int64_t count, int64_t* positions);
 
-  // slots[i] = the slot that ids[i] had, which is free now, or -1.
-  void remove(const int64_t* ids, int64_t count, int64_t* slots);
+  // positions[i] = the position that ids[i] had, which is free now, or -1.
+  void remove(const int64_t* ids, int64_t count, int64_t* positions);
 
   // The `count` least recently used, oldest first. Returns how many there are.
-  int64_t oldest(int64_t count, int64_t* ids, int64_t* slots) const;
+  int64_t oldest(int64_t count, int64_t* ids, int64_t* positions) const;
 
-  // Slots keep their numbers. Does nothing if it has that many. Throws std::bad_alloc, and then nothing has changed.
+  // Positions keep their numbers. Does nothing if it has that many. Throws std::bad_alloc, and then nothing has changed.
   void grow(int64_t capacity);
 
  private:
@@ -43,7 +43,7 @@ class SlotIndex {
 
   struct Entry {
     int64_t id = 0;
-    int64_t slot = kNone;
+    int64_t position = kNone;
   };
   struct Link {
     int32_t older = kNone;
@@ -55,16 +55,16 @@ class SlotIndex {
   size_t seek(int64_t id) const;  // the entry of the id, or the empty one where it belongs
   void prefetch(const int64_t* ids, int64_t begin, int64_t end) const;
   void erase(size_t at);
-  void unlink(int32_t slot);
-  void link_newest(int32_t slot);
-  int32_t take_slot();
+  void unlink(int32_t position);
+  void link_newest(int32_t position);
+  int32_t take_position();
 
   std::vector<Entry> table_;  // a power of two
   int shift_ = 64;
-  std::vector<int64_t> ids_;  // by slot
-  std::vector<Link> links_;   // by slot
+  std::vector<int64_t> ids_;  // by position
+  std::vector<Link> links_;   // by position
   std::vector<int32_t> free_;
-  int32_t fresh_ = 0;  // slots from here on were never used
+  int32_t fresh_ = 0;  // positions from here on were never used
   int32_t oldest_ = kNone;
   int32_t newest_ = kNone;
   int64_t size_ = 0;

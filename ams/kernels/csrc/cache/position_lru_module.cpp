@@ -12,75 +12,75 @@ namespace {
 
 // No call releases the GIL: each is short, and so it is atomic for the threads of a process.
 
-void create(SlotIndex* self, int64_t capacity) {
-  require(capacity >= 1 && capacity <= SlotIndex::kMostSlots, "capacity must lie in [1, 2**31 - 2]");
-  new (self) SlotIndex(capacity);
+void create(PositionLru* self, int64_t capacity) {
+  require(capacity >= 1 && capacity <= PositionLru::kMostPositions, "capacity must lie in [1, 2**31 - 2]");
+  new (self) PositionLru(capacity);
 }
 
-void grow(SlotIndex& index, int64_t capacity) {
-  require(capacity >= 1 && capacity <= SlotIndex::kMostSlots, "capacity must lie in [1, 2**31 - 2]");
+void grow(PositionLru& index, int64_t capacity) {
+  require(capacity >= 1 && capacity <= PositionLru::kMostPositions, "capacity must lie in [1, 2**31 - 2]");
   index.grow(capacity);
 }
 
-void find(SlotIndex& index, const IdArray& ids, const IdOutput& slots, bool touch) {
-  require(slots.size() == ids.size(), "slots must be as many as ids");
-  index.find(ids.data(), static_cast<int64_t>(ids.size()), slots.data(), touch);
+void find(PositionLru& index, const IdArray& ids, const IdOutput& positions, bool touch) {
+  require(positions.size() == ids.size(), "positions must be as many as ids");
+  index.find(ids.data(), static_cast<int64_t>(ids.size()), positions.data(), touch);
 }
 
-int64_t place(SlotIndex& index, const IdArray& ids, const IdOutput& slots) {
-  require(slots.size() == ids.size(), "slots must be as many as ids");
-  require(static_cast<int64_t>(ids.size()) <= index.capacity(), "ids must not be more than there are slots");
-  return index.place(ids.data(), static_cast<int64_t>(ids.size()), slots.data());
+int64_t place(PositionLru& index, const IdArray& ids, const IdOutput& positions) {
+  require(positions.size() == ids.size(), "positions must be as many as ids");
+  require(static_cast<int64_t>(ids.size()) <= index.capacity(), "ids must not be more than there are positions");
+  return index.place(ids.data(), static_cast<int64_t>(ids.size()), positions.data());
 }
 
-void remove(SlotIndex& index, const IdArray& ids, const IdOutput& slots) {
-  require(slots.size() == ids.size(), "slots must be as many as ids");
-  index.remove(ids.data(), static_cast<int64_t>(ids.size()), slots.data());
+void remove(PositionLru& index, const IdArray& ids, const IdOutput& positions) {
+  require(positions.size() == ids.size(), "positions must be as many as ids");
+  index.remove(ids.data(), static_cast<int64_t>(ids.size()), positions.data());
 }
 
-int64_t oldest(const SlotIndex& index, const IdOutput& ids, const IdOutput& slots) {
-  require(slots.size() == ids.size(), "slots must be as many as ids");
-  return index.oldest(static_cast<int64_t>(ids.size()), ids.data(), slots.data());
+int64_t oldest(const PositionLru& index, const IdOutput& ids, const IdOutput& positions) {
+  require(positions.size() == ids.size(), "positions must be as many as ids");
+  return index.oldest(static_cast<int64_t>(ids.size()), ids.data(), positions.data());
 }
 
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using DoubleOutput = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BoolOutput = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-nb::tuple judge_checked(const std::optional<IdArray>& slots, const IdArray& versions, const Doubles& times, double now,
+nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& versions, const Doubles& times, double now,
                         int64_t dense_version, double expire_seconds, const std::optional<int64_t>& max_lag,
                         const IdOutput& out_versions, const DoubleOutput& out_times, const BoolOutput& hits,
                         const Doubles& age_edges, const IdOutput& age_counts, const IdOutput& lag_counts) {
-  const size_t count = slots ? slots->size() : versions.size();
+  const size_t count = positions ? positions->size() : versions.size();
   require(versions.size() == times.size(), "versions and times must be as many");
   require(out_versions.size() == count && out_times.size() == count && hits.size() == count, "an output has the wrong size");
   require(age_counts.size() == age_edges.size() + 1 && lag_counts.size() >= 1, "a histogram has the wrong size");
   require(!max_lag || *max_lag >= 0, "max_lag must be >= 0");
-  if (slots)
+  if (positions)
     for (size_t i = 0; i < count; ++i)
-      require(static_cast<uint64_t>(slots->data()[i]) < versions.size(), "a slot is outside versions and times");
+      require(static_cast<uint64_t>(positions->data()[i]) < versions.size(), "a position is outside versions and times");
   const Freshness freshness{now, dense_version, expire_seconds,
                             max_lag ? static_cast<uint64_t>(*max_lag) : std::numeric_limits<uint64_t>::max()};
   const AgeCounts counts{age_edges.data(), static_cast<int64_t>(age_edges.size()), age_counts.data(), lag_counts.data(),
                          static_cast<int64_t>(lag_counts.size())};
-  const Judged judged = judge(slots ? slots->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
+  const Judged judged = judge(positions ? positions->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
                               freshness, out_versions.data(), out_times.data(), hits.data(), counts);
   return nb::make_tuple(judged.hits, judged.absent, judged.lagging);
 }
 
 }  // namespace
 
-void bind_slot_index(nb::module_& m) {
-  nb::class_<SlotIndex>(m, "SlotIndex")
+void bind_position_lru(nb::module_& m) {
+  nb::class_<PositionLru>(m, "PositionLru")
       .def("__init__", &create, nb::arg("capacity"))
-      .def("find", &find, nb::arg("ids").noconvert(), nb::arg("slots").noconvert(), nb::arg("touch"))
-      .def("place", &place, nb::arg("ids").noconvert(), nb::arg("slots").noconvert())
-      .def("remove", &remove, nb::arg("ids").noconvert(), nb::arg("slots").noconvert())
-      .def("oldest", &oldest, nb::arg("ids").noconvert(), nb::arg("slots").noconvert())
+      .def("find", &find, nb::arg("ids").noconvert(), nb::arg("positions").noconvert(), nb::arg("touch"))
+      .def("place", &place, nb::arg("ids").noconvert(), nb::arg("positions").noconvert())
+      .def("remove", &remove, nb::arg("ids").noconvert(), nb::arg("positions").noconvert())
+      .def("oldest", &oldest, nb::arg("ids").noconvert(), nb::arg("positions").noconvert())
       .def("grow", &grow, nb::arg("capacity"))
-      .def_prop_ro("size", &SlotIndex::size)
-      .def_prop_ro("capacity", &SlotIndex::capacity);
-  m.def("judge", &judge_checked, nb::arg("slots").noconvert().none(), nb::arg("versions").noconvert(),
+      .def_prop_ro("size", &PositionLru::size)
+      .def_prop_ro("capacity", &PositionLru::capacity);
+  m.def("judge", &judge_checked, nb::arg("positions").noconvert().none(), nb::arg("versions").noconvert(),
         nb::arg("times").noconvert(), nb::arg("now"), nb::arg("dense_version"), nb::arg("expire_seconds"),
         nb::arg("max_lag").none(), nb::arg("out_versions").noconvert(), nb::arg("out_times").noconvert(),
         nb::arg("hits").noconvert(), nb::arg("age_edges").noconvert(), nb::arg("age_counts").noconvert(),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.freshness import judge
-from geartrain.ams.kernels.reference import slots as reference_slots
+from geartrain.ams.kernels.reference import position_lru as reference_lru
 
 EDGES = np.array([0.5, 1.0, 8.0])
 entry = st.tuples(
@@ -23,14 +23,14 @@ entry = st.tuples(
     dense_version=st.integers(0, 40),
     expire_seconds=st.sampled_from([0.0, 1.0, 8.5, np.inf]),
     max_version_lag=st.none() | st.integers(0, 20),
-    through_slots=st.booleans(),
+    through_positions=st.booleans(),
 )
 def test_entries_are_judged_as_the_specification_says(
     entries: list[tuple[int, float]],
     dense_version: int,
     expire_seconds: float,
     max_version_lag: int | None,
-    through_slots: bool,
+    through_positions: bool,
 ) -> None:
     versions, times = np.array([one[0] for one in entries]), np.array([one[1] for one in entries])
     rules = {
@@ -40,11 +40,11 @@ def test_entries_are_judged_as_the_specification_says(
         "max_version_lag": max_version_lag,
         "age_edges": EDGES,
     }
-    slots = np.random.default_rng(len(entries)).integers(0, len(entries), 20) if through_slots else None
+    positions = np.random.default_rng(len(entries)).integers(0, len(entries), 20) if through_positions else None
     ages, lags = np.zeros(4, np.int64), np.zeros(5, np.int64)
-    ours = judge(slots, versions, times, **rules, age_counts=ages, lag_counts=lags)
-    chosen = slice(None) if slots is None else slots
-    hits, absent, lagging, expected_ages, expected_lags = reference_slots.judge(
+    ours = judge(positions, versions, times, **rules, age_counts=ages, lag_counts=lags)
+    chosen = slice(None) if positions is None else positions
+    hits, absent, lagging, expected_ages, expected_lags = reference_lru.judge(
         versions[chosen], times[chosen], **rules, num_lags=5
     )
     np.testing.assert_array_equal(ours.hits, hits)
@@ -55,11 +55,11 @@ def test_entries_are_judged_as_the_specification_says(
     np.testing.assert_array_equal(lags, expected_lags)
 
 
-def test_a_slot_outside_the_cache_is_refused() -> None:
-    for slot in (-1, 3):
-        with pytest.raises(ValueError, match="a slot is outside"):
+def test_a_position_outside_the_cache_is_refused() -> None:
+    for position in (-1, 3):
+        with pytest.raises(ValueError, match="a position is outside"):
             judge(
-                np.array([0, slot]),
+                np.array([0, position]),
                 np.zeros(3, np.int64),
                 np.zeros(3),
                 now=0.0,

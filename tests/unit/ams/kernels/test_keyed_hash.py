@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels.position_lru import SlotIndex
+from geartrain.ams.kernels.position_lru import PositionLru
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import TableSpec
@@ -45,8 +45,8 @@ def fill_a_table(ids: np.ndarray) -> None:
     table.pull(ids, np.empty((len(ids), 1), np.float32))
 
 
-def fill_a_slot_index(ids: np.ndarray) -> None:
-    index = SlotIndex(len(ids))
+def fill_a_position_lru(ids: np.ndarray) -> None:
+    index = PositionLru(len(ids))
     index.place(ids)
     index.find(ids, touch=True)
 
@@ -61,7 +61,7 @@ def best_seconds(work: Callable[[np.ndarray], None], ids: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("chosen", CHOSEN)
-@pytest.mark.parametrize("work", [merge, fill_a_table, fill_a_slot_index])
+@pytest.mark.parametrize("work", [merge, fill_a_table, fill_a_position_lru])
 def test_ids_that_collide_by_placement_or_by_choice_cost_no_more_than_others(
     work: Callable[[np.ndarray], None], chosen: str
 ) -> None:
@@ -76,7 +76,7 @@ def test_what_is_seen_of_a_table_does_not_depend_on_the_key_of_its_process() -> 
     script = """
 import numpy as np
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.kernels.position_lru import SlotIndex
+from geartrain.ams.kernels.position_lru import PositionLru
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.tables.row_table import RowTable
@@ -90,11 +90,11 @@ for begin in range(0, len(distinct), 100):
     table.push(part, np.ones((len(part), 2), np.float32))
 table.freeze()
 frozen = table.read_frozen(5000)
-index = SlotIndex(500)
-slots = index.place(distinct[:500])[0]
+index = PositionLru(500)
+positions = index.place(distinct[:500])[0]
 offsets, labels = np.arange(100_001), np.arange(100)
 active = ops.select_neighbours(offsets, np.arange(100_000)[::-1].copy(), labels, 300, seed=1, step=2)
-seen = [distinct, inverse, frozen.ids, frozen.rows, slots, index.oldest(500)[0], active]
+seen = [distinct, inverse, frozen.ids, frozen.rows, positions, index.oldest(500)[0], active]
 print(_core.hash_seed, hash(b"".join(array.tobytes() for array in seen)), table.memory_bytes)
 """
     answers = [

@@ -1,4 +1,4 @@
-"""The slot index against its specification: the same slots kept, the same order of last use, the same evictions."""
+"""The index of positions against its specification: the same ids kept, the same order of use, the same evictions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.position_lru import SlotIndex
-from geartrain.ams.kernels.reference import slots as reference_slots
+from geartrain.ams.kernels.position_lru import PositionLru
+from geartrain.ams.kernels.reference import position_lru as reference_lru
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 
 some_ids = st.lists(st.integers(0, 25) | st.integers(2**62, 2**63 - 1), max_size=12)
@@ -20,23 +20,23 @@ def array(ids: list[int]) -> np.ndarray:
 
 
 class Both:
-    """The compiled index and its specification, side by side; slots may differ by a renaming that never changes."""
+    """The compiled index and its specification, side by side; positions may differ by a renaming that never changes."""
 
     def __init__(self, capacity: int) -> None:
-        self.ours, self.reference = SlotIndex(capacity), reference_slots.SlotIndex(capacity)
+        self.ours, self.reference = PositionLru(capacity), reference_lru.PositionLru(capacity)
         self.names: dict[int, int] = {}
 
-    def compare(self, slots: np.ndarray, expected: list[int]) -> None:
-        assert [slot < 0 for slot in slots.tolist()] == [slot < 0 for slot in expected]
-        assert slots.max(initial=-1) < self.ours.capacity
+    def compare(self, positions: np.ndarray, expected: list[int]) -> None:
+        assert [position < 0 for position in positions.tolist()] == [position < 0 for position in expected]
+        assert positions.max(initial=-1) < self.ours.capacity
 
     def check(self) -> None:
-        ids, slots = self.ours.oldest(10**6)
+        ids, positions = self.ours.oldest(10**6)
         assert ids.tolist() == self.reference.oldest(10**6) and len(self.ours) == len(ids)
-        assert len(set(slots.tolist())) == len(slots), "two ids share a slot"
-        kept = {one: slot for one, slot in self.names.items() if one in set(ids.tolist())}
-        now = dict(zip(ids.tolist(), slots.tolist(), strict=True))
-        assert {one: now[one] for one in kept} == kept, "a slot changed"
+        assert len(set(positions.tolist())) == len(positions), "two ids share a position"
+        kept = {one: position for one, position in self.names.items() if one in set(ids.tolist())}
+        now = dict(zip(ids.tolist(), positions.tolist(), strict=True))
+        assert {one: now[one] for one in kept} == kept, "a position changed"
         self.names = now
 
 
@@ -51,16 +51,16 @@ def test_the_index_does_what_its_specification_says(capacity: int, steps: list[t
         elif name == "place":
             distinct = list(dict.fromkeys(ids))[: both.ours.capacity]
             both.names = {
-                one: slot for one, slot in both.names.items() if one not in distinct
+                one: position for one, position in both.names.items() if one not in distinct
             }  # may lose it on the way
-            slots, evicted = both.ours.place(array(distinct))
+            positions, evicted = both.ours.place(array(distinct))
             expected, expected_evicted = both.reference.place(distinct)
-            both.compare(slots, expected)
+            both.compare(positions, expected)
             assert evicted == expected_evicted
-            assert slots.tolist() == both.ours.find(array(distinct), touch=False).tolist()
+            assert positions.tolist() == both.ours.find(array(distinct), touch=False).tolist()
         elif name == "remove":
             both.compare(both.ours.remove(array(ids)), both.reference.remove(ids))
-            both.names = {one: slot for one, slot in both.names.items() if one not in ids}
+            both.names = {one: position for one, position in both.names.items() if one not in ids}
         elif name == "oldest":
             assert both.ours.oldest(len(ids))[0].tolist() == both.reference.oldest(len(ids))
         else:
@@ -71,7 +71,7 @@ def test_the_index_does_what_its_specification_says(capacity: int, steps: list[t
 
 def test_many_ids_come_and_go() -> None:
     rng = np.random.default_rng(0)
-    ours, reference = SlotIndex(3_000), reference_slots.SlotIndex(3_000)
+    ours, reference = PositionLru(3_000), reference_lru.PositionLru(3_000)
     for turn in range(60):
         ids = np.unique(rng.integers(0, 9_000, 700)).astype(np.int64)
         rng.shuffle(ids)
@@ -85,8 +85,8 @@ def test_many_ids_come_and_go() -> None:
 
 def test_wrong_arguments_name_the_range() -> None:
     with pytest.raises(InvalidArgument, match=r"capacity is 0; it must lie in \[1, 2147483646\]"):
-        SlotIndex(0)
-    with pytest.raises(InvalidIds, match=r"3 ids were given at once; there are 2 slots: grow\(\) first"):
-        SlotIndex(2).place(array([1, 2, 3]))
+        PositionLru(0)
+    with pytest.raises(InvalidIds, match=r"3 ids were given at once; there are 2 positions: grow\(\) first"):
+        PositionLru(2).place(array([1, 2, 3]))
     with pytest.raises(InvalidIds, match="int64 vector"):
-        SlotIndex(2).find(np.ones(2), touch=True)  # type: ignore[arg-type]
+        PositionLru(2).find(np.ones(2), touch=True)  # type: ignore[arg-type]

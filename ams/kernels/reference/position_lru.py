@@ -1,4 +1,4 @@
-"""The specifications of the slot index and of freshness, in plain Python and numpy."""
+"""The specifications of the index of positions and of freshness, in plain Python and numpy."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import numpy as np
 import numpy.typing as npt
 
 
-class SlotIndex:
-    """What :class:`geartrain.ams.kernels.position_lru.SlotIndex` does; which free slot is taken is left open there."""
+class PositionLru:
+    """What :class:`geartrain.ams.kernels.position_lru.PositionLru` does; it may take any free position."""
 
     def __init__(self, capacity: int) -> None:
-        self.slots: OrderedDict[int, int] = OrderedDict()
+        self.positions: OrderedDict[int, int] = OrderedDict()
         """From the least to the most recently used."""
         self.free = set(range(capacity))
 
     def find(self, ids: list[int], *, touch: bool) -> list[int]:
-        """The slots, or -1."""
-        found = [self.slots.get(one, -1) for one in ids]
+        """The positions, or -1."""
+        found = [self.positions.get(one, -1) for one in ids]
         if touch:
             for one in ids:
-                if one in self.slots:
-                    self.slots.move_to_end(one)
+                if one in self.positions:
+                    self.positions.move_to_end(one)
         return found
 
     def place(self, ids: list[int]) -> tuple[list[int], int]:
-        """The slots, and how many other ids lost theirs."""
+        """The positions, and how many other ids lost theirs."""
         placed, evicted = [], 0
         for one in ids:
-            if one not in self.slots:
+            if one not in self.positions:
                 if not self.free:
-                    self.free.add(self.slots.popitem(last=False)[1])
+                    self.free.add(self.positions.popitem(last=False)[1])
                     evicted += 1
-                self.slots[one] = self.free.pop()
-            self.slots.move_to_end(one)
-            placed.append(self.slots[one])
+                self.positions[one] = self.free.pop()
+            self.positions.move_to_end(one)
+            placed.append(self.positions[one])
         return placed, evicted
 
     def remove(self, ids: list[int]) -> list[int]:
-        """The slots that became free, or -1."""
-        removed = [self.slots.pop(one, -1) for one in ids]
-        self.free |= {slot for slot in removed if slot >= 0}
+        """The positions that became free, or -1."""
+        removed = [self.positions.pop(one, -1) for one in ids]
+        self.free |= {position for position in removed if position >= 0}
         return removed
 
     def oldest(self, count: int) -> list[int]:
         """Ids, the least recently used first."""
-        return list(self.slots)[:count]
+        return list(self.positions)[:count]
 
     def grow(self, capacity: int) -> None:
-        """More slots."""
-        self.free |= set(range(len(self.slots) + len(self.free), capacity))
+        """More positions."""
+        self.free |= set(range(len(self.positions) + len(self.free), capacity))
 
 
 def judge(
