@@ -68,24 +68,20 @@ def encode_delivery(push: PushFeatureGradients) -> bytes:
 
 
 def decode_delivery(data: bytes) -> PushFeatureGradients:
-    """Decode them, as :func:`decode_features`.
+    """Decode them, as :func:`decode_features`. Whoever collects them checks ids and learning rate.
 
-    Raises ProtocolError, InvalidIds, InvalidRows, InvalidArgument, NonFinite.
+    Raises ProtocolError, InvalidRows, InvalidArgument, NonFinite.
     """
     header, raw = framing.decode_framed(data, gear_pb2.PushFeatureGradientsRequest)
     keys, gradients_KD = _with_rows(raw.get(_KEYS), raw.get(_GRADIENTS), "keys")
     num_ids = len(gradients_KD)
     ids, versions = keys[:num_ids], keys[num_ids:]
-    lr = header.lr if header.HasField("lr") else None
-    require_distinct(ids)
     numbers = (header.incarnation, header.sequence)
     if not 1 <= len(header.source) <= _MAX_SOURCE or not all(1 <= number < 2**63 for number in numbers):
         raise InvalidArgument(
             f"source {header.source[:_MAX_SOURCE]!r}, incarnation and sequence {numbers}: a source has 1 … "
             f"{_MAX_SOURCE} characters, the numbers lie in [1, 2^63)"
         )
-    if lr is not None and not (np.isfinite(lr) and lr >= 0):
-        raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0")
     if len(versions) and versions.min() < 0:
         raise InvalidArgument(f"dense version {versions.min()} of a feature is negative")
     if not np.isfinite(gradients_KD).all():
@@ -98,7 +94,7 @@ def decode_delivery(data: bytes) -> PushFeatureGradients:
         ids=ids,
         gradients_KD=gradients_KD,
         versions=versions,
-        lr=lr,
+        lr=header.lr if header.HasField("lr") else None,
         lost=header.lost,
     )
     return PushFeatureGradients(name=header.name, delivery=delivery, wait=header.wait, sent_to=header.sent_to)

@@ -196,13 +196,12 @@ class DenseEngine:
         """
         with self._adding:
             family = family_of(delivery.source)
-            latest = self._incarnations.setdefault(family, delivery.incarnation)
+            latest = self._incarnations.get(family, 0)
             if delivery.incarnation < latest:
                 raise StaleClient(
                     f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
                     "process has its name; stop this one"
                 )
-            self._incarnations[family] = delivery.incarnation
             self.batcher.add(
                 delivery.source,
                 delivery.sequence,
@@ -212,6 +211,7 @@ class DenseEngine:
                 dense_version=self.dense_version,
                 lr=delivery.lr,
             )
+            self._incarnations[family] = delivery.incarnation
 
     def has_counted(self, delivery: Delivery) -> bool:
         """Whether it was counted before: it is sent again because the answer was lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.values.errors import NotHolder
+from geartrain.ams.values.errors import InvalidIds, NotHolder
 from geartrain.ams.values.gear_messages import Delivery, GearAccount
 from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
@@ -216,3 +217,10 @@ def test_it_tells_what_fast_gears_have_lost_with_others(cluster: gt.Cluster, han
     handler.deliver(delivery(1, source="fast\t+1", lost=5), wait=False, sent_to="")
     handler.deliver(delivery(1, source="other"), wait=False, sent_to="")
     assert handler.describe([]).lost == {"fast": 5, "other": 0}
+
+
+def test_a_delivery_that_is_refused_shuts_no_other_process_out(cluster: gt.Cluster, handlers: Handlers) -> None:
+    handler = handlers.make(engine_on(cluster), Held())
+    with pytest.raises(InvalidIds, match="id 1 occurs 2 times"):
+        handler.deliver(replace(delivery(1, [1, 1]), incarnation=9), wait=False, sent_to="")
+    assert handler.deliver(delivery(1), wait=False, sent_to="").account.received == IDS
