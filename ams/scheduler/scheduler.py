@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from geartrain.ams.observe import failpoints
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
-from geartrain.ams.scheduler.pauses import OwnStops
+from geartrain.ams.scheduler.membership import Membership
 from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.scheduler.tell_shards import tell_shards
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
@@ -34,11 +34,8 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.messages import CreateTable, DropTable, PublishTable
 from geartrain.ams.values.placement import MAX_SHARDS
-from geartrain.ams.values.scheduler_messages import Beat, ClusterView, Registration, ShardCondition, ShardEntry
+from geartrain.ams.values.scheduler_messages import Beat, ClusterView, Registration, ShardEntry
 from geartrain.ams.values.specs import TableSpec
-from geartrain.ams.values.text import counted
-
-_SILENT_BEATS = 3
 
 
 class Scheduler:
@@ -70,11 +67,7 @@ class Scheduler:
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         for schema in self._state.schemas.values():
             self._incarnations.hear(schema.spec.incarnation)
-        self._started = clock()
-        for member in self._state.members.values():
-            # It may live, unheard as long as there was no scheduler: it has a whole lease to say so.
-            member.last_heartbeat = self._started
-        self._stops = OwnStops(lease_seconds / 2, clock)
+        self._membership = Membership(self._state, num_shards, lease_seconds, clock)
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
         self._changing: tuple[str, ...] = ()
@@ -85,8 +78,7 @@ class Scheduler:
         it is late when they are; or never.
         """
         with self._lock:
-            if self._stops.pulse():
-                self._forgive_silence()
+            self._membership.pulse()
 
     def register(
         self,
@@ -109,11 +101,8 @@ class Scheduler:
         failpoints.reach("scheduler.register.before")
         with self._lock:
             self._check_numbers(incarnation, cluster_version, heartbeat_seconds)
-            self._notice_own_stop()
-            if shard is None:
-                chosen = self._free_shard(address, incarnation)
-            else:
-                chosen = self._claim(shard, address, incarnation, has_past=cluster_version > 0)
+            self._membership.notice_own_stop()
+            chosen = self._membership.choose(shard, address, incarnation, has_past=cluster_version > 0)
             previous = self._state.members.get(chosen)
             version = max(self._state.cluster_version, cluster_version)
             if previous is not None and previous.incarnation != incarnation:
@@ -215,7 +204,7 @@ class Scheduler:
     def describe(self) -> ClusterView:
         """Return the cluster as it is now."""
         with self._lock:
-            self._notice_own_stop()
+            self._membership.notice_own_stop()
             return self._view()
 
     def create_table(
@@ -350,81 +339,8 @@ class Scheduler:
         with self._lock:
             self._state.keep(schemas={name: schema})
 
-    def _notice_own_stop(self) -> None:
-        if self._stops.was_stopped():
-            self._forgive_silence()
-
-    def _forgive_silence(self) -> None:
-        """Give every shard a whole lease: nobody could be heard."""
-        for member in self._state.members.values():
-            member.last_heartbeat = self._clock()
-
-    def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
-        if not 0 <= shard < self._num_shards:
-            raise InvalidArgument(f"shard {shard} does not exist; this cluster has shards 0 … {self._num_shards - 1}")
-        # After a restart of the scheduler a newcomer may be given the number of a shard that still holds its rows.
-        if has_past and self._is_empty_newcomer(shard):
-            return shard
-        if not self._is_free(shard, address, incarnation):
-            raise self._held_error(f"shard {shard} is held", (shard,))
-        return shard
-
-    def _is_empty_newcomer(self, shard: int) -> bool:
-        member = self._state.members.get(shard)
-        if member is None or not member.newcomer:
-            return False
-        return all(schema.holders.get(shard) != member.incarnation for schema in self._state.schemas.values())
-
-    def _free_shard(self, address: str, incarnation: int) -> int:
-        shards = range(self._num_shards)
-        same = [s for s in shards if s in self._state.members and self._state.members[s].address == address]
-        candidates: list[int] = [*same, *(s for s in shards if s not in self._state.members), *shards]
-        for shard in candidates:
-            if self._is_free(shard, address, incarnation):
-                return shard
-        raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
-
-    def _held_error(self, what: str, shards: Sequence[int]) -> ConfigError | ClusterNotReady:
-        """The error for a newcomer that finds ``shards`` held."""
-        unheard = [shard for shard in shards if not self._state.members[shard].is_heard]
-        if unheard:
-            left = self._started + self.lease_seconds - self._clock()
-            return ClusterNotReady(
-                f"{what}: this scheduler was restarted, and shard {unheard[0]} may live on at "
-                f"{self._state.members[unheard[0]].address}; it is free in {max(left, 0.0):.1f} s if it stays silent"
-            )
-        one = len(shards) == 1
-        by = f"a living process at {self._state.members[shards[0]].address}" if one else "living processes"
-        return ConfigError(
-            f"{what} by {by}; a dead one's shard is free {self.lease_seconds:g} s after its last sign of life"
-        )
-
-    def _is_free(self, shard: int, address: str, incarnation: int) -> bool:
-        member = self._state.members.get(shard)
-        if member is None or member.left or member.incarnation == incarnation or member.address == address:
-            return True
-        return bool(self._clock() - member.last_heartbeat > self.lease_seconds)
-
     def _view(self) -> ClusterView:
-        now = self._clock()
-        entries = []
-        for shard in range(self._num_shards):
-            member = self._state.members.get(shard)
-            if member is None:
-                entries.append(
-                    ShardEntry(shard=shard, address="", incarnation=0, state="missing", heartbeat_age_seconds=0.0)
-                )
-                continue
-            age = now - member.last_heartbeat
-            entries.append(
-                ShardEntry(
-                    shard=shard,
-                    address=member.address,
-                    incarnation=member.incarnation,
-                    state=self._member_state(member, age),
-                    heartbeat_age_seconds=age,
-                )
-            )
+        entries = self._membership.entries()
         incarnations = {entry.shard: entry.incarnation for entry in entries}
         schemas = self._state.schemas
         whole = [name for name, one in schemas.items() if one.holders == incarnations and not one.is_unsettled]
@@ -449,12 +365,6 @@ class Scheduler:
         if schema.is_unsettled:
             return name not in self._changing
         return any(schema.holders.get(one.shard) != one.incarnation for one in entries if one.state != "missing")
-
-    def _member_state(self, member: Member, age: float) -> ShardCondition:
-        if member.left or age > self.lease_seconds:
-            return "lost"
-        patience = max(_SILENT_BEATS * member.heartbeat_seconds, self.lease_seconds / _SILENT_BEATS)
-        return "silent" if age > patience or not member.is_heard else "up"
 
     def _ready_view(self) -> ClusterView:
         view = self.describe()

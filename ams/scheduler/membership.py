@@ -1,0 +1,120 @@
+"""Who holds which shard: a process, from its registration on, for as long as its heartbeats keep its lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from geartrain.ams.scheduler.pauses import OwnStops
+from geartrain.ams.scheduler.state import Member, State
+from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument
+from geartrain.ams.values.scheduler_messages import ShardCondition, ShardEntry
+from geartrain.ams.values.text import counted
+
+_SILENT_BEATS = 3
+
+
+class Membership:
+    """Judges the members that ``state`` holds, and changes only when they were heard last. Not thread-safe."""
+
+    def __init__(self, state: State, num_shards: int, lease_seconds: float, clock: Callable[[], float]) -> None:
+        self._state = state
+        self._num_shards = num_shards
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._started = clock()
+        self._stops = OwnStops(lease_seconds / 2, clock)
+        self._forgive_silence()  # they may live, unheard as long as there was no scheduler
+
+    def pulse(self) -> None:
+        """Note that the scheduler runs."""
+        if self._stops.pulse():
+            self._forgive_silence()
+
+    def notice_own_stop(self) -> None:
+        """Call nobody lost for the time in which the scheduler itself did not run."""
+        if self._stops.was_stopped():
+            self._forgive_silence()
+
+    def choose(self, shard: int | None, address: str, incarnation: int, *, has_past: bool) -> int:
+        """Return the shard that a process may hold: ``shard``, or if it is None one that is free.
+
+        ``has_past`` says whether it comes from an earlier scheduler. Raises ConfigError if a living process holds it,
+        or all of them; ClusterNotReady if that is not known yet; InvalidArgument if there is no such shard.
+        """
+        if shard is None:
+            return self._free_shard(address, incarnation)
+        return self._claim(shard, address, incarnation, has_past=has_past)
+
+    def entries(self) -> list[ShardEntry]:
+        """Every shard as it is now."""
+        return [self._entry(shard) for shard in range(self._num_shards)]
+
+    def _entry(self, shard: int) -> ShardEntry:
+        member = self._state.members.get(shard)
+        if member is None:
+            return ShardEntry(shard=shard, address="", incarnation=0, state="missing", heartbeat_age_seconds=0.0)
+        age = self._clock() - member.last_heartbeat
+        return ShardEntry(
+            shard=shard,
+            address=member.address,
+            incarnation=member.incarnation,
+            state=self._condition(member, age),
+            heartbeat_age_seconds=age,
+        )
+
+    def _forgive_silence(self) -> None:
+        """Give every shard a whole lease: nobody could be heard."""
+        for member in self._state.members.values():
+            member.last_heartbeat = self._clock()
+
+    def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
+        if not 0 <= shard < self._num_shards:
+            raise InvalidArgument(f"shard {shard} does not exist; this cluster has shards 0 … {self._num_shards - 1}")
+        # After a restart of the scheduler a newcomer may be given the number of a shard that still holds its rows.
+        if has_past and self._is_empty_newcomer(shard):
+            return shard
+        if not self._is_free(shard, address, incarnation):
+            raise self._held_error(f"shard {shard} is held", (shard,))
+        return shard
+
+    def _is_empty_newcomer(self, shard: int) -> bool:
+        member = self._state.members.get(shard)
+        if member is None or not member.newcomer:
+            return False
+        return all(schema.holders.get(shard) != member.incarnation for schema in self._state.schemas.values())
+
+    def _free_shard(self, address: str, incarnation: int) -> int:
+        shards = range(self._num_shards)
+        same = [s for s in shards if s in self._state.members and self._state.members[s].address == address]
+        candidates: list[int] = [*same, *(s for s in shards if s not in self._state.members), *shards]
+        for shard in candidates:
+            if self._is_free(shard, address, incarnation):
+                return shard
+        raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
+
+    def _held_error(self, what: str, shards: Sequence[int]) -> ConfigError | ClusterNotReady:
+        """The error for a newcomer that finds ``shards`` held."""
+        unheard = [shard for shard in shards if not self._state.members[shard].is_heard]
+        if unheard:
+            left = self._started + self._lease_seconds - self._clock()
+            return ClusterNotReady(
+                f"{what}: this scheduler was restarted, and shard {unheard[0]} may live on at "
+                f"{self._state.members[unheard[0]].address}; it is free in {max(left, 0.0):.1f} s if it stays silent"
+            )
+        one = len(shards) == 1
+        by = f"a living process at {self._state.members[shards[0]].address}" if one else "living processes"
+        return ConfigError(
+            f"{what} by {by}; a dead one's shard is free {self._lease_seconds:g} s after its last sign of life"
+        )
+
+    def _is_free(self, shard: int, address: str, incarnation: int) -> bool:
+        member = self._state.members.get(shard)
+        if member is None or member.left or member.incarnation == incarnation or member.address == address:
+            return True
+        return bool(self._clock() - member.last_heartbeat > self._lease_seconds)
+
+    def _condition(self, member: Member, age: float) -> ShardCondition:
+        if member.left or age > self._lease_seconds:
+            return "lost"
+        patience = max(_SILENT_BEATS * member.heartbeat_seconds, self._lease_seconds / _SILENT_BEATS)
+        return "silent" if age > patience or not member.is_heard else "up"
