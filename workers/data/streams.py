@@ -9,7 +9,7 @@ Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -258,13 +258,6 @@ class StreamReader(Generic[T]):
             return (data[int(index)] for index in indices)
         opened: Any = self._data
         return islice(iter(opened(stream, self._num_streams, at.epoch)), at.consumed, None)
-
-
-def divided(num_streams: int, worker: int, num_workers: int) -> Sequence[int]:
-    """Return the streams of one worker where nobody leases: every ``num_workers``-th from ``worker`` on."""
-    if not 0 <= worker < num_workers:
-        raise InvalidArgument(f"worker {worker} of {num_workers} does not exist")
-    return range(worker, num_streams, num_workers)
 
 
 def _generator(seed: int, epoch: int, stream: int) -> torch.Generator:

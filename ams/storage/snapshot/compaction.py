@@ -21,10 +21,8 @@ from geartrain.ams.storage.snapshot.chain import Layer, layers_of
 from geartrain.ams.storage.snapshot.folder import (
     Snapshot,
     Staging,
-    list_snapshots,
     new_staging,
     open_snapshot,
-    prune,
 )
 from geartrain.ams.storage.snapshot.manifest import JOB, MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
@@ -70,19 +68,6 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
             store.discard(store.hide(path))
         raise damage[0]
     return path
-
-
-def retain(root: str | Path, *, keep_last: int, longest_chain: int | None = None) -> list[str]:
-    """Prune to the newest ``keep_last`` snapshots and what they add to; return the names of those removed.
-
-    Where the newest one and those it adds to are more than ``longest_chain``, they are compacted first: the result
-    counts as one of those to keep, and the chain goes once no kept snapshot needs it. Raises as :func:`compact` and
-    :func:`prune`.
-    """
-    newest = next((listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None), None)
-    if newest is not None and longest_chain is not None and len(newest.chain()) > longest_chain:
-        compact(root, newest.name)
-    return prune(root, keep_last)
 
 
 def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]) -> Iterator[FileEntry]:

@@ -11,7 +11,7 @@ import pytest
 
 from geartrain.ams.storage.snapshot.blocks import write_block
 from geartrain.ams.storage.snapshot.chain import layers_of
-from geartrain.ams.storage.snapshot.compaction import compact, retain
+from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, new_staging, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import MANIFEST, Parent
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
@@ -187,10 +187,11 @@ def test_what_cannot_be_compacted_leaves_nothing_and_the_chain(chain: Path, monk
     assert sorted(path.name for path in chain.iterdir()) == ["a", "b", "c"]
 
 
-def test_retention_bounds_both_the_number_and_the_length_of_chains(chain: Path) -> None:
-    assert retain(chain, keep_last=1, longest_chain=3) == []
-    assert retain(chain, keep_last=1, longest_chain=2) == ["c", "b", "a"]
+def test_a_chain_goes_once_no_kept_snapshot_needs_it(chain: Path) -> None:
+    assert prune(chain, 1) == []
+    compact(chain, "c")
+    assert prune(chain, 1) == ["c", "b", "a"]
     assert names(chain) == ["c-whole"]
     take(chain, "d", 4, parent="c-whole")
-    assert retain(chain, keep_last=1) == []
+    assert prune(chain, 1) == []
     assert names(chain) == ["d", "c-whole"]
