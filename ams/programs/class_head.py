@@ -37,13 +37,14 @@ PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
 PART_BYTES = 64 << 20
 """All parts together take no more, but for the first."""
-_NO_LOGIT = np.float32(-1e37)
-_UNSHIFTED_LIMIT = 84.0
-"""exp(logit) and their sums stay normal float32 numbers while scale + log(rows) is below this."""
+NO_LOGIT = -1e37
+"""Below every logit, and finite: differences of it are no NaN."""
+UNSHIFTED_LIMIT = 84.0
+"""exp(logit), their sum and their products stay normal float32 numbers while scale + log(rows) is below this."""
 _LARGEST_INVERSE = 1e12
 """1 / the shortest length that a row counts as (``class_pass_kernels.cpp``)."""
 _NEARLY_INFINITE = 1e37
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 class ClassHeadModel:
@@ -156,7 +157,7 @@ class _Batch:
             raise InvalidArgument(f"logit_factor is {factor!r}; it must be finite and > 0")
         self.logit_factor = factor
         self.want_gradient = _setting(inputs, "want_gradient", 1.0) != 0
-        self.shifted = not (self.normalised and factor / _LOG2_E + math.log(num_classes) < _UNSHIFTED_LIMIT)
+        self.shifted = not (self.normalised and factor / LOG2_E + math.log(num_classes) < UNSHIFTED_LIMIT)
         self._correction: SamplingCorrection | None = None
         self.active = self._select(rows, inputs, num_classes)
         mine = np.flatnonzero(rows.owns(self.labels_B))
@@ -222,7 +223,7 @@ class _Sums:
 
     def __init__(self, batch: _Batch) -> None:
         size, width = batch.features_BD.shape
-        self.shift_B = np.full(size, _NO_LOGIT, np.float32) if batch.shifted else None
+        self.shift_B = np.full(size, NO_LOGIT, np.float32) if batch.shifted else None
         self.sum_B = np.zeros(size, np.float64)
         self.weighted_BD = np.zeros((size, width), np.float32) if batch.want_gradient else None
 

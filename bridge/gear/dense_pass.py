@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModuleFailed, NonFinite, SampleDamaged
 from geartrain.ams.values.gear_messages import Failure, without
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.gear.samples import Samples
+from geartrain.bridge.gear.samples import SHOWN, Samples
 
 TrainMode = Literal["backward", "always", "never"]
 TRAIN_MODES = ("backward", "always", "never")
 _HALF_SCALE = 4096.0
 """What float16 gradients are multiplied by on their way, so that small ones are not lost."""
-_SHOWN = 200
-"""Characters of a foreign error that a message repeats."""
 
 
 class DensePass:
@@ -288,7 +286,7 @@ def _halves(ids: Ids) -> tuple[slice, slice]:
 
 
 def _raised(ids: Ids, error: Exception) -> dict[int, Failure]:
-    words = f"{type(error).__name__}: {error}"[:_SHOWN]
+    words = f"{type(error).__name__}: {error}"[:SHOWN]
     return {
         int(one): Failure(SampleDamaged.__name__, f"the dense part fails on the sample of id {one}: {words}")
         for one in ids

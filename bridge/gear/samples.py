@@ -19,7 +19,7 @@ from geartrain.ams.values.gear_messages import Failure
 from geartrain.ams.values.specs import Ids
 
 Decode = Callable[[bytes], Any]
-_SHOWN = 200
+SHOWN = 200
 """Characters of a foreign error that a message repeats."""
 
 
@@ -118,7 +118,7 @@ class Samples:
 
 
 def _damaged(one: int, exc: Exception) -> Failure:
-    words = f"{type(exc).__name__}: {exc}"[:_SHOWN]
+    words = f"{type(exc).__name__}: {exc}"[:SHOWN]
     return Failure(SampleDamaged.__name__, f"the sample of id {one} cannot be read: {words}")
 
 

@@ -13,18 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.programs.class_head import LOG2_E, UNSHIFTED_LIMIT
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
 
-LOG2_E = math.log2(math.e)
-
 NORM_FLOOR = 1e-12
 """Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
-
-_UNSHIFTED_LIMIT = 84.0
-"""exp(logit), their sum and their products stay normal float32 numbers while scale + log(rows) is below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +159,7 @@ class Batch:
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
             inverse_B = None if margin is None else normalise_(own_BD)
-        fits = margin is not None and margin.scale + math.log(num_rows) < _UNSHIFTED_LIMIT
+        fits = margin is not None and margin.scale + math.log(num_rows) < UNSHIFTED_LIMIT
         return Batch(
             arithmetic=arithmetic,
             margin=margin,

@@ -52,9 +52,9 @@ _FIXED = {
     **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
     **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
 }
-_DEFAULT_SELECT = PartialFC(sample_rate=0.1)
+DEFAULT_SELECT = PartialFC(sample_rate=0.1)
 _DEFAULT_MARGIN = ArcFace()
-_DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
+DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
 
 
 class ClassHead(nn.Module):
@@ -78,9 +78,9 @@ class ClassHead(nn.Module):
         num_classes: int,
         dim: int,
         num_living: int | None = None,
-        select: Selection = _DEFAULT_SELECT,
+        select: Selection = DEFAULT_SELECT,
         margin: Margin | None = _DEFAULT_MARGIN,
-        optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
+        optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
         rows: str = "pull",
         dtype: DTypeName = "float32",
         slot_dtype: DTypeName = "float32",

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.programs.selection import PartialFC, Selection
+from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
 from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.registry import backend_named
+from geartrain.bridge.head.class_head import DEFAULT_OPTIMIZER, DEFAULT_SELECT
 from geartrain.bridge.head.memory_plan import Holder, MemoryPart, MemoryPlan
 
-_DEFAULT_SELECT = PartialFC(sample_rate=0.1)
-_DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
 _GIB = 2**30
 
 
@@ -111,8 +110,8 @@ def memory_report(
     rows: str = "pull",
     dtype: DTypeName = "float32",
     slot_dtype: DTypeName = "float32",
-    optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
-    select: Selection = _DEFAULT_SELECT,
+    optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
+    select: Selection = DEFAULT_SELECT,
     batch_size: int = 128,
     num_shards: int = 1,
     num_ranks: int = 1,

@@ -22,8 +22,8 @@ from geartrain.workers.job.loop import Phases
 from geartrain.workers.job.run import JobOptions
 from geartrain.workers.job.state import JobState
 from geartrain.workers.recipes import jobs
-from geartrain.workers.recipes.recipe import Recipe
-from geartrain.workers.recipes.selections import GraphLines, selection_of
+from geartrain.workers.recipes.graph_lines import GraphLines
+from geartrain.workers.recipes.recipe import Recipe, selection_of
 from tests.integration.small_job import draw_images, rows_of, stop_after, train
 from tests.support.plain_graph import use_plain_graphs
 

@@ -34,8 +34,8 @@ from geartrain.workers.job.snapshots import JobSnapshots, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
 from geartrain.workers.models.backbones import StrokeNet, build_backbone
 from geartrain.workers.models.saved_model import Model, save_model
-from geartrain.workers.recipes.recipe import PLACES, Recipe
-from geartrain.workers.recipes.selections import GraphLines, selection_of
+from geartrain.workers.recipes.graph_lines import GraphLines
+from geartrain.workers.recipes.recipe import PLACES, Recipe, selection_of
 
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""

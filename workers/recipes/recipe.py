@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
+from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.workers.data.augment import Augmentation
-from geartrain.workers.recipes.selections import SELECTIONS
 
 PLACES = tuple(name for name, backend in ROW_BACKENDS.items() if backend.needs_cluster)
 """A job's rows are in a cluster, whose snapshots hold them."""
@@ -120,3 +121,21 @@ class Recipe:
                 f"the saved recipe has unknown fields {sorted(unknown)}; was it saved by a newer version?"
             )
         return cls(**{**values, "augmentation": Augmentation(**values["augmentation"])})
+
+
+def selection_of(recipe: Recipe) -> Selection:
+    """What to give the head as ``select``."""
+    return FullSoftmax() if recipe.sample_rate == 1 else SELECTIONS[recipe.select](recipe)
+
+
+def rebuild_of(text: str) -> str | int:
+    """``"200"`` as the number of steps that it is; the words as they are."""
+    return int(text) if text.isdecimal() else text
+
+
+SELECTIONS: dict[str, Callable[[Recipe], Selection]] = {
+    "knn": lambda recipe: KNNSoftmax(recipe.sample_rate, recipe.neighbours, rebuild_of(recipe.rebuild)),
+    "partial": lambda recipe: PartialFC(recipe.sample_rate),
+    "full": lambda _: FullSoftmax(),
+}
+"""By the names that recipes give."""

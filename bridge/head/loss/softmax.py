@@ -12,10 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geartrain.bridge.head.batch import LOG2_E, Batch
-
-_NO_LOGIT = -1e37
-"""Below every logit, and finite: differences of it are no NaN."""
+from geartrain.ams.programs.class_head import LOG2_E, NO_LOGIT
+from geartrain.bridge.head.batch import Batch
 
 
 class PartialSums:
@@ -52,9 +50,7 @@ class OnlineSoftmax:
         rows, width = batch.features_BD.shape
         compute, device = batch.arithmetic.compute, batch.arithmetic.device
         self.target_rows_BD = torch.zeros_like(batch.features_BD)
-        self.shift_PB = (
-            torch.full((num_parts, rows), _NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
-        )
+        self.shift_PB = torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
         self.sum_PB = torch.zeros(num_parts, rows, dtype=torch.float64, device=device)
         self.weighted_PBD = _zeros(num_parts, rows, width, compute, device) if want_gradient else None
         self.parts = [self._part(number) for number in range(num_parts)]
@@ -120,7 +116,7 @@ def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
 
     Where exponents are not shifted, 0 would be above such a target, whose exponential might then vanish beside it.
     """
-    return torch.where(sum_B == 0, _NO_LOGIT, shift_B)
+    return torch.where(sum_B == 0, NO_LOGIT, shift_B)
 
 
 def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:

@@ -1,37 +1,13 @@
-"""Which classes are active in a step of a job, as its recipe says, and how a person hears of the graph behind them."""
+"""How a person hears of the graph behind a selection while it is built."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
 from geartrain.ams.values.text import counted
-from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
-
-if TYPE_CHECKING:
-    from geartrain.workers.recipes.recipe import Recipe
 
 _SECONDS_BETWEEN_LINES = 5.0
-
-
-def selection_of(recipe: Recipe) -> Selection:
-    """What to give the head as ``select``."""
-    return FullSoftmax() if recipe.sample_rate == 1 else SELECTIONS[recipe.select](recipe)
-
-
-def rebuild_of(text: str) -> str | int:
-    """``"200"`` as the number of steps that it is; the words as they are."""
-    return int(text) if text.isdecimal() else text
-
-
-SELECTIONS: dict[str, Callable[[Recipe], Selection]] = {
-    "knn": lambda recipe: KNNSoftmax(recipe.sample_rate, recipe.neighbours, rebuild_of(recipe.rebuild)),
-    "partial": lambda recipe: PartialFC(recipe.sample_rate),
-    "full": lambda _: FullSoftmax(),
-}
-"""By the names that recipes give."""
 
 
 class GraphLines:
