@@ -78,8 +78,9 @@ class MemoryPlan:
             most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
         parts = [("rows", most * spec.row_bytes, f"n·D·{spec.numpy_dtype.itemsize}, n = {most:,}")]
         if spec.slot_bytes:
-            slots = ", ".join(slot.name for slot in spec.optimizer.slots)
-            parts.append((f"slots ({slots})", most * spec.slot_bytes, f"n·D·{spec.slot_bytes // spec.dim}"))
+            parts.append(
+                (f"slots ({spec.optimizer.state})", most * spec.slot_bytes, f"n·D·{spec.slot_bytes // spec.dim}")
+            )
         if spec.step_bytes:
             steps = "updates" if spec.counts_updates else "last steps (elapsed)"
             parts.append((steps, most * spec.step_bytes, f"n·{spec.step_bytes}"))

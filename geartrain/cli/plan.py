@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from geartrain.ams.values.optimizers.registry import SGD, Adam, SparseMomentum
+from geartrain.ams.values.optimizers.registry import optimizer_of
 from geartrain.cli.options import Json
 
 _DTYPE = "float32, float16 or bfloat16."
@@ -23,6 +23,10 @@ def plan(
     ] = None,
     momentum: Annotated[bool, typer.Option("--momentum/--sgd", help="Whether rows have momentum.")] = True,
     adam: Annotated[bool, typer.Option("--adam", help="Rows have the two moments of Adam.")] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--optimizer", help="The rows' optimizer by name, instead of --momentum, --sgd or --adam."),
+    ] = None,
     sample_rate: Annotated[float, typer.Option("--sample-rate", help="Part of the classes active in a step.")] = 0.1,
     k: Annotated[
         int | None,
@@ -39,13 +43,14 @@ def plan(
     from geartrain.bridge.head.memory import memory_report  # loads torch
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 
+    name = optimizer or ("adam" if adam else "sparse_momentum" if momentum else "sgd")
     report = memory_report(
         num_classes=classes,
         dim=dim,
         rows=cast(Any, rows),
         dtype=cast(Any, dtype),
         slot_dtype=cast(Any, slot_dtype or "float32"),
-        optimizer=Adam() if adam else SparseMomentum(lr=0.1) if momentum else SGD(lr=0.1),
+        optimizer=optimizer_of(name, {"lr": 0.1}),
         select=PartialFC(sample_rate) if k is None else KNNSoftmax(sample_rate, k=k),
         batch_size=batch_size,
         num_shards=shards,

@@ -41,7 +41,7 @@ def slowgear(
         str | None, typer.Option(help="When the module is in train(): backward, always or never.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Of the dense table: sgd:RATE, momentum:RATE or adam:RATE.")
+        str | None, typer.Option(help="Of the dense table: NAME:RATE, such as sgd:0.01, momentum:0.01 or adam:0.001.")
     ] = None,
     expire_seconds: Annotated[float | None, typer.Option(help="Older features are computed again.")] = None,
     max_version_lag: Annotated[int | None, typer.Option(help="So many dense updates behind, too.")] = None,

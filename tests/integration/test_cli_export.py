@@ -41,6 +41,9 @@ def test_plan_prints_the_memory_of_a_head() -> None:
     settings = ["--classes", "1000000", "--dim", "512", "--dtype", "float16", "--slot-dtype", "float16"]
     assert "per class 2,056.1 bytes" in invoke("plan", *settings).stdout
     assert "slots (moments)" in invoke("plan", "--classes", "100", "--dim", "8", "--adam").stdout
+    assert "slots (moments)" in invoke("plan", "--classes", "100", "--dim", "8", "--optimizer", "adam").stdout
+    with pytest.raises(gt.errors.InvalidArgument, match="there is no optimizer 'adams'; there are sgd"):
+        invoke("plan", *settings, "--optimizer", "adams")
     told = json.loads(invoke("plan", *settings, "--rows", "ranks", "--ranks", "8", "--sgd", "--json").stdout)
     assert told["bytes_per_class"] == 1032
     assert told["rank_bytes"] > 125_000 * 1024

@@ -34,6 +34,7 @@ class Adam(RowOptimizerSpec):
 
     name: ClassVar[str] = "adam"
     slots: ClassVar[tuple[Slot, ...]] = (Slot("first moment"), Slot("second moment", is_non_negative=True))
+    state: ClassVar[str] = "moments"
     takes_narrow_slots: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

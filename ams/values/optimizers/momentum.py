@@ -34,6 +34,7 @@ class Momentum(RowOptimizerSpec):
 
     name: ClassVar[str] = "momentum"
     slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"),)
+    state: ClassVar[str] = "momentum"
 
     def __post_init__(self) -> None:
         require_rate("lr", self.lr)

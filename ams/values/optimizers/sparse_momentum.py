@@ -46,6 +46,7 @@ class SparseMomentum(RowOptimizerSpec):
 
     name: ClassVar[str] = "sparse_momentum"
     slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"),)
+    state: ClassVar[str] = "momentum"
     saves_gradient_buffer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -56,6 +56,8 @@ class RowOptimizerSpec(ABC):
 
     name: ClassVar[str]
     slots: ClassVar[tuple[Slot, ...]] = ()
+    state: ClassVar[str] = ""
+    """What the slots hold, in a word or two."""
     takes_narrow_slots: ClassVar[bool] = True
     """Whether slots may be stored in 16 bits."""
     saves_gradient_buffer: ClassVar[bool] = False

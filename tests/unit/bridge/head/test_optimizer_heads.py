@@ -1,4 +1,4 @@
-"""Class centers trained by Adam, wherever they are worked on: what torch.optim.Adam makes of a linear layer."""
+"""Class centers trained by every optimizer, wherever they are worked on: what torch makes of a linear layer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from tests.support.torch_twins import TORCH_TWINS
 
 CLASSES, DIM, BATCH, STEPS = 3_000, 8, 16, 4
 
 
+@pytest.mark.parametrize("name", TORCH_TWINS)
 @pytest.mark.parametrize(
     "settings",
     [{"rows": "pull"}, {"rows": "pull", "rows_cache_bytes": 0}, {"rows": "hosted"}, {"rows": "ranks"}],
     ids=["held", "streamed", "hosted", "ranks"],
 )
-def test_a_head_with_adam_trains_as_a_linear_layer_does(settings: dict[str, Any]) -> None:
+def test_a_head_trains_as_a_linear_layer_does(settings: dict[str, Any], name: str) -> None:
+    optimizer, of_torch = TORCH_TWINS[name]
     with gt.local(num_shards=2) as cluster:
         head = gt.ClassHead(
             None if settings["rows"] == "ranks" else cluster,
@@ -27,12 +30,12 @@ def test_a_head_with_adam_trains_as_a_linear_layer_does(settings: dict[str, Any]
             dim=DIM,
             select=gt.FullSoftmax(),
             margin=None,
-            optimizer=gt.Adam(0.02, (0.8, 0.99), 1e-5, 0.01),
+            optimizer=optimizer,
             initializer=gt.Normal(std=0.1),
             **settings,
         )
         weights = nn.Parameter(head.weights().double())
-        rows, reference = gt.RowOptimizer(head), torch.optim.Adam([weights], 0.02, (0.8, 0.99), 1e-5, 0.01)
+        rows, reference = gt.RowOptimizer(head), of_torch(weights)
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             features = torch.randn(BATCH, DIM, generator=generator)

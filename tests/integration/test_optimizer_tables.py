@@ -1,4 +1,4 @@
-"""Adam over every carrier: a cluster does what torch.optim.Adam does, and a restored one goes on to the same bits."""
+"""Every optimizer over every carrier: a cluster does what torch does, and a restored one goes on to the same bits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.client.cluster import Cluster, local
-from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS
+from geartrain.ams.values.specs import DTypeName
+from geartrain.launch.hosting import local
+from tests.support.torch_twins import TORCH_TWINS
 
 NUM_ROWS, DIM = 900, 6
 EVERYTHING = np.arange(NUM_ROWS)
-OPTIMIZER = Adam(0.05, (0.8, 0.99), 1e-6, weight_decay=0.01)
 
 
 def gradients_of(step: int) -> np.ndarray:
@@ -26,11 +28,17 @@ def train(cluster: Cluster, steps: range) -> None:
         cluster.table("t").push(ids, gradients_of(step)[ids], lr=0.1 / (step + 1))
 
 
+def test_every_optimizer_has_a_twin() -> None:
+    assert TORCH_TWINS.keys() == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("name", TORCH_TWINS)
 @pytest.mark.parametrize("num_rows", [None, NUM_ROWS])
-def test_pushes_follow_torch_in_float64(cluster: Cluster, num_rows: int | None) -> None:
-    table = cluster.create_table("t", dim=DIM, optimizer=OPTIMIZER, num_rows=num_rows)
+def test_pushes_follow_torch_in_float64(cluster: Cluster, num_rows: int | None, name: str) -> None:
+    optimizer, of_torch = TORCH_TWINS[name]
+    table = cluster.create_table("t", dim=DIM, optimizer=optimizer, num_rows=num_rows)
     weights = torch.from_numpy(table.pull(EVERYTHING)).double().requires_grad_()
-    reference = torch.optim.Adam([weights], betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=0.01)
+    reference = of_torch(weights)
     for step in range(6):
         table.push(EVERYTHING, gradients_of(step), lr=0.1 / (step + 1), scale=0.5)
         weights.grad = torch.from_numpy(gradients_of(step)).double() * 0.5
@@ -39,8 +47,13 @@ def test_pushes_follow_torch_in_float64(cluster: Cluster, num_rows: int | None) 
     np.testing.assert_allclose(table.pull(EVERYTHING), weights.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_restored_table_goes_on_to_the_same_bits_on_any_number_of_shards(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.create_table("t", dim=DIM, optimizer=OPTIMIZER, dtype="bfloat16")
+@pytest.mark.parametrize("name", TORCH_TWINS)
+def test_a_restored_table_goes_on_to_the_same_bits_on_any_number_of_shards(
+    cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    optimizer, _ = TORCH_TWINS[name]
+    slot_dtype: DTypeName = "bfloat16" if optimizer.takes_narrow_slots else "float32"
+    cluster.create_table("t", dim=DIM, optimizer=optimizer, dtype="bfloat16", slot_dtype=slot_dtype)
     train(cluster, range(4))
     cluster.snapshot(tmp_path, "full").result(60)
     train(cluster, range(4, 6))

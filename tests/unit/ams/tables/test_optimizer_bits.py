@@ -1,0 +1,134 @@
+"""Every optimizer on the rows of a table: the bits of its numpy reference, or no change at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.ams.kernels.reference.row_table import ReferenceTable
+from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.optimizers.spec import Push
+from geartrain.ams.values.specs import DTYPES, DTypeName, Normal, TableSpec
+from tests.support.torch_twins import TORCH_TWINS
+
+SPECS = {name: optimizer for name, (optimizer, _) in TORCH_TWINS.items()}
+
+
+def make(optimizer: RowOptimizerSpec, dim: int, dtype: DTypeName = "float32") -> tuple[RowTable, ReferenceTable]:
+    slot_dtype: DTypeName = dtype if optimizer.takes_narrow_slots else "float32"
+    spec = TableSpec(name="t", dim=dim, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=3)
+    reference = ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype, slot_dtype)
+    return RowTable(spec, np.arange(4096)), reference
+
+
+def state_of(table: RowTable) -> dict[int, tuple[bytes, bytes, int]]:
+    table.freeze()
+    ids, rows, slots, steps = table.read_frozen(10_000)
+    table.thaw(kept=True)
+    width = table.spec.slot_dim
+    slots = np.empty((len(ids), width), np.float32) if slots is None else slots
+    steps = np.zeros(len(ids), np.int64) if steps is None else steps
+    values = zip(ids.tolist(), rows, slots, steps.tolist(), strict=True)
+    return {row_id: (row.tobytes(), slot.tobytes(), t) for row_id, row, slot, t in values}
+
+
+def expected_of(table: ReferenceTable, spec: TableSpec) -> dict[int, tuple[bytes, bytes, int]]:
+    return {
+        row_id: (
+            row.tobytes(),
+            table.slots_of(row_id).tobytes(),
+            table.updates.get(row_id, 0) if spec.counts_updates else 0,
+        )
+        for row_id, row in table.rows.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_slots_and_updates_have_the_bits_of_the_reference(name: str, dtype: DTypeName) -> None:
+    ours, theirs = make(SPECS[name], 37, dtype)
+    generator = np.random.default_rng(1)
+    for step in range(6):
+        ids = generator.permutation(60)[:40]
+        values = generator.standard_normal((40, 37)).astype(DTYPES["bfloat16" if step % 2 else "float32"])
+        lr, scale = 0.3 / (step + 1), 0.7
+        assert ours.push(ids, values, lr=lr, scale=scale) == theirs.push(ids, values, lr, scale)
+        if step == 3:
+            ours.assign(ids[:9], values[:9].astype(DTYPES[dtype]))
+            theirs.assign(ids[:9], values[:9].astype(DTYPES[dtype]))
+    assert state_of(ours) == expected_of(theirs, ours.spec)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "assign"]),
+            st.lists(st.integers(0, 40), max_size=8, unique=True),
+            st.integers(-38, 38),
+            st.floats(0, 1e30),
+        ),
+        max_size=10,
+    )
+)
+def test_any_sequence_of_calls_equals_the_reference_or_changes_nothing(
+    name: str, steps: list[tuple[str, list[int], int, float]]
+) -> None:
+    ours, theirs = make(SPECS[name], 5)
+    for number, (verb, chosen, exponent, lr) in enumerate(steps):
+        ids = np.array(chosen, np.int64)
+        values = np.random.default_rng(number).uniform(-1, 1, (len(ids), 5)).astype(np.float32)
+        values *= np.float32(10.0**exponent)
+        if verb == "assign":
+            ours.assign(ids, values)
+            theirs.assign(ids, values)
+            continue
+        before = state_of(ours)
+        takes_all = ours.surely_takes(float(np.abs(values).max(initial=0)), lr=lr)
+        try:
+            ours.push(ids, values, lr=lr)
+        except NonFinite:
+            assert state_of(ours) == before
+            assert not takes_all
+        else:
+            theirs.push(ids, values, lr)
+    found = state_of(ours)
+    assert found == expected_of(theirs, ours.spec)
+    assert all(np.isfinite(np.frombuffer(row + slots, np.float32)).all() for row, slots, _ in found.values())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_moved_by_float32_stays_close_to_one_moved_by_float64(name: str) -> None:
+    optimizer = SPECS[name]
+    ours, _ = make(optimizer, 16)
+    ids, generator = np.arange(10), np.random.default_rng(2)
+    rows = np.empty((10, 16), np.float32)
+    ours.pull(ids, rows)
+    exact, slots = rows.astype(np.float64), np.zeros((10, ours.spec.slot_dim))
+    for step in range(50):
+        gradients = generator.standard_normal((10, 16)).astype(np.float32)
+        ours.push(ids, gradients, lr=0.05, scale=0.5)
+        exact, slots = optimizer.updated(exact, slots, gradients, Push(0.05, 0.5, step + 1, np.float64))
+    ours.pull(ids, rows)
+    np.testing.assert_allclose(rows, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, one in SPECS.items() if any(s.is_non_negative for s in one.slots)])
+def test_a_slot_that_cannot_be_negative_is_not_restored_so(name: str) -> None:
+    table, _ = make(SPECS[name], 2)
+    slots = np.zeros((1, table.spec.slot_dim), np.float32)
+    slots[0, -1] = -1e-30
+    steps = np.ones(1, np.int64) if table.spec.step_bytes else None
+    with pytest.raises(InvalidRows, match=f"holds a {SPECS[name].slots[-1].name} below 0"):
+        table.restore(np.array([3]), np.zeros((1, 2), np.float32), slots, steps)
+
+
+@pytest.mark.parametrize("name", [name for name, one in SPECS.items() if not one.takes_narrow_slots])
+def test_slots_that_16_bits_cannot_hold_are_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"slot_dtype is 'bfloat16'; .* must be 'float32'"):
+        TableSpec(name="t", dim=2, optimizer=SPECS[name], slot_dtype="bfloat16")
