@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
     from geartrain.ams.values.config import ClientConfig
-    from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, SparseMomentum
+    from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, Momentum, SparseMomentum
     from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.gear.slow_gear import SlowGear
@@ -35,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SGD",
     "ActiveClasses",
+    "Adagrad",
     "Adam",
     "ArcFace",
     "ClassHead",
@@ -78,7 +79,7 @@ _HOMES = {
     "geartrain.ams.client.table": ("Table",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
     "geartrain.ams.values.config": ("ClientConfig",),
-    "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum"),
+    "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum", "Adagrad"),
     "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),

@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "Momentum",
     "SparseMomentum",
     "Adam",
+    "Adagrad",
     "Constant",
     "Uniform",
     "Normal",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.optimizers.adagrad import Adagrad
 from geartrain.ams.values.optimizers.adam import Adam
 from geartrain.ams.values.optimizers.momentum import Momentum
 from geartrain.ams.values.optimizers.sgd import SGD
@@ -20,6 +21,7 @@ from geartrain.ams.values.text import quoted
 __all__ = [
     "OPTIMIZERS",
     "SGD",
+    "Adagrad",
     "Adam",
     "Momentum",
     "RowOptimizerSpec",
@@ -30,7 +32,9 @@ __all__ = [
     "require_optimizer",
 ]
 
-OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {kind.name: kind for kind in (SGD, Momentum, SparseMomentum, Adam)}
+OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
+    kind.name: kind for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad)
+}
 
 
 def optimizer_of(name: str, scalars: Mapping[str, float]) -> RowOptimizerSpec:

@@ -7,7 +7,8 @@
   each(sgd)                        \
   each(momentum)                   \
   each(sparse_momentum)            \
-  each(adam)
+  each(adam)                       \
+  each(adagrad)
 
 namespace geartrain {
 

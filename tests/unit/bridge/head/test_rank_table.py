@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.ranks import rank_table
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
@@ -40,11 +40,12 @@ OPTIMIZERS = [
     SparseMomentum(0.1, 0.9, 1e-3, untouched="elapsed"),
     SparseMomentum(0.1, 0.9, untouched="elapsed"),
     Adam(0.01, weight_decay=1e-3),
+    Adagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
 ]
 
 
 def _shard_and_ranks(optimizer: RowOptimizerSpec, dtype: DTypeName) -> tuple[RowTable, list[RankTable]]:
-    slot_dtype: DTypeName = "float32" if isinstance(optimizer, Adam) else dtype
+    slot_dtype: DTypeName = dtype if optimizer.takes_narrow_slots else "float32"
     spec = TableSpec(name="t", dim=21, num_rows=50, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=5)
     links = [cast(Any, SimpleNamespace(world_size=2, rank=rank)) for rank in range(2)]
     return RowTable(spec, np.arange(4096)), [RankTable(spec, link, torch.device("cpu")) for link in links]

@@ -115,6 +115,7 @@ def test_optimizers_are_named_with_their_rate() -> None:
     assert optimizer_named("sgd:0.1") == gt.SGD(0.1)
     assert optimizer_named("adam:0.001") == gt.Adam(0.001)
     assert optimizer_named("momentum:0.1") == gt.Momentum(0.1, momentum=0.9)
-    for wrong in ("sgd", "sgd:-1", "adagrad:0.1", "adam:nan"):
+    assert optimizer_named("adagrad:0.1") == gt.Adagrad(0.1)
+    for wrong in ("sgd", "sgd:-1", "ftrl:0.1", "adam:nan"):
         with pytest.raises(ConfigError, match="adam:RATE"):
             optimizer_named(wrong)

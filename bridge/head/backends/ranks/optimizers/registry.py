@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.head.backends.ranks.optimizers.adagrad import adagrad
 from geartrain.bridge.head.backends.ranks.optimizers.adam import adam
 from geartrain.bridge.head.backends.ranks.optimizers.momentum import momentum, sparse_momentum
 from geartrain.bridge.head.backends.ranks.optimizers.sgd import sgd
@@ -16,6 +17,7 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
     "momentum": momentum,
     "sparse_momentum": sparse_momentum,
     "adam": adam,
+    "adagrad": adagrad,
 }
 
 

@@ -1,0 +1,77 @@
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "base/isa.hpp"
+#include "optimizers/largest.hpp"
+#include "optimizers/optimizer.hpp"
+
+namespace geartrain {
+namespace {
+
+struct AdagradFactors {
+  float scale, weight_decay;
+  float step_size;  // lr / (1 + (t - 1) * lr_decay)
+  float initial, epsilon;
+};
+
+GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict total, const float* __restrict gradient,
+                                        size_t count, const AdagradFactors& factors) {
+  const AdagradFactors f = factors;
+  Largest largest_row, largest_total;
+  for (size_t i = 0; i < count; ++i) {
+    const float direction = gradient[i] * f.scale + f.weight_decay * row[i];
+    const float sum = total[i] + direction * direction;
+    const float weight = row[i] - f.step_size * (direction / (std::sqrt(f.initial + sum) + f.epsilon));
+    total[i] = sum;
+    row[i] = weight;
+    largest_row.see(weight);
+    largest_total.see(sum);
+  }
+  return {largest_row.value(), {largest_total.value()}};
+}
+
+// Duchi, Hazan and Singer, "Adaptive subgradient methods" (JMLR 2011), as torch.optim.Adagrad has it. The slot is the sum of squares
+// without what it begins at.
+class Adagrad final : public Optimizer {
+ public:
+  explicit Adagrad(const Scalars& scalars)
+      : lr_decay_(scalars.wide("lr_decay")),
+        weight_decay_(scalars["weight_decay"]),
+        initial_(scalars["initial_accumulator_value"]),
+        epsilon_(scalars["eps"]),
+        update_(Versions<&update_body>::pick(active_isa())) {
+    if (!(std::isnormal(epsilon_) && epsilon_ > 0)) throw std::invalid_argument("eps must be a normal float32 > 0");
+    if (!(initial_ >= 0)) throw std::invalid_argument("initial_accumulator_value must be >= 0");
+  }
+
+  int num_slots() const override { return 1; }
+  bool counts_updates() const override { return lr_decay_ != 0; }
+  bool takes_narrow_slots() const override { return false; }
+
+  Magnitudes update(float* row, float* total, const float* gradient, size_t dim, const PushFactors& push,
+                    int64_t t) const override {
+    const double step_size = static_cast<double>(push.lr) / (1 + static_cast<double>(t - 1) * lr_decay_);
+    return update_(row, total, gradient, dim,
+                   {push.scale, weight_decay_, static_cast<float>(step_size), initial_, epsilon_});
+  }
+
+  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override {
+    const float direction = gradient + weight_decay_ * before.row;
+    // A direction is divided by at least its own magnitude, but for one whose square is no normal number: by at least epsilon.
+    const float quotient = std::max(2.0f, 0x1p-63f / epsilon_);
+    return {before.row + push.lr * quotient, {before.slots[0] + direction * direction}};
+  }
+
+ private:
+  using Update = Magnitudes (*)(float*, float*, const float*, size_t, const AdagradFactors&);
+  double lr_decay_;
+  float weight_decay_, initial_, epsilon_;
+  Update update_;
+};
+
+}  // namespace
+
+std::shared_ptr<Optimizer> make_adagrad(const Scalars& scalars) { return std::make_shared<Adagrad>(scalars); }
+
+}  // namespace geartrain

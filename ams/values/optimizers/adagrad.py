@@ -1,0 +1,59 @@
+"""Adagrad, each row by its own number of updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from geartrain.ams.values.optimizers.adam import require_epsilon
+from geartrain.ams.values.optimizers.spec import Floats, Push, RowOptimizerSpec, Slot, require_rate
+
+
+@dataclass(frozen=True)
+class Adagrad(RowOptimizerSpec):
+    """s ← s + d²;  w ← w − lr / (1 + (t − 1) · lr_decay) · d / (√s + eps), with d = g + weight_decay · w.
+
+    s begins at ``initial_accumulator_value``, and t is the row's own number of updates: on a table all of whose rows
+    are pushed each step this is ``torch.optim.Adagrad`` (Duchi, Hazan and Singer, JMLR 2011, with diagonal matrices),
+    and a row outside a push neither moves nor decays. Memory: one slot of float32 per row, and 8 bytes with
+    ``lr_decay``. The slot holds s without the value that it begins at. A push that carries s beyond the range of
+    float32 is refused like any other overflow.
+    """
+
+    lr: float = 1e-2
+    """Learning rate; a push may carry another one."""
+    lr_decay: float = 0.0
+    """How fast the learning rate of a row falls with its updates."""
+    weight_decay: float = 0.0
+    """L2 coefficient λ added to the gradient as λ·w."""
+    initial_accumulator_value: float = 0.0
+    """What the sum of squares begins at."""
+    eps: float = 1e-10
+    """Added to the root of the sum; at least 1.2e-38, so that a zero gradient divides by no zero."""
+
+    name: ClassVar[str] = "adagrad"
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("sum of squares", is_non_negative=True),)
+    state: ClassVar[str] = "sum of squares"
+    takes_narrow_slots: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value"):
+            require_rate(name, getattr(self, name))
+        require_epsilon(self.eps)
+
+    @property
+    def counts_updates(self) -> bool:
+        """See the base class."""
+        return self.lr_decay != 0
+
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+        """See the base class."""
+        dtype = push.dtype
+        w, total = row.astype(dtype), slots.astype(dtype)
+        step_size = dtype(float(dtype(push.lr)) / (1 + (push.t - 1) * self.lr_decay))
+        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
+        total = total + direction * direction
+        root = np.sqrt(dtype(self.initial_accumulator_value) + total)
+        return w - step_size * (direction / (root + dtype(self.eps))), total
