@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
     from geartrain.ams.values.config import ClientConfig
-    from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, Momentum, SparseMomentum
+    from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, AdamW, Momentum, SparseMomentum
     from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.gear.slow_gear import SlowGear
@@ -37,6 +37,7 @@ __all__ = [
     "ActiveClasses",
     "Adagrad",
     "Adam",
+    "AdamW",
     "ArcFace",
     "ClassHead",
     "ClientConfig",
@@ -79,7 +80,7 @@ _HOMES = {
     "geartrain.ams.client.table": ("Table",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
     "geartrain.ams.values.config": ("ClientConfig",),
-    "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum", "Adagrad"),
+    "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum", "Adagrad", "AdamW"),
     "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Momentum,
+    RowOptimizerSpec,
+    SparseMomentum,
+)
 
 OfTorch = Callable[[Tensor], torch.optim.Optimizer]
 
@@ -28,6 +36,10 @@ TORCH_TWINS: dict[str, tuple[RowOptimizerSpec, OfTorch]] = {
     "adagrad": (
         Adagrad(0.05, 0.1, 0.01, 0.2, 1e-5),
         lambda weights: torch.optim.Adagrad([weights], 0.05, 0.1, 0.01, 0.2, 1e-5),
+    ),
+    "adamw": (
+        AdamW(0.05, (0.8, 0.99), 1e-5, 0.3),
+        lambda weights: torch.optim.AdamW([weights], 0.05, (0.8, 0.99), 1e-5, 0.3),
     ),
 }
 """By the optimizer's name, with settings that all matter."""

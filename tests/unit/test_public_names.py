@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "Momentum",
     "SparseMomentum",
     "Adam",
+    "AdamW",
     "Adagrad",
     "Constant",
     "Uniform",

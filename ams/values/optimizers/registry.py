@@ -12,6 +12,7 @@ from typing import Any
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.adagrad import Adagrad
 from geartrain.ams.values.optimizers.adam import Adam
+from geartrain.ams.values.optimizers.adamw import AdamW
 from geartrain.ams.values.optimizers.momentum import Momentum
 from geartrain.ams.values.optimizers.sgd import SGD
 from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
@@ -23,6 +24,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Momentum",
     "RowOptimizerSpec",
     "SparseMomentum",
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
-    kind.name: kind for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad)
+    kind.name: kind for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad, AdamW)
 }
 
 

@@ -8,7 +8,8 @@
   each(momentum)                   \
   each(sparse_momentum)            \
   each(adam)                       \
-  each(adagrad)
+  each(adagrad)                    \
+  each(adamw)
 
 namespace geartrain {
 

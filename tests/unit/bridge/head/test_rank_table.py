@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Momentum,
+    RowOptimizerSpec,
+    SparseMomentum,
+)
 from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.ranks import rank_table
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
@@ -41,6 +49,7 @@ OPTIMIZERS = [
     SparseMomentum(0.1, 0.9, untouched="elapsed"),
     Adam(0.01, weight_decay=1e-3),
     Adagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
+    AdamW(0.01, weight_decay=0.1),
 ]
 
 

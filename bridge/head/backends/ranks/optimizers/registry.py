@@ -8,6 +8,7 @@ from typing import Any
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.head.backends.ranks.optimizers.adagrad import adagrad
 from geartrain.bridge.head.backends.ranks.optimizers.adam import adam
+from geartrain.bridge.head.backends.ranks.optimizers.adamw import adamw
 from geartrain.bridge.head.backends.ranks.optimizers.momentum import momentum, sparse_momentum
 from geartrain.bridge.head.backends.ranks.optimizers.sgd import sgd
 from geartrain.bridge.head.backends.ranks.optimizers.step import RowStep
@@ -18,6 +19,7 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
     "sparse_momentum": sparse_momentum,
     "adam": adam,
     "adagrad": adagrad,
+    "adamw": adamw,
 }
 
 
