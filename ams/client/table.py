@@ -8,6 +8,7 @@ travels: it lies in memory that both share.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -150,9 +151,8 @@ class Table:
         """
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
         looks = self._calls.view.num_shards > 1 or group is not None
-        return _send_once(
-            self._prepared_push(ids, gradients, lr=lr, scale=scale, group=group, sequence=sequence, looks=looks)
-        )
+        push = Push(table=self.spec.name, ids=ids, gradients=gradients, lr=lr, scale=scale, group=group)
+        return _send_once(self._prepared(push, sequence, looks=looks))
 
     def push_async(
         self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0, sequence: int | None = None
@@ -177,36 +177,23 @@ class Table:
         ``step_goes_on``: more pushes of the same step follow, and rows that none of them has are to move once.
         ``known_finite``: the caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
         """
-        return self._prepared_push(
-            ids,
-            gradients,
+        push = Push(
+            table=self.spec.name,
+            ids=ids,
+            gradients=gradients,
             lr=lr,
             scale=scale,
             group=group,
-            sequence=sequence,
-            looks=not known_finite,
-            known_finite=known_finite,
             step_goes_on=step_goes_on,
         )
+        return self._prepared(push, sequence, looks=not known_finite, known_finite=known_finite)
 
-    def _prepared_push(
-        self,
-        ids: Any,
-        gradients: Any,
-        *,
-        lr: float | None,
-        scale: float,
-        group: SyncGroup | None,
-        sequence: int | None,
-        looks: bool,
-        known_finite: bool = False,
-        step_goes_on: bool = False,
-    ) -> Write:
-        """:meth:`prepare_push`; without ``looks`` it is left to the shard to find what is not finite."""
-        checked = ids_array(ids, self.spec.num_rows)
-        rows = rows_array(gradients, len(checked), self.spec.dim)
-        lr = None if lr is None else real_number("lr", lr)
-        scale = real_number("scale", scale)
+    def _prepared(self, push: Push, sequence: int | None, *, looks: bool, known_finite: bool = False) -> Write:
+        """Check ``push``, of all shards, and cut it; without ``looks`` a shard finds what is not finite."""
+        checked = ids_array(push.ids, self.spec.num_rows)
+        rows = rows_array(push.gradients, len(checked), self.spec.dim)
+        lr = None if push.lr is None else real_number("lr", push.lr)
+        scale = real_number("scale", push.scale)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
         if looks:
@@ -216,20 +203,9 @@ class Table:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
         if looks or known_finite:
             _require_finite_product(rows, scale)
-        every_shard = group is not None or self.spec.counts_steps
+        every_shard = push.group is not None or self.spec.counts_steps
         requests = [
-            (
-                shard,
-                Push(
-                    table=self.spec.name,
-                    ids=part,
-                    gradients=part_rows,
-                    lr=lr,
-                    scale=scale,
-                    group=group,
-                    step_goes_on=step_goes_on,
-                ),
-            )
+            (shard, replace(push, ids=part, gradients=part_rows, lr=lr, scale=scale))
             for shard, part, part_rows in self._split(merged, rows, every_shard=every_shard)
         ]
         return Write(self._stream.numbers(self.spec.name, sequence), requests, self._deliver())

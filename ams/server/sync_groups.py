@@ -66,7 +66,7 @@ def joint_push(pushes: list[Push]) -> Push:
         start = end
     distinct, summed = ops.merged(ids, weighted)
     first = pushes[0]
-    return Push(table=first.table, ids=distinct, gradients=summed, lr=first.lr, step_goes_on=first.step_goes_on)
+    return replace(first, ids=distinct, gradients=summed, scale=1.0, group=None, leave=None)
 
 
 class SyncGroups:
@@ -117,9 +117,9 @@ class SyncGroups:
                 f"rank {member.rank} of job {member.job!r} pushes with lr {push.lr}, another rank with {first[1].lr}; "
                 "all ranks of a step must agree"
             )
-        if first is not None and _goes_on(first[1]) != _goes_on(push):
+        if first is not None and first[1].step_goes_on != push.step_goes_on:
             ends, goes_on = "ends", "goes on with"
-            mine, its = (goes_on, ends) if _goes_on(push) else (ends, goes_on)
+            mine, its = (goes_on, ends) if push.step_goes_on else (ends, goes_on)
             raise StepMismatch(
                 f"rank {member.rank} of job {member.job!r} {mine} a step of table {push.table!r}, another {its} it; "
                 "all ranks must push their active rows in the same pieces"
@@ -276,10 +276,6 @@ def _digest(write: RankWrite) -> bytes:
         for array in arrays:
             seen.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return seen.digest()
-
-
-def _goes_on(push: RankWrite) -> bool:
-    return isinstance(push, Push) and push.step_goes_on
 
 
 def _member(push: RankWrite) -> SyncGroup:

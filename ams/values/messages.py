@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -325,6 +325,9 @@ class UpdateHosted(Rpc[Done]):
     scale: float = 1.0
     """Multiplies the gradients: clip factor times inverse loss scale."""
     group: SyncGroup | None = None
+
+    step_goes_on: ClassVar[bool] = False
+    """A hosted model pushes all of a step at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,29 +87,10 @@ class TimedTable:
         """See ``Table.pull_into_async``. Not counted: these pulls run while the head computes."""
         return self._table.pull_into_async(ids, out, required_sync=required_sync)
 
-    def prepare_push(
-        self,
-        ids: Ids,
-        gradients: npt.NDArray[Any],
-        *,
-        lr: float | None = None,
-        scale: float = 1.0,
-        group: SyncGroup | None = None,
-        step_goes_on: bool = False,
-        known_finite: bool = False,
-    ) -> _TimedWrite:
+    def prepare_push(self, ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> _TimedWrite:
         """See ``Table.prepare_push``."""
         with self._times.pushing():
-            write = self._table.prepare_push(
-                ids,
-                gradients,
-                lr=lr,
-                scale=scale,
-                group=group,
-                step_goes_on=step_goes_on,
-                known_finite=known_finite,
-            )
-        return _TimedWrite(write, self._times)
+            return _TimedWrite(self._table.prepare_push(ids, gradients, **settings), self._times)
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """See ``Table.assign``."""
