@@ -275,7 +275,7 @@ class SlowGearConfig(Section):
     train_mode: Literal["backward", "always", "never"] = "backward"
     """When the module is in train(): in backward passes, also when features are computed, or never."""
     optimizer: str = "sgd:0.01"
-    """Of the dense table: 'NAME:RATE', such as 'adam:0.001'; docs/optimizers.md has the names."""
+    """Of the dense table: 'NAME:RATE', such as 'adam:0.001'; docs/explanation/optimizers.md has the names."""
     expire_seconds: float = Field(default=20.0, ge=0)
     """Older features are computed again."""
     max_version_lag: int | None = Field(default=None, ge=0)

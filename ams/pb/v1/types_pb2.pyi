@@ -140,7 +140,7 @@ Global___SyncGroup: _TypeAlias = SyncGroup  # noqa: Y015
 @_typing.final
 class Optimizer(_message.Message):
     """How a push changes rows: an optimizer by its name, and the numbers that it is made from by theirs. A flag is 0 or 1; what is left
-    out has its default. docs/optimizers.md lists them with their numbers and formulas.
+    out has its default. docs/explanation/optimizers.md lists them with their numbers and formulas.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
