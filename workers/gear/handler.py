@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from geartrain.ams.gear.service.held_partitions import HeldPartitions
 from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.gear_client import GrpcGearCarrier
 from geartrain.ams.values.errors import GeartrainError, NotHolder
 from geartrain.ams.values.gear_messages import (
     Delivery,
@@ -31,18 +32,6 @@ logger = logging.getLogger(__name__)
 _HAND_OVER_SECONDS = 5.0
 
 
-class Peer(Protocol):
-    """Another slow gear (``ams/rpc/gear_client.py``)."""
-
-    def hand_over(self, name: str, process: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
-        """Tell it what became of the gradients that a slow gear was given."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the connection."""
-        ...
-
-
 class SlowGearHandler:
     """Implements ``GearHandler`` of ``ams/values/gear_messages.py`` over an engine of this process. Thread-safe."""
 
@@ -56,7 +45,7 @@ class SlowGearHandler:
         incarnation: int,
         gradients_per_id: int,
         holders: Callable[[], StreamHolders],
-        open_peer: Callable[[str], Peer],
+        open_peer: Callable[[str], GrpcGearCarrier],
     ) -> None:
         """Begin to answer for what ``partitions`` hold; :meth:`drain` ends it."""
         self.name = name
