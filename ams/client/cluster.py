@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
 from geartrain.ams.client.restore import restore_snapshot
+from geartrain.ams.client.scheduler_calls import SchedulerCalls, await_cluster
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshot import JobState, PendingSnapshot, begin_snapshot
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, ShardCarrier
-from geartrain.ams.rpc.dial import dial, remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
+from geartrain.ams.rpc.dial import dial
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
-    ClusterNotReady,
     ConfigError,
     GraphUnavailable,
     InvalidArgument,
     SchedulerUnavailable,
-    ShardRestarted,
-    TableNotFound,
-    being_restored,
 )
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.messages import Fence
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (
-    CheckCaller,
     ClusterView,
-    CreateClusterTable,
     DescribeCluster,
-    DropClusterTable,
-    FenceJob,
-    PublishClusterTables,
     TakeIncarnation,
 )
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
@@ -57,11 +46,6 @@ if TYPE_CHECKING:
     from geartrain.ams.graph.client.calls import GraphCalls
 
 logger = logging.getLogger(__name__)
-R = TypeVar("R")
-
-_POLL_SECONDS = 0.05
-_TOLD_AFTER_SECONDS = 2.5
-"""Who waits for a cluster for so long is told for whom."""
 
 
 class Cluster:
@@ -80,10 +64,10 @@ class Cluster:
     ) -> None:
         self._graph: GraphCalls | None = None
         self._graph_lock = threading.Lock()
-        self._scheduler = scheduler
         self._open_carrier = open_carrier
         self._config = config
-        self._calls = ShardCalls(view, open_carrier, self._describe, config, remote=remote)
+        self._calls = ShardCalls(view, open_carrier, lambda: self._scheduler.describe(), config, remote=remote)
+        self._scheduler = SchedulerCalls(scheduler, self._calls, stream)
         self._stream = stream
         self._close = close
         self._closed = False
@@ -204,20 +188,7 @@ class Cluster:
             dtype=dtype,
             slot_dtype=slot_dtype,
         )
-        return Table(self._create(spec, reuse=reuse), self._calls, self._stream)
-
-    def _create(
-        self, spec: TableSpec, *, reuse: bool = False, for_restore: bool = False, replace: bool = False
-    ) -> TableSpec:
-        self._calls.require_usable()
-        try:
-            with self._calls.naming_silent_shards():
-                create = CreateClusterTable(
-                    spec=spec, reuse=reuse, caller=self._stream.caller, for_restore=for_restore, replace=replace
-                )
-                return dataclasses.replace(spec, incarnation=self._ask(create))
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether table {spec.name!r} was created is unknown") from exc
+        return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream)
 
     def table(self, name: str) -> Table:
         """Return an existing table.
@@ -225,44 +196,23 @@ class Cluster:
         Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, and ClusterNotReady
         if that is not known because shards have not registered yet.
         """
-        view = self._describe()
-        tables = {spec.name: spec for spec in view.tables}
-        if name in view.restoring_tables:
-            raise being_restored(name)
-        if name in view.incomplete_tables:
-            raise ShardRestarted(
-                f"table {name!r} is incomplete: a shard with rows of it was restarted, or its creation or drop was "
-                "cut off; drop it (cluster.drop_table) and create it anew, or restore a snapshot in its place"
-            )
-        if name not in tables:
-            view.require_registered(f"whether there is a table {quoted(name)}")
-            known = [*map(repr, tables), *(f"{one!r} (incomplete)" for one in view.incomplete_tables)]
-            raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(known) or 'none'}")
-        return Table(tables[name], self._calls, self._stream)
+        return Table(self._scheduler.table(name), self._calls, self._stream)
 
     def table_incarnations(self) -> dict[str, int]:
         """The numbers of all tables by name, which tell a table from earlier and later ones of its name. One RPC."""
-        return {spec.name: spec.incarnation for spec in self._describe().tables}
+        return {spec.name: spec.incarnation for spec in self._scheduler.describe().tables}
 
     def drop_table(self, name: str) -> None:
         """Remove a table and its rows from every shard, and its graph. Idempotent.
 
         A graph service that does not answer is logged: what it keeps is of rows that are gone.
         """
-        self._drop(name)
+        self._scheduler.drop_table(name)
         if (graphs := self._graphs()) is not None:
             try:
                 graphs.forget(name)
             except GraphUnavailable as exc:
                 logger.warning("the graph of table %r was not dropped: %s", name, exc)
-
-    def _drop(self, name: str, incarnation: int = 0) -> None:
-        self._calls.require_usable()
-        try:
-            with self._calls.naming_silent_shards():
-                self._ask(DropClusterTable(table=name, caller=self._stream.caller, incarnation=incarnation))
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether table {name!r} was dropped is unknown") from exc
 
     def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
         """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
@@ -275,11 +225,7 @@ class Cluster:
         SchedulerUnavailable, ShardUnavailable (some shards may have been told).
         """
         name, incarnation = checked_name("job", job), checked_incarnation(incarnation)
-        self._calls.require_usable()
-        try:
-            self._ask(FenceJob(job=name, incarnation=incarnation))
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether job {name!r} was fenced is unknown, try again") from exc
+        self._scheduler.fence_job(name, incarnation)
         self._fence(name, incarnation, forget=forget)
 
     def _fence(self, job: str, incarnation: int, *, forget: bool) -> None:
@@ -303,7 +249,7 @@ class Cluster:
         among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. Raises InvalidArgument.
         """
         return DataStreams(
-            self._scheduler,
+            self._scheduler.carrier,
             checked_name("job", job),
             checked_name("worker", worker),
             self._stream.incarnation if incarnation is None else checked_incarnation(incarnation),
@@ -323,7 +269,7 @@ class Cluster:
         """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
         self._calls.require_usable()
         try:
-            return describe_cluster(self._scheduler, self._open_carrier)
+            return describe_cluster(self._scheduler.carrier, self._open_carrier)
         except AttemptFailed as exc:
             raise SchedulerUnavailable(str(exc)) from exc
 
@@ -362,24 +308,16 @@ class Cluster:
         name = f"step-{step:09}" if name is None else name
         return begin_snapshot(
             self._calls,
-            lambda: self._describe().tables,
+            lambda: self._scheduler.describe().tables,
             root,
             name,
             job,
             tables=tables,
             parent=parent,
             caller=self._stream.caller,
-            check_caller=self._check_caller,
+            check_caller=self._scheduler.check_caller,
             graphs=self._graphs() if graphs else None,
         )
-
-    def _check_caller(self) -> None:
-        """Raise StaleClient if the scheduler knows that this process was superseded."""
-        if (caller := self._stream.caller) is not None:
-            try:
-                self._ask(CheckCaller(caller=caller))
-            except AttemptFailed as exc:
-                raise SchedulerUnavailable(str(exc)) from exc
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
         """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.
@@ -404,7 +342,7 @@ class Cluster:
         return restore_snapshot(
             self._calls,
             path,
-            _Restored(self),
+            self._scheduler,
             tables=tables,
             replace=replace,
             caller=self._stream.caller,
@@ -432,49 +370,12 @@ class Cluster:
             self._give_up()
             raise
         finally:
-            self._scheduler.close()
+            self._scheduler.carrier.close()
             self._close()
 
     def _give_up(self) -> None:
         self._calls.give_up()
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
-
-    def _describe(self) -> ClusterView:
-        self._calls.require_usable()
-        try:
-            return self._ask(DescribeCluster())
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(str(exc)) from exc
-
-    def _ask(self, request: Rpc[R]) -> R:
-        """Ask the scheduler. May raise AttemptFailed."""
-        return self._scheduler.call(request, self._config.attempt_timeout_seconds)
-
-
-class _Restored:
-    """The tables of a restore, as the scheduler makes, opens and removes them."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def make(self, spec: TableSpec, *, replace: bool) -> TableSpec:
-        return self._cluster._create(spec, for_restore=True, replace=replace)
-
-    def publish(self, tables: Sequence[TableSpec]) -> None:
-        cluster, incarnations = self._cluster, {table.name: table.incarnation for table in tables}
-        cluster._calls.require_usable()
-        try:
-            publish = PublishClusterTables(
-                tables=tuple(incarnations), incarnations=tuple(incarnations.values()), caller=cluster._stream.caller
-            )
-            cluster._ask(publish)
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(
-                f"{exc}; whether tables {sorted(incarnations)} can be opened is unknown"
-            ) from exc
-
-    def drop(self, table: TableSpec) -> None:
-        self._cluster._drop(table.name, table.incarnation)
 
 
 def local(
@@ -534,7 +435,7 @@ def connect(
     check_stream(stream, incarnation)
     scheduler, open_carrier = dial(address, config)
     try:
-        view, taken = _joined(scheduler, address, config, incarnation or 0)
+        view, taken = await_cluster(scheduler, address, config, incarnation or 0)
         writes = ClientStream(config.max_in_flight_writes, stream, taken)
         return Cluster(scheduler, view, open_carrier, config, stream=writes, remote=True)
     except BaseException:
@@ -546,52 +447,3 @@ def _checked_config(config: ClientConfig | None) -> ClientConfig:
     if config is not None and not isinstance(config, ClientConfig):
         raise ConfigError(f"config is {quoted(config)}; it must be a gt.ClientConfig(...), or None for its defaults")
     return config or ClientConfig()
-
-
-def _joined(scheduler: SchedulerCarrier, address: str, config: ClientConfig, chosen: int) -> tuple[ClusterView, int]:
-    """Wait until all shards have registered; return the cluster, and the incarnation of this process: the ``chosen``
-    one, or, if that is 0, one that the scheduler gives.
-    """
-    start = time.monotonic()
-    answered: ClusterView | None = None
-    is_told = False
-    while True:
-        waited = time.monotonic() - start
-        try:
-            answered = scheduler.call(DescribeCluster(), config.connect_timeout_seconds)
-            if answered.ready:
-                taken = scheduler.call(TakeIncarnation(chosen=chosen), config.connect_timeout_seconds)
-                return answered, taken
-            absent = _absent_shards(answered)
-            waits_for = f"{absent} not up; waiting up to {config.recovery_timeout_seconds:g} s ('geartrain status')"
-        except ClusterNotReady as exc:  # the scheduler was restarted between the two calls
-            answered = None
-            if waited >= config.recovery_timeout_seconds:
-                raise
-            waits_for = str(exc)
-        except AttemptFailed as exc:
-            seconds = config.connect_timeout_seconds
-            if isinstance(exc, NobodyThere):
-                seconds = min(seconds, config.refused_timeout_seconds)
-            if waited >= seconds:
-                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from exc
-            waits_for = f"{exc}; waiting up to {seconds:g} s"
-        if answered is not None and waited >= config.recovery_timeout_seconds:
-            raise ClusterNotReady(
-                f"{_absent_shards(answered)} not up after {waited:.1f} s; start them with "
-                f"'geartrain server --scheduler {address}'"
-            )
-        if waited >= _TOLD_AFTER_SECONDS and not is_told:
-            is_told = True
-            logger.warning("%s", waits_for)
-        time.sleep(_POLL_SECONDS)
-
-
-def _absent_shards(view: ClusterView) -> str:
-    """``shard 1 (lost) at 127.0.0.1:7001 of 2 is``."""
-    absent = [entry for entry in view.shards if entry.state != "up"]
-    named = ", ".join(
-        f"{entry.shard} ({entry.state})" + (f" at {entry.address}" if entry.address else "") for entry in absent
-    )
-    one = len(absent) == 1
-    return f"shard{'' if one else 's'} {named} of {view.num_shards} {'is' if one else 'are'}"

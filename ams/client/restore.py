@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshot import all_of, chosen_tables
 from geartrain.ams.observe import failpoints
@@ -45,23 +46,10 @@ logger = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.2
 
 
-class RestoredTables(Protocol):
-    """What makes, opens and removes the tables of a restore: the scheduler's part in it."""
-
-    def make(self, spec: TableSpec, *, replace: bool) -> TableSpec:
-        """Make a table that nobody can open yet; return its spec with its incarnation. Raises TableExists."""
-
-    def publish(self, tables: Sequence[TableSpec]) -> None:
-        """Open the tables, all at once. Idempotent. Raises SchedulerUnavailable if it is not known to be done."""
-
-    def drop(self, table: TableSpec) -> None:
-        """Remove a table, but no other one of its name."""
-
-
 def restore_snapshot(
     calls: ShardCalls,
     path: str | Path,
-    restored: RestoredTables,
+    scheduler: SchedulerCalls,
     *,
     tables: Sequence[str] | None = None,
     replace: bool = False,
@@ -92,14 +80,14 @@ def restore_snapshot(
             # Every shard finds it too, and the caller is not superseded.
             all_of(calls.on_all_shards(Restore(folder=str(snapshot.path), tables=()), caller=caller))
         for spec in specs:
-            made.append(_made(restored, spec, replace=replace))
+            made.append(_made(scheduler, spec, replace=replace))
             failpoints.reach("restore.create.after")
         _restore_rows(calls, snapshot, made, caller)
         for entry in graph_files if not replace else ():  # while there is a way back
             snapshot.read(entry)
         failpoints.reach("restore.publish.before")
     except BaseException as exc:
-        _drop(restored, made)
+        _drop(scheduler, made)
         if not (replace and made):
             raise
         gone = f"the tables that it was to replace ({', '.join(table.name for table in made)}) are gone"
@@ -109,7 +97,7 @@ def restore_snapshot(
             ) from exc
         logger.warning("%s was not restored, and %s; restore it again", snapshot.path, gone)
         raise
-    _publish(calls, restored, made)
+    _publish(calls, scheduler, made)
     failpoints.reach("restore.publish.after")
     calls.restored(made)
     if (service := graphs(bool(graph_files))) is not None:
@@ -118,9 +106,9 @@ def restore_snapshot(
     return snapshot
 
 
-def _made(restored: RestoredTables, spec: TableSpec, *, replace: bool) -> TableSpec:
+def _made(scheduler: SchedulerCalls, spec: TableSpec, *, replace: bool) -> TableSpec:
     try:
-        return restored.make(spec, replace=replace)
+        return scheduler.create_table(spec, for_restore=True, replace=replace)
     except TableExists as exc:
         raise TableExists(
             f"table {spec.name!r} of the snapshot exists already; drop it, or let replace=True (--replace) do that "
@@ -143,7 +131,7 @@ def _restore_rows(calls: ShardCalls, snapshot: Snapshot, made: Sequence[TableSpe
         raise SnapshotDamaged(f"{snapshot.path} lists {expected} rows, {found} were there to restore")
 
 
-def _publish(calls: ShardCalls, restored: RestoredTables, made: Sequence[TableSpec]) -> None:
+def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableSpec]) -> None:
     """Open the tables; a scheduler that is away for a moment costs no long restore.
 
     If it refuses they are dropped, unless an attempt before had no answer: others may have them open then.
@@ -152,7 +140,7 @@ def _publish(calls: ShardCalls, restored: RestoredTables, made: Sequence[TableSp
     may_be_open = False
     while True:
         try:
-            restored.publish(made)
+            scheduler.publish_tables(made)
             return
         except (SchedulerUnavailable, ClusterNotReady, ShardUnavailable) as exc:
             may_be_open |= isinstance(exc, SchedulerUnavailable)
@@ -160,15 +148,15 @@ def _publish(calls: ShardCalls, restored: RestoredTables, made: Sequence[TableSp
                 raise
         except (TableNotFound, ShardRestarted):
             if not may_be_open:
-                _drop(restored, made)
+                _drop(scheduler, made)
             raise
         time.sleep(_PAUSE_SECONDS)
 
 
-def _drop(restored: RestoredTables, made: Sequence[TableSpec]) -> None:
+def _drop(scheduler: SchedulerCalls, made: Sequence[TableSpec]) -> None:
     for table in made:
         with suppress(GeartrainError):  # what went wrong first is what the caller must hear
-            restored.drop(table)
+            scheduler.drop_table(table.name, table.incarnation)
 
 
 def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Mapping[str, int], *, there_are_some: bool) -> None:

@@ -64,7 +64,7 @@ class Job:
         if resume:
             number = self._go_back()
         else:
-            self._cluster._create(SPEC, reuse=False)
+            self._cluster._scheduler.create_table(SPEC, reuse=False)
             number = 0
             self._snapshot(0)
         while number < PUSHES:

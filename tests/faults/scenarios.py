@@ -394,7 +394,7 @@ def _wrong_after_death(seed: int, address: str, lines: list[str]) -> int:
     wrong = 0
     with connect(address, config=PATIENT) as cluster:
         rows = cluster.table("t").pull(IDS)
-        view = cluster._describe()
+        view = cluster._scheduler.describe()
         for _, positions in split_by_shard(IDS, view.bucket_shards, view.num_shards, dense=True):
             own = slice(None) if positions is None else positions
             wrong += min(int((rows[own] != either[own]).any(axis=1).sum()) for either in (before, after))

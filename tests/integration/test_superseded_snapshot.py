@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client import snapshot as snapshots
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import StaleClient
@@ -25,7 +26,7 @@ def test_a_superseded_process_commits_no_snapshot(
     if who_knows == "the scheduler":
         monkeypatch.setattr(snapshots._Hold, "require_current", lambda _: None)
     else:
-        monkeypatch.setattr(Cluster, "_check_caller", lambda _: None)
+        monkeypatch.setattr(SchedulerCalls, "check_caller", lambda _: None)
     with connect(address, stream="job/rank0", incarnation=1) as old:
         old.create_table("t", dim=2, num_rows=64, optimizer=SGD(1.0)).push(np.arange(64), np.ones((64, 2), np.float32))
         old.snapshot(root, "first").result(60)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.scheduler.service import SchedulerServer
@@ -26,7 +27,6 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.messages import CallContext, PublishTable, Restore
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.scheduler_messages import PublishClusterTables
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
@@ -117,7 +117,7 @@ def test_what_a_dead_process_was_restoring_is_restored_by_another(
                     raise _Died
 
             monkeypatch.setattr(snapshot_restore.failpoints, "reach", dies)
-            monkeypatch.setattr(Cluster, "_drop", lambda *_: None)  # a dead process removes nothing
+            monkeypatch.setattr(SchedulerCalls, "drop_table", lambda *_: None)  # a dead process removes nothing
             with pytest.raises(_Died):
                 dying.restore(path, replace=True)
             monkeypatch.undo()
@@ -187,7 +187,7 @@ def test_a_repeated_request_to_restore_joins_the_first(served: Callable[..., Ser
     with connect(served(1).address) as cluster:
         path = make(cluster, tmp_path)
         cluster.drop_table("t")
-        made = cluster._create(SPEC, for_restore=True)
+        made = cluster._scheduler.create_table(SPEC, for_restore=True)
         request = Restore(folder=str(path), tables=("t",), incarnations=(made.incarnation,))
         go = tmp_path / "go"
         with ThreadPoolExecutor(2) as pool, armed(f"restore.block.before=pause({go})") as passes:
@@ -215,7 +215,7 @@ def test_a_scheduler_restarted_meanwhile_opens_nothing_early(tmp_path: Path, wit
     try:
         with connect(served.address) as cluster:
             path = make(cluster, tmp_path / "snapshots")
-            made = cluster._create(SPEC, for_restore=True, replace=True)
+            made = cluster._scheduler.create_table(SPEC, for_restore=True, replace=True)
             request = Restore(folder=str(path), tables=("t",), incarnations=(made.incarnation,))
             assert [reply.created for reply in cluster._calls.on_all_shards(request)] == [32, 32]  # type: ignore[union-attr]
             if cut_off_at == "publish":  # one shard has opened it
@@ -224,13 +224,13 @@ def test_a_scheduler_restarted_meanwhile_opens_nothing_early(tmp_path: Path, wit
             served.scheduler.stop(0)
             served.scheduler = SchedulerServer(SchedulerConfig(listen=served.address, **settings))
             served.scheduler.start()
-            while not (view := cluster._describe()).ready:
+            while not (view := cluster._scheduler.describe()).ready:
                 assert not view.tables
             assert (view.tables, view.incomplete_tables, view.restoring_tables) == ((), ("t",), ("t",))
             with pytest.raises(TableBeingRestored):
                 cluster.table("t")
             for _ in range(2):
-                cluster._ask(PublishClusterTables(tables=("t",), incarnations=(made.incarnation,)))
+                cluster._scheduler.publish_tables([made])
             assert (rows(cluster) == 1).all()
     finally:
         served.stop()

@@ -453,7 +453,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(failpoints, "reach", reach)
-            patch.setattr(cluster, "_drop", lambda *_: None)  # the dead remove nothing
+            patch.setattr(cluster._scheduler, "drop_table", lambda *_: None)  # the dead remove nothing
             with suppress(Died, ShardUnavailable, Fenced):
                 cluster.restore(taken.path, replace=True)
         self.network.script.clear()
@@ -564,7 +564,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return self.clients[which % len(self.clients)]
 
     def _create(self, spec: TableSpec) -> None:
-        self.clients[0].cluster._create(spec, reuse=False)
+        self.clients[0].cluster._scheduler.create_table(spec, reuse=False)
 
     def _begin_cluster(self, num_shards: int) -> None:
         self.oracle = {}

@@ -1,0 +1,170 @@
+"""What a client asks of the scheduler: to be let in, which tables there are, to make, open and remove them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.writes import ClientStream
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier
+from geartrain.ams.rpc.dial import remedy
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import (
+    ClusterNotReady,
+    SchedulerUnavailable,
+    ShardRestarted,
+    TableNotFound,
+    being_restored,
+)
+from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.scheduler_messages import (
+    CheckCaller,
+    ClusterView,
+    CreateClusterTable,
+    DescribeCluster,
+    DropClusterTable,
+    FenceJob,
+    PublishClusterTables,
+    TakeIncarnation,
+)
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import quoted
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+_POLL_SECONDS = 0.05
+_TOLD_AFTER_SECONDS = 2.5
+"""Who waits for a cluster for so long is told for whom."""
+
+
+class SchedulerCalls:
+    """Calls of one client. Thread-safe. Each raises SchedulerUnavailable if nobody answers."""
+
+    def __init__(self, carrier: SchedulerCarrier, calls: ShardCalls, stream: ClientStream) -> None:
+        """Names, of the shards of ``calls``, those that keep the scheduler waiting; ``stream`` says who asks."""
+        self.carrier = carrier
+        self._calls = calls
+        self._stream = stream
+
+    def describe(self) -> ClusterView:
+        """The cluster as it is now."""
+        return self._ask(DescribeCluster(), "")
+
+    def table(self, name: str) -> TableSpec:
+        """The spec of a table that can be opened.
+
+        Raises TableNotFound, TableBeingRestored, ShardRestarted, ClusterNotReady.
+        """
+        view = self.describe()
+        tables = {spec.name: spec for spec in view.tables}
+        if name in view.restoring_tables:
+            raise being_restored(name)
+        if name in view.incomplete_tables:
+            raise ShardRestarted(
+                f"table {name!r} is incomplete: a shard with rows of it was restarted, or its creation or drop was "
+                "cut off; drop it (cluster.drop_table) and create it anew, or restore a snapshot in its place"
+            )
+        if name not in tables:
+            view.require_registered(f"whether there is a table {quoted(name)}")
+            known = [*map(repr, tables), *(f"{one!r} (incomplete)" for one in view.incomplete_tables)]
+            raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(known) or 'none'}")
+        return tables[name]
+
+    def create_table(
+        self, spec: TableSpec, *, reuse: bool = False, for_restore: bool = False, replace: bool = False
+    ) -> TableSpec:
+        """Make a table, see :class:`CreateClusterTable`; return its spec with its incarnation."""
+        create = CreateClusterTable(
+            spec=spec, reuse=reuse, caller=self._stream.caller, for_restore=for_restore, replace=replace
+        )
+        incarnation = self._ask(create, f"whether table {spec.name!r} was created is unknown", asks_shards=True)
+        return dataclasses.replace(spec, incarnation=incarnation)
+
+    def publish_tables(self, tables: Sequence[TableSpec]) -> None:
+        """Open restored tables, all at once. Idempotent. After SchedulerUnavailable they may be open."""
+        incarnations = {table.name: table.incarnation for table in tables}
+        publish = PublishClusterTables(
+            tables=tuple(incarnations), incarnations=tuple(incarnations.values()), caller=self._stream.caller
+        )
+        self._ask(publish, f"whether tables {sorted(incarnations)} can be opened is unknown")
+
+    def drop_table(self, name: str, incarnation: int = 0) -> None:
+        """Remove a table, but no other one of its name than ``incarnation``; 0: whichever there is. Idempotent."""
+        drop = DropClusterTable(table=name, caller=self._stream.caller, incarnation=incarnation)
+        self._ask(drop, f"whether table {name!r} was dropped is unknown", asks_shards=True)
+
+    def fence_job(self, job: str, incarnation: int) -> None:
+        """End the leases of data streams of a job's lower incarnations."""
+        self._ask(FenceJob(job=job, incarnation=incarnation), f"whether job {job!r} was fenced is unknown, try again")
+
+    def check_caller(self) -> None:
+        """Raise StaleClient if the scheduler knows that this process was superseded."""
+        if (caller := self._stream.caller) is not None:
+            self._ask(CheckCaller(caller=caller), "")
+
+    def _ask(self, request: Rpc[R], unknown: str, *, asks_shards: bool = False) -> R:
+        """``unknown`` says what is not known if no answer comes."""
+        self._calls.require_usable()
+        naming: AbstractContextManager[None] = self._calls.naming_silent_shards() if asks_shards else nullcontext()
+        try:
+            with naming:
+                return self.carrier.call(request, self._calls.config.attempt_timeout_seconds)
+        except AttemptFailed as exc:
+            raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from exc
+
+
+def await_cluster(
+    scheduler: SchedulerCarrier, address: str, config: ClientConfig, chosen: int
+) -> tuple[ClusterView, int]:
+    """Wait until all shards have registered; return the cluster, and the incarnation of this process: the ``chosen``
+    one, or, if that is 0, one that the scheduler gives.
+    """
+    start = time.monotonic()
+    answered: ClusterView | None = None
+    is_told = False
+    while True:
+        waited = time.monotonic() - start
+        try:
+            answered = scheduler.call(DescribeCluster(), config.connect_timeout_seconds)
+            if answered.ready:
+                taken = scheduler.call(TakeIncarnation(chosen=chosen), config.connect_timeout_seconds)
+                return answered, taken
+            absent = _absent_shards(answered)
+            waits_for = f"{absent} not up; waiting up to {config.recovery_timeout_seconds:g} s ('geartrain status')"
+        except ClusterNotReady as exc:  # the scheduler was restarted between the two calls
+            answered = None
+            if waited >= config.recovery_timeout_seconds:
+                raise
+            waits_for = str(exc)
+        except AttemptFailed as exc:
+            seconds = config.connect_timeout_seconds
+            if isinstance(exc, NobodyThere):
+                seconds = min(seconds, config.refused_timeout_seconds)
+            if waited >= seconds:
+                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from exc
+            waits_for = f"{exc}; waiting up to {seconds:g} s"
+        if answered is not None and waited >= config.recovery_timeout_seconds:
+            raise ClusterNotReady(
+                f"{_absent_shards(answered)} not up after {waited:.1f} s; start them with "
+                f"'geartrain server --scheduler {address}'"
+            )
+        if waited >= _TOLD_AFTER_SECONDS and not is_told:
+            is_told = True
+            logger.warning("%s", waits_for)
+        time.sleep(_POLL_SECONDS)
+
+
+def _absent_shards(view: ClusterView) -> str:
+    """``shard 1 (lost) at 127.0.0.1:7001 of 2 is``."""
+    absent = [entry for entry in view.shards if entry.state != "up"]
+    named = ", ".join(
+        f"{entry.shard} ({entry.state})" + (f" at {entry.address}" if entry.address else "") for entry in absent
+    )
+    one = len(absent) == 1
+    return f"shard{'' if one else 's'} {named} of {view.num_shards} {'is' if one else 'are'}"
