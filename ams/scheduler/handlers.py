@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.scheduler.data_streams import DataStreams
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, ProtocolError
 from geartrain.ams.values.messages import CallContext
-from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.rpc import Ping, Rpc
 from geartrain.ams.values.scheduler_messages import (
     Beat,
     CheckCaller,
@@ -52,6 +53,7 @@ class SchedulerHandlers:
         self._scheduler = scheduler
         self._streams = streams
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, Call], Any]] = {
+            Ping: PingHandler("scheduler"),
             Register: self._register,
             Heartbeat: self._heartbeat,
             LeaveCluster: self._leave,

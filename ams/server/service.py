@@ -22,6 +22,7 @@ from geartrain.ams.rpc.binding import Call, bind
 from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
+from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.registry import SHARD, context_from_pb
 from geartrain.ams.rpc.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
 from geartrain.ams.rpc.waiting import BeginMethod, Begun
@@ -58,6 +59,7 @@ from geartrain.ams.values.messages import (
     UpdateHosted,
     WriteFrozen,
 )
+from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.specs import DTYPES
 from geartrain.ams.values.text import counted
 
@@ -101,6 +103,7 @@ class ShardService:
         service, methods, _ = bind(
             SHARD,
             {
+                Ping: PingHandler("server", self._incarnation),
                 CreateTable: self._ask,
                 DropTable: self._ask,
                 PublishTable: self._ask,
@@ -121,7 +124,9 @@ class ShardService:
                 UpdateHosted: self.update_hosted,
             },
         )
-        return Bound(service, {name: self._held_to_the_end(method) for name, method in methods.items()})
+        held = {name: self._held_to_the_end(method) for name, method in methods.items()}
+        ping = SHARD[Ping].name  # answered by a process whose shard is another's, too
+        return Bound(service, {**held, ping: methods[ping]})
 
     @property
     def waiting_methods(self) -> dict[str, BeginMethod]:
@@ -134,6 +139,9 @@ class ShardService:
         if self._shard is None:
             raise ShardUnavailable("this shard has not joined its cluster yet; try again")
         return self._shard
+
+    def _incarnation(self) -> int:
+        return 0 if self._shard is None else self._shard.incarnation
 
     def _ask(self, request: Request, call: Call) -> Any:
         """What the shard replies."""

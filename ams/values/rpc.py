@@ -1,7 +1,8 @@
-"""What every request of an RPC is, whichever role it is for."""
+"""What every request of an RPC is, whichever role it is for, and the one that all roles answer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 R_co = TypeVar("R_co", covariant=True)
@@ -20,3 +21,22 @@ class Rpc(Generic[R_co]):
     def __init_subclass__(cls, *, name: str | None = None) -> None:
         super().__init_subclass__()
         cls.rpc_name = name or cls.__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong:
+    """Reply to :class:`Ping`."""
+
+    role: str
+    """As its command is called: scheduler, server, graph or slowgear."""
+    version: str
+    """Of the package."""
+    uptime_seconds: float
+    """Since the role began."""
+    incarnation: int
+    """Which process of its shard or slow gear it is; 0: a role that has none, or none yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(Rpc[Pong]):
+    """Ask a role who it is. It answers though it has not joined a cluster, or holds nothing any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from geartrain.ams.values.config import ClientConfig
     from geartrain.ams.values.gear_messages import GearState
     from geartrain.ams.values.graph_messages import GraphsState
+    from geartrain.ams.values.rpc import Pong
+
+_PING_SECONDS = 2.0
 
 
 def status(
@@ -29,8 +33,8 @@ def status(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Show shards, tables and slow gears of a running cluster, and its graphs with --graph; exits with 1 if it is not
-    ready."""
+    """Show shards, tables and slow gears of a running cluster, and its graphs with --graph, each role with its version
+    and since when it is up; exits with 1 if it is not ready."""
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)
     # After the settings are known to be right: it is slower.
@@ -39,15 +43,17 @@ def status(
     found = cluster_status(config.server.scheduler, config=config.client)
     gears, silent = slow_gear_status(config.server.scheduler, config=config.client)
     graphs, complaint = (None, None) if config.client.graph is None else _graphs(config.client.graph, config.client)
+    pongs = _pongs(config.server.scheduler, found, gears, config.client)
     if as_json:
         asked = {} if config.client.graph is None else {"graph_service": graphs and dataclasses.asdict(graphs)}
         told = [dataclasses.asdict(gear) for gear in gears]
-        print(json.dumps({**dataclasses.asdict(found), "slow_gears": told, **asked}))
+        roles = [{"address": address, **dataclasses.asdict(pong)} for address, pong in pongs.items()]
+        print(json.dumps({**dataclasses.asdict(found), "slow_gears": told, **asked, "roles": roles}))
     else:
-        _print_tables(found, config.server.scheduler)
-        _print_gears(gears)
+        _print_tables(found, config.server.scheduler, pongs)
+        _print_gears(gears, pongs)
         if graphs is not None:
-            _print_graphs(graphs, str(config.client.graph))
+            _print_graphs(graphs, str(config.client.graph), pongs)
     complaints = [*silent, *([] if complaint is None else [complaint])]
     for line in complaints:
         print(line, file=sys.stderr)
@@ -55,12 +61,40 @@ def status(
         raise typer.Exit(1)
 
 
-def _print_gears(gears: list[GearState]) -> None:
+def _pongs(scheduler: str, found: ClusterStatus, gears: list[GearState], config: ClientConfig) -> dict[str, Pong]:
+    """What each role says of itself, by address; all are asked at once. One of an earlier version says nothing."""
+    from geartrain.ams.rpc.calls import GrpcCalls
+    from geartrain.ams.rpc.carrier import AttemptFailed
+    from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD
+    from geartrain.ams.values.errors import GeartrainError
+    from geartrain.ams.values.rpc import Ping
+
+    services = {gear.address: GEAR for gear in gears} | {
+        shard.address: SHARD for shard in found.shards if shard.address
+    }
+    services |= {config.graph: GRAPH} if config.graph is not None else {}
+    services[scheduler] = SCHEDULER
+    roles = {address: GrpcCalls(service, "role", address) for address, service in services.items()}
+    pending = {address: role.begin(Ping(), _PING_SECONDS) for address, role in roles.items()}
+    pongs = {}
+    for address, pong in pending.items():
+        with contextlib.suppress(AttemptFailed, GeartrainError):
+            pongs[address] = pong()
+        roles[address].close()
+    return pongs
+
+
+def _age(pong: Pong | None) -> str:
+    """`` (version 0.1.0, up 12 s)``."""
+    return "" if pong is None else f" (version {pong.version}, up {pong.uptime_seconds:.0f} s)"
+
+
+def _print_gears(gears: list[GearState], pongs: dict[str, Pong]) -> None:
     for name in sorted({gear.name for gear in gears}):
         print(f"slow gears of {name}")
         for gear in gears:
             if gear.name == name:
-                print(f"  {gear_line(gear)}")
+                print(f"  {gear_line(gear)}{_age(pongs.get(gear.address))}")
         if lost := lost_gradients([gear for gear in gears if gear.name == name]):
             print(f"  lost with slow gears that died: {counted(lost, 'gradient')}")
 
@@ -102,10 +136,11 @@ def _graphs(address: str, config: ClientConfig) -> tuple[GraphsState | None, str
         service.close()
 
 
-def _print_graphs(graphs: GraphsState, address: str) -> None:
+def _print_graphs(graphs: GraphsState, address: str, pongs: dict[str, Pong]) -> None:
     from geartrain.cli.graph import graph_line
 
-    print(f"graph service {address} · {counted(len(graphs.graphs), 'graph')}, {len(graphs.building)} being built")
+    age = _age(pongs.get(address))
+    print(f"graph service {address}{age} · {counted(len(graphs.graphs), 'graph')}, {len(graphs.building)} being built")
     for info in graphs.graphs:
         print(f"  {graph_line(info)}")
 
@@ -127,24 +162,27 @@ def health(
         raise typer.Exit(1)
 
 
-def _print_tables(found: ClusterStatus, address: str) -> None:
+def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) -> None:
     from geartrain.cli.consoles import table_console
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
-    console.print(f"{state}: scheduler {address} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False)
-    console.print(_shard_table(found))
+    age = _age(pongs.get(address))
+    console.print(
+        f"{state}: scheduler {address}{age} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False
+    )
+    console.print(_shard_table(found, pongs))
     if found.tables:
         console.print(_table_table(found))
     for name in found.incomplete_tables:
         console.print(f"table {name}: {why_incomplete(found, name)}", highlight=False, markup=False)
 
 
-def _shard_table(found: ClusterStatus) -> Table:
+def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
     from rich.table import Table
 
-    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago")
+    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "version")
     table.columns[2].no_wrap = False
     table.columns[2].overflow = "fold"
     for shard in found.shards:
@@ -156,6 +194,7 @@ def _shard_table(found: ClusterStatus) -> Table:
             f"{shard.memory_bytes / 2**20:.1f}",
             f"{shard.uptime_seconds:.0f}",
             "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}",
+            pongs[shard.address].version if shard.address in pongs else "",
         )
     return table
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from geartrain.ams.rpc.binding import Call, Handlers, bind
 from geartrain.ams.rpc.gear_codec import require_distinct
+from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.registry import GEAR
 from geartrain.ams.rpc.server import GrpcServer
 from geartrain.ams.values.config import SlowGearConfig
@@ -26,6 +27,7 @@ from geartrain.ams.values.gear_messages import (
     PushFeatureGradients,
     Taken,
 )
+from geartrain.ams.values.rpc import Ping
 
 _BYTES_BESIDE = 16
 """Of an id in a reply, beside its vector."""
@@ -39,6 +41,7 @@ class GearService:
         self._max_message_bytes = max_message_bytes
 
         self.by_request: Handlers = {
+            Ping: PingHandler("slowgear", self._incarnation),
             AskFeatures: self.features,
             PushFeatureGradients: self._push,
             FlushGradients: self._flush,
@@ -83,6 +86,9 @@ class GearService:
         if not left.process:
             raise InvalidArgument("process is empty; it must be that of the slow gear that leaves")
         self._handler.take_over(left.process, left.accounts)
+
+    def _incarnation(self) -> int:
+        return int(self._handler.describe([]).process.rpartition("#")[2])
 
     def _require_name(self, name: str) -> None:
         if name != self._handler.name:

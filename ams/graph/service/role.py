@@ -13,6 +13,7 @@ from geartrain.ams.graph.service.graphs import PROGRESS_SECONDS, Graphs, RowClus
 from geartrain.ams.graph.service.store import GraphStore
 from geartrain.ams.rpc.binding import Call, Handlers, bind
 from geartrain.ams.rpc.graph_client import download_chunks
+from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.registry import GRAPH
 from geartrain.ams.rpc.server import GrpcServer
 from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore
@@ -32,6 +33,7 @@ from geartrain.ams.values.graph_messages import (
     Selected,
     WriteGraphs,
 )
+from geartrain.ams.values.rpc import Ping
 
 
 class GraphService:
@@ -43,6 +45,7 @@ class GraphService:
         self._ended = threading.Event()
 
         self.by_request: Handlers = {
+            Ping: PingHandler("graph"),
             BuildGraph: self._build,
             CancelBuild: self._cancel,
             SelectClasses: self._select,

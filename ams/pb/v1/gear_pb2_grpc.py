@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from geartrain.ams.pb.v1 import gear_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_gear__pb2
+from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -34,6 +35,11 @@ class GearStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Ping = channel.unary_unary(
+                '/geartrain.ams.v1.Gear/Ping',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.FromString,
+                _registered_method=True)
         self.Features = channel.unary_unary(
                 '/geartrain.ams.v1.Gear/Features',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_gear__pb2.FeaturesRequest.SerializeToString,
@@ -63,6 +69,13 @@ class GearStub:
 
 class GearServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Ping(self, request, context):
+        """Which version of the role this is, and since when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Features(self, request, context):
         """Dense features of distinct ids. Ids that have none are named beside the features of the others.
@@ -102,6 +115,11 @@ class GearServicer:
 
 def add_GearServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.SerializeToString,
+            ),
             'Features': grpc.unary_unary_rpc_method_handler(
                     servicer.Features,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_gear__pb2.FeaturesRequest.FromString,
@@ -137,6 +155,33 @@ def add_GearServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Gear:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Gear/Ping',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Features(request,

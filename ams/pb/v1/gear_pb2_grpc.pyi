@@ -5,6 +5,7 @@ A slow gear: dense features by id, computed by the dense part it holds, and what
 
 from collections import abc as _abc
 from geartrain.ams.pb.v1 import gear_pb2 as _gear_pb2
+from geartrain.ams.pb.v1 import types_pb2 as _types_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
@@ -31,6 +32,8 @@ class GearStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GearAsyncStub: ...
+    Ping: _grpc.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]
+    """Which version of the role this is, and since when."""
     Features: _grpc.UnaryUnaryMultiCallable[_gear_pb2.FeaturesRequest, _gear_pb2.FeaturesReply]
     """Dense features of distinct ids. Ids that have none are named beside the features of the others."""
     PushFeatureGradients: _grpc.UnaryUnaryMultiCallable[_gear_pb2.PushFeatureGradientsRequest, _gear_pb2.PushFeatureGradientsReply]
@@ -45,6 +48,8 @@ class GearStub:
 @_typing.type_check_only
 class GearAsyncStub(GearStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Ping: _aio.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]  # type: ignore[assignment]
+    """Which version of the role this is, and since when."""
     Features: _aio.UnaryUnaryMultiCallable[_gear_pb2.FeaturesRequest, _gear_pb2.FeaturesReply]  # type: ignore[assignment]
     """Dense features of distinct ids. Ids that have none are named beside the features of the others."""
     PushFeatureGradients: _aio.UnaryUnaryMultiCallable[_gear_pb2.PushFeatureGradientsRequest, _gear_pb2.PushFeatureGradientsReply]  # type: ignore[assignment]
@@ -57,6 +62,14 @@ class GearAsyncStub(GearStub):
     """A slow gear that leaves says what became of the gradients it was given, so that somebody can still tell."""
 
 class GearServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Ping(
+        self,
+        request: _types_pb2.PingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.PingReply, _abc.Awaitable[_types_pb2.PingReply]]:
+        """Which version of the role this is, and since when."""
+
     @_abc_1.abstractmethod
     def Features(
         self,

@@ -22,53 +22,54 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgeartrain/ams/pb/v1/graph.proto\x12\x10geartrain.ams.v1\"\x87\x02\n\tGraphInfo\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\t\n\x01k\x18\x03 \x01(\r\x12\x13\n\x0bnum_classes\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0e\n\x06writes\x18\x06 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x1a\n\x12\x62uilt_unix_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bwhole_bytes\x18\t \x01(\x04\x12\x13\n\x0bshard_bytes\x18\n \x03(\x04\x12\x17\n\nage_writes\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11table_incarnation\x18\x0c \x01(\x04\x42\r\n\x0b_age_writes\"q\n\rGraphBuilding\x12\r\n\x05table\x18\x01 \x01(\t\x12\t\n\x01k\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\ndone_pairs\x18\x04 \x01(\x04\x12\x13\n\x0btotal_pairs\x18\x05 \x01(\x04\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\";\n\x11\x42uildGraphRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\t\n\x01k\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\x87\x01\n\x0f\x42uildGraphReply\x12\x31\n\x08\x62uilding\x18\x01 \x01(\x0b\x32\x1f.geartrain.ams.v1.GraphBuilding\x12*\n\x05\x62uilt\x18\x02 \x01(\x0b\x32\x1b.geartrain.ams.v1.GraphInfo\x12\x15\n\rresumed_pairs\x18\x03 \x01(\x04\"#\n\x12\x43\x61ncelBuildRequest\x12\r\n\x05table\x18\x01 \x01(\t\"%\n\x10\x43\x61ncelBuildReply\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x94\x01\n\x14SelectClassesRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0e\n\x06\x62udget\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x07version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0e\n\x06labels\x18\x0e \x01(\x0c\x42\n\n\x08_version\"C\n\x12SelectClassesReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\"\x17\n\x15\x44\x65scribeGraphsRequest\"u\n\x13\x44\x65scribeGraphsReply\x12+\n\x06graphs\x18\x01 \x03(\x0b\x32\x1b.geartrain.ams.v1.GraphInfo\x12\x31\n\x08\x62uilding\x18\x02 \x03(\x0b\x32\x1f.geartrain.ams.v1.GraphBuilding\"%\n\x14\x44ownloadGraphRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\xa2\x01\n\x12\x44ownloadGraphReply\x12*\n\x05graph\x18\x01 \x01(\x0b\x32\x1b.geartrain.ams.v1.GraphInfo\x12\x15\n\roffsets_bytes\x18\x02 \x01(\x04\x12\x18\n\x10neighbours_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"#\n\x12\x46orgetGraphRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x12\n\x10\x46orgetGraphReply\"0\n\nGraphTable\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0bnum_classes\x18\x02 \x01(\x04\"{\n\x12WriteGraphsRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12,\n\x06tables\x18\x03 \x03(\x0b\x32\x1c.geartrain.ams.v1.GraphTable\x12\x12\n\nnum_shards\x18\x04 \x01(\r\"!\n\x10WriteGraphsReply\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"L\n\x14RestoreGraphsRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0e\n\x06tables\x18\x02 \x03(\t\x12\x14\n\x0cincarnations\x18\x03 \x03(\x04\"&\n\x12RestoreGraphsReply\x12\x10\n\x08restored\x18\x01 \x03(\t2\xeb\x05\n\x05Graph\x12V\n\nBuildGraph\x12#.geartrain.ams.v1.BuildGraphRequest\x1a!.geartrain.ams.v1.BuildGraphReply0\x01\x12W\n\x0b\x43\x61ncelBuild\x12$.geartrain.ams.v1.CancelBuildRequest\x1a\".geartrain.ams.v1.CancelBuildReply\x12]\n\rSelectClasses\x12&.geartrain.ams.v1.SelectClassesRequest\x1a$.geartrain.ams.v1.SelectClassesReply\x12`\n\x0e\x44\x65scribeGraphs\x12\'.geartrain.ams.v1.DescribeGraphsRequest\x1a%.geartrain.ams.v1.DescribeGraphsReply\x12_\n\rDownloadGraph\x12&.geartrain.ams.v1.DownloadGraphRequest\x1a$.geartrain.ams.v1.DownloadGraphReply0\x01\x12W\n\x0b\x46orgetGraph\x12$.geartrain.ams.v1.ForgetGraphRequest\x1a\".geartrain.ams.v1.ForgetGraphReply\x12W\n\x0bWriteGraphs\x12$.geartrain.ams.v1.WriteGraphsRequest\x1a\".geartrain.ams.v1.WriteGraphsReply\x12]\n\rRestoreGraphs\x12&.geartrain.ams.v1.RestoreGraphsRequest\x1a$.geartrain.ams.v1.RestoreGraphsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgeartrain/ams/pb/v1/graph.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"\x87\x02\n\tGraphInfo\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\t\n\x01k\x18\x03 \x01(\r\x12\x13\n\x0bnum_classes\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0e\n\x06writes\x18\x06 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x1a\n\x12\x62uilt_unix_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bwhole_bytes\x18\t \x01(\x04\x12\x13\n\x0bshard_bytes\x18\n \x03(\x04\x12\x17\n\nage_writes\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11table_incarnation\x18\x0c \x01(\x04\x42\r\n\x0b_age_writes\"q\n\rGraphBuilding\x12\r\n\x05table\x18\x01 \x01(\t\x12\t\n\x01k\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\ndone_pairs\x18\x04 \x01(\x04\x12\x13\n\x0btotal_pairs\x18\x05 \x01(\x04\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\";\n\x11\x42uildGraphRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\t\n\x01k\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\x87\x01\n\x0f\x42uildGraphReply\x12\x31\n\x08\x62uilding\x18\x01 \x01(\x0b\x32\x1f.geartrain.ams.v1.GraphBuilding\x12*\n\x05\x62uilt\x18\x02 \x01(\x0b\x32\x1b.geartrain.ams.v1.GraphInfo\x12\x15\n\rresumed_pairs\x18\x03 \x01(\x04\"#\n\x12\x43\x61ncelBuildRequest\x12\r\n\x05table\x18\x01 \x01(\t\"%\n\x10\x43\x61ncelBuildReply\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x94\x01\n\x14SelectClassesRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0e\n\x06\x62udget\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x14\n\x07version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0e\n\x06labels\x18\x0e \x01(\x0c\x42\n\n\x08_version\"C\n\x12SelectClassesReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\"\x17\n\x15\x44\x65scribeGraphsRequest\"u\n\x13\x44\x65scribeGraphsReply\x12+\n\x06graphs\x18\x01 \x03(\x0b\x32\x1b.geartrain.ams.v1.GraphInfo\x12\x31\n\x08\x62uilding\x18\x02 \x03(\x0b\x32\x1f.geartrain.ams.v1.GraphBuilding\"%\n\x14\x44ownloadGraphRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\xa2\x01\n\x12\x44ownloadGraphReply\x12*\n\x05graph\x18\x01 \x01(\x0b\x32\x1b.geartrain.ams.v1.GraphInfo\x12\x15\n\roffsets_bytes\x18\x02 \x01(\x04\x12\x18\n\x10neighbours_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"#\n\x12\x46orgetGraphRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x12\n\x10\x46orgetGraphReply\"0\n\nGraphTable\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0bnum_classes\x18\x02 \x01(\x04\"{\n\x12WriteGraphsRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12,\n\x06tables\x18\x03 \x03(\x0b\x32\x1c.geartrain.ams.v1.GraphTable\x12\x12\n\nnum_shards\x18\x04 \x01(\r\"!\n\x10WriteGraphsReply\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"L\n\x14RestoreGraphsRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0e\n\x06tables\x18\x02 \x03(\t\x12\x14\n\x0cincarnations\x18\x03 \x03(\x04\"&\n\x12RestoreGraphsReply\x12\x10\n\x08restored\x18\x01 \x03(\t2\xaf\x06\n\x05Graph\x12\x42\n\x04Ping\x12\x1d.geartrain.ams.v1.PingRequest\x1a\x1b.geartrain.ams.v1.PingReply\x12V\n\nBuildGraph\x12#.geartrain.ams.v1.BuildGraphRequest\x1a!.geartrain.ams.v1.BuildGraphReply0\x01\x12W\n\x0b\x43\x61ncelBuild\x12$.geartrain.ams.v1.CancelBuildRequest\x1a\".geartrain.ams.v1.CancelBuildReply\x12]\n\rSelectClasses\x12&.geartrain.ams.v1.SelectClassesRequest\x1a$.geartrain.ams.v1.SelectClassesReply\x12`\n\x0e\x44\x65scribeGraphs\x12\'.geartrain.ams.v1.DescribeGraphsRequest\x1a%.geartrain.ams.v1.DescribeGraphsReply\x12_\n\rDownloadGraph\x12&.geartrain.ams.v1.DownloadGraphRequest\x1a$.geartrain.ams.v1.DownloadGraphReply0\x01\x12W\n\x0b\x46orgetGraph\x12$.geartrain.ams.v1.ForgetGraphRequest\x1a\".geartrain.ams.v1.ForgetGraphReply\x12W\n\x0bWriteGraphs\x12$.geartrain.ams.v1.WriteGraphsRequest\x1a\".geartrain.ams.v1.WriteGraphsReply\x12]\n\rRestoreGraphs\x12&.geartrain.ams.v1.RestoreGraphsRequest\x1a$.geartrain.ams.v1.RestoreGraphsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'geartrain.ams.pb.v1.graph_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GRAPHINFO']._serialized_start=54
-  _globals['_GRAPHINFO']._serialized_end=317
-  _globals['_GRAPHBUILDING']._serialized_start=319
-  _globals['_GRAPHBUILDING']._serialized_end=432
-  _globals['_BUILDGRAPHREQUEST']._serialized_start=434
-  _globals['_BUILDGRAPHREQUEST']._serialized_end=493
-  _globals['_BUILDGRAPHREPLY']._serialized_start=496
-  _globals['_BUILDGRAPHREPLY']._serialized_end=631
-  _globals['_CANCELBUILDREQUEST']._serialized_start=633
-  _globals['_CANCELBUILDREQUEST']._serialized_end=668
-  _globals['_CANCELBUILDREPLY']._serialized_start=670
-  _globals['_CANCELBUILDREPLY']._serialized_end=707
-  _globals['_SELECTCLASSESREQUEST']._serialized_start=710
-  _globals['_SELECTCLASSESREQUEST']._serialized_end=858
-  _globals['_SELECTCLASSESREPLY']._serialized_start=860
-  _globals['_SELECTCLASSESREPLY']._serialized_end=927
-  _globals['_DESCRIBEGRAPHSREQUEST']._serialized_start=929
-  _globals['_DESCRIBEGRAPHSREQUEST']._serialized_end=952
-  _globals['_DESCRIBEGRAPHSREPLY']._serialized_start=954
-  _globals['_DESCRIBEGRAPHSREPLY']._serialized_end=1071
-  _globals['_DOWNLOADGRAPHREQUEST']._serialized_start=1073
-  _globals['_DOWNLOADGRAPHREQUEST']._serialized_end=1110
-  _globals['_DOWNLOADGRAPHREPLY']._serialized_start=1113
-  _globals['_DOWNLOADGRAPHREPLY']._serialized_end=1275
-  _globals['_FORGETGRAPHREQUEST']._serialized_start=1277
-  _globals['_FORGETGRAPHREQUEST']._serialized_end=1312
-  _globals['_FORGETGRAPHREPLY']._serialized_start=1314
-  _globals['_FORGETGRAPHREPLY']._serialized_end=1332
-  _globals['_GRAPHTABLE']._serialized_start=1334
-  _globals['_GRAPHTABLE']._serialized_end=1382
-  _globals['_WRITEGRAPHSREQUEST']._serialized_start=1384
-  _globals['_WRITEGRAPHSREQUEST']._serialized_end=1507
-  _globals['_WRITEGRAPHSREPLY']._serialized_start=1509
-  _globals['_WRITEGRAPHSREPLY']._serialized_end=1542
-  _globals['_RESTOREGRAPHSREQUEST']._serialized_start=1544
-  _globals['_RESTOREGRAPHSREQUEST']._serialized_end=1620
-  _globals['_RESTOREGRAPHSREPLY']._serialized_start=1622
-  _globals['_RESTOREGRAPHSREPLY']._serialized_end=1660
-  _globals['_GRAPH']._serialized_start=1663
-  _globals['_GRAPH']._serialized_end=2410
+  _globals['_GRAPHINFO']._serialized_start=87
+  _globals['_GRAPHINFO']._serialized_end=350
+  _globals['_GRAPHBUILDING']._serialized_start=352
+  _globals['_GRAPHBUILDING']._serialized_end=465
+  _globals['_BUILDGRAPHREQUEST']._serialized_start=467
+  _globals['_BUILDGRAPHREQUEST']._serialized_end=526
+  _globals['_BUILDGRAPHREPLY']._serialized_start=529
+  _globals['_BUILDGRAPHREPLY']._serialized_end=664
+  _globals['_CANCELBUILDREQUEST']._serialized_start=666
+  _globals['_CANCELBUILDREQUEST']._serialized_end=701
+  _globals['_CANCELBUILDREPLY']._serialized_start=703
+  _globals['_CANCELBUILDREPLY']._serialized_end=740
+  _globals['_SELECTCLASSESREQUEST']._serialized_start=743
+  _globals['_SELECTCLASSESREQUEST']._serialized_end=891
+  _globals['_SELECTCLASSESREPLY']._serialized_start=893
+  _globals['_SELECTCLASSESREPLY']._serialized_end=960
+  _globals['_DESCRIBEGRAPHSREQUEST']._serialized_start=962
+  _globals['_DESCRIBEGRAPHSREQUEST']._serialized_end=985
+  _globals['_DESCRIBEGRAPHSREPLY']._serialized_start=987
+  _globals['_DESCRIBEGRAPHSREPLY']._serialized_end=1104
+  _globals['_DOWNLOADGRAPHREQUEST']._serialized_start=1106
+  _globals['_DOWNLOADGRAPHREQUEST']._serialized_end=1143
+  _globals['_DOWNLOADGRAPHREPLY']._serialized_start=1146
+  _globals['_DOWNLOADGRAPHREPLY']._serialized_end=1308
+  _globals['_FORGETGRAPHREQUEST']._serialized_start=1310
+  _globals['_FORGETGRAPHREQUEST']._serialized_end=1345
+  _globals['_FORGETGRAPHREPLY']._serialized_start=1347
+  _globals['_FORGETGRAPHREPLY']._serialized_end=1365
+  _globals['_GRAPHTABLE']._serialized_start=1367
+  _globals['_GRAPHTABLE']._serialized_end=1415
+  _globals['_WRITEGRAPHSREQUEST']._serialized_start=1417
+  _globals['_WRITEGRAPHSREQUEST']._serialized_end=1540
+  _globals['_WRITEGRAPHSREPLY']._serialized_start=1542
+  _globals['_WRITEGRAPHSREPLY']._serialized_end=1575
+  _globals['_RESTOREGRAPHSREQUEST']._serialized_start=1577
+  _globals['_RESTOREGRAPHSREQUEST']._serialized_end=1653
+  _globals['_RESTOREGRAPHSREPLY']._serialized_start=1655
+  _globals['_RESTOREGRAPHSREPLY']._serialized_end=1693
+  _globals['_GRAPH']._serialized_start=1696
+  _globals['_GRAPH']._serialized_end=2511
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from geartrain.ams.pb.v1 import graph_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_graph__pb2
+from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -34,6 +35,11 @@ class GraphStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Ping = channel.unary_unary(
+                '/geartrain.ams.v1.Graph/Ping',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.FromString,
+                _registered_method=True)
         self.BuildGraph = channel.unary_stream(
                 '/geartrain.ams.v1.Graph/BuildGraph',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_graph__pb2.BuildGraphRequest.SerializeToString,
@@ -78,6 +84,13 @@ class GraphStub:
 
 class GraphServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Ping(self, request, context):
+        """Which version of the role this is, and since when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def BuildGraph(self, request, context):
         """Build the graph of a table anew from its rows. A message now and then while it is built, and last the one with
@@ -139,6 +152,11 @@ class GraphServicer:
 
 def add_GraphServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.SerializeToString,
+            ),
             'BuildGraph': grpc.unary_stream_rpc_method_handler(
                     servicer.BuildGraph,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_graph__pb2.BuildGraphRequest.FromString,
@@ -189,6 +207,33 @@ def add_GraphServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Graph:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Graph/Ping',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def BuildGraph(request,

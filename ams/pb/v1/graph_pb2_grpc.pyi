@@ -5,6 +5,7 @@ The graph service: it builds and keeps tables of the nearest classes of every cl
 
 from collections import abc as _abc
 from geartrain.ams.pb.v1 import graph_pb2 as _graph_pb2
+from geartrain.ams.pb.v1 import types_pb2 as _types_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
@@ -31,6 +32,8 @@ class GraphStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GraphAsyncStub: ...
+    Ping: _grpc.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]
+    """Which version of the role this is, and since when."""
     BuildGraph: _grpc.UnaryStreamMultiCallable[_graph_pb2.BuildGraphRequest, _graph_pb2.BuildGraphReply]
     """Build the graph of a table anew from its rows. A message now and then while it is built, and last the one with
     `built`. Whoever asks for a build that is under way joins it. It goes on if the caller goes.
@@ -53,6 +56,8 @@ class GraphStub:
 @_typing.type_check_only
 class GraphAsyncStub(GraphStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Ping: _aio.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]  # type: ignore[assignment]
+    """Which version of the role this is, and since when."""
     BuildGraph: _aio.UnaryStreamMultiCallable[_graph_pb2.BuildGraphRequest, _graph_pb2.BuildGraphReply]  # type: ignore[assignment]
     """Build the graph of a table anew from its rows. A message now and then while it is built, and last the one with
     `built`. Whoever asks for a build that is under way joins it. It goes on if the caller goes.
@@ -73,6 +78,14 @@ class GraphAsyncStub(GraphStub):
     """Take the graphs of these tables from a snapshot; a table without one there has none afterwards."""
 
 class GraphServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Ping(
+        self,
+        request: _types_pb2.PingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.PingReply, _abc.Awaitable[_types_pb2.PingReply]]:
+        """Which version of the role this is, and since when."""
+
     @_abc_1.abstractmethod
     def BuildGraph(
         self,

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from geartrain.ams.pb.v1 import scheduler_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2
+from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -34,6 +35,11 @@ class SchedulerStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Ping = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/Ping',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.FromString,
+                _registered_method=True)
         self.Register = channel.unary_unary(
                 '/geartrain.ams.v1.Scheduler/Register',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RegisterRequest.SerializeToString,
@@ -118,6 +124,13 @@ class SchedulerStub:
 
 class SchedulerServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Ping(self, request, context):
+        """Which version of the role this is, and since when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Register(self, request, context):
         """A shard joins. Also how a shard introduces itself to a scheduler that was restarted.
@@ -234,6 +247,11 @@ class SchedulerServicer:
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.SerializeToString,
+            ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RegisterRequest.FromString,
@@ -324,6 +342,33 @@ def add_SchedulerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Scheduler:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/Ping',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2.PingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Register(request,

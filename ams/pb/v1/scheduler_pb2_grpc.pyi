@@ -5,6 +5,7 @@ The scheduler: who is in the cluster, which shard owns which bucket, which table
 
 from collections import abc as _abc
 from geartrain.ams.pb.v1 import scheduler_pb2 as _scheduler_pb2
+from geartrain.ams.pb.v1 import types_pb2 as _types_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
@@ -31,6 +32,8 @@ class SchedulerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
+    Ping: _grpc.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]
+    """Which version of the role this is, and since when."""
     Register: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RegisterRequest, _scheduler_pb2.RegisterReply]
     """A shard joins. Also how a shard introduces itself to a scheduler that was restarted."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.HeartbeatRequest, _scheduler_pb2.HeartbeatReply]
@@ -67,6 +70,8 @@ class SchedulerStub:
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Ping: _aio.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]  # type: ignore[assignment]
+    """Which version of the role this is, and since when."""
     Register: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RegisterRequest, _scheduler_pb2.RegisterReply]  # type: ignore[assignment]
     """A shard joins. Also how a shard introduces itself to a scheduler that was restarted."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.HeartbeatRequest, _scheduler_pb2.HeartbeatReply]  # type: ignore[assignment]
@@ -101,6 +106,14 @@ class SchedulerAsyncStub(SchedulerStub):
     """Put a job back to these cursors; every lease of it ends."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Ping(
+        self,
+        request: _types_pb2.PingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.PingReply, _abc.Awaitable[_types_pb2.PingReply]]:
+        """Which version of the role this is, and since when."""
+
     @_abc_1.abstractmethod
     def Register(
         self,

@@ -15,6 +15,7 @@ is; send it again, under the same sequence, to learn what becomes of it.
 
 from collections import abc as _abc
 from geartrain.ams.pb.v1 import shard_pb2 as _shard_pb2
+from geartrain.ams.pb.v1 import types_pb2 as _types_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
@@ -41,6 +42,8 @@ class ShardStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ShardAsyncStub: ...
+    Ping: _grpc.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]
+    """Which version of the role this is, and since when."""
     CreateTable: _grpc.UnaryUnaryMultiCallable[_shard_pb2.CreateTableRequest, _shard_pb2.WriteReply]
     """Make a table. Idempotent for an equal spec. Clients ask the scheduler, which asks all shards."""
     DropTable: _grpc.UnaryUnaryMultiCallable[_shard_pb2.DropTableRequest, _shard_pb2.WriteReply]
@@ -83,6 +86,8 @@ class ShardStub:
 @_typing.type_check_only
 class ShardAsyncStub(ShardStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Ping: _aio.UnaryUnaryMultiCallable[_types_pb2.PingRequest, _types_pb2.PingReply]  # type: ignore[assignment]
+    """Which version of the role this is, and since when."""
     CreateTable: _aio.UnaryUnaryMultiCallable[_shard_pb2.CreateTableRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Make a table. Idempotent for an equal spec. Clients ask the scheduler, which asks all shards."""
     DropTable: _aio.UnaryUnaryMultiCallable[_shard_pb2.DropTableRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
@@ -123,6 +128,14 @@ class ShardAsyncStub(ShardStub):
     """From now on refuse the writes of a job's streams with a lower incarnation (StaleClient). Idempotent."""
 
 class ShardServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Ping(
+        self,
+        request: _types_pb2.PingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.PingReply, _abc.Awaitable[_types_pb2.PingReply]]:
+        """Which version of the role this is, and since when."""
+
     @_abc_1.abstractmethod
     def CreateTable(
         self,

@@ -52,6 +52,55 @@ DTYPE_BFLOAT16: DType.ValueType  # 3
 Global___DType: _TypeAlias = DType  # noqa: Y015
 
 @_typing.final
+class PingRequest(_message.Message):
+    """Ask any role who it is. It answers though it has not joined a cluster, or holds nothing any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PingRequest: _TypeAlias = PingRequest  # noqa: Y015
+
+@_typing.final
+class PingReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """As its command is called: scheduler, server, graph or slowgear."""
+    version: _builtins.str
+    """Of the package, as "0.1.0"."""
+    uptime_seconds: _builtins.float
+    """Since the role began."""
+    incarnation: _builtins.int
+    """Which process of its shard or slow gear it is. 0: a role that has none, or none yet."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        version: _builtins.str = ...,
+        uptime_seconds: _builtins.float = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "role", b"role", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PingReply: _TypeAlias = PingReply  # noqa: Y015
+
+@_typing.final
 class CallContext(_message.Message):
     """Who calls, and which past the caller believes in. Travels with every call to a shard."""
 

@@ -1,0 +1,36 @@
+"""Who a role is: the handler that all roles share."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import time
+from collections.abc import Callable
+
+from geartrain.ams.values.rpc import Ping, Pong
+
+
+class PingHandler:
+    """Answers for one role, which begins now. ``incarnation`` tells which process of its kind it is."""
+
+    def __init__(self, role: str, incarnation: Callable[[], int] = lambda: 0) -> None:
+        self._role = role
+        self._incarnation = incarnation
+        self._began = time.monotonic()
+
+    def __call__(self, ping: Ping, call: object) -> Pong:  # noqa: ARG002
+        """Answer a ping."""
+        return Pong(
+            role=self._role,
+            version=_version(),
+            uptime_seconds=time.monotonic() - self._began,
+            incarnation=self._incarnation(),
+        )
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("geartrain")
+    except importlib.metadata.PackageNotFoundError:  # run from its folder, without being installed
+        return "unknown"
