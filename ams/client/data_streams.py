@@ -103,6 +103,10 @@ class DataStreams:
 
 def _checked(cursors: Cursors) -> dict[int, Cursor]:
     try:
-        return {int(stream): Cursor(int(epoch), int(position)) for stream, (epoch, position) in cursors.items()}
+        checked = {int(stream): Cursor(int(epoch), int(position)) for stream, (epoch, position) in cursors.items()}
+        for stream, cursor in checked.items():
+            if min(stream, *cursor) < 0:
+                raise ValueError(f"{stream}: {tuple(cursor)} is below 0")
     except (TypeError, ValueError) as exc:
         raise InvalidArgument(f"cursors map a stream to (epoch, position), numbers from 0 on: {exc}") from exc
+    return checked

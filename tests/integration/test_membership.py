@@ -20,6 +20,7 @@ from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.scheduler_messages import DescribeCluster
 
 IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0, connect_timeout_seconds=0.3)
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
@@ -175,7 +176,7 @@ def test_a_short_attempt_ends_with_its_connection_so_that_nothing_is_known_to_be
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         scheduler, _ = dial(address, ClientConfig(attempt_timeout_seconds=0.8))
         with pytest.raises(NotSent):
-            scheduler.describe(0.8)
+            scheduler.call(DescribeCluster(), 0.8)
         scheduler.close()
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.rpc import scheduler_client as grpc_scheduler
 from geartrain.ams.rpc import silence
+from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
@@ -90,8 +90,8 @@ def roles() -> Iterator[Roles]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call without a reply is looked at early."""
-    for module in (grpc_scheduler, silence):
-        monkeypatch.setattr(module, "ASK_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(silence, "ASK_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(GrpcSchedulerCarrier, "pauses", (0.1, silence.LONGEST_PAUSE_SECONDS))
     monkeypatch.setattr(silence, "ANSWER_SECONDS", 0.5)
 
 
