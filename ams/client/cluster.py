@@ -173,10 +173,23 @@ class Cluster:
         slot_dtype: DTypeName = "float32",
         reuse: bool = False,
     ) -> Table:
-        """Make a table on every shard and return it; the fields are those of :class:`TableSpec`.
+        """Make a table on every shard and return it.
 
-        Raises TableExists if the name is taken, unless ``reuse=True`` and the spec is equal (else SpecMismatch), so
-        that a script that runs twice never trains on yesterday's rows by accident.
+        Args:
+            name: Of the table.
+            dim: Width of a row.
+            optimizer: Applied where the rows are.
+            num_rows: Ids are 0 ... num_rows - 1; None: any id >= 0.
+            initializer: Gives a row its first values; None: normal, std 0.01.
+            seed: Of the initializer.
+            dtype: Storage type of the rows: float32, float16 or bfloat16.
+            slot_dtype: That of the optimizer's state of each row.
+            reuse: Open the table if it is there with an equal spec.
+
+        Raises:
+            TableExists: The name is taken, and not ``reuse``: a script that runs twice never trains on yesterday's rows
+                by accident.
+            SpecMismatch: The table is there with another spec.
         """
         spec = TableSpec(
             name=name,

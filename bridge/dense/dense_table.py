@@ -314,23 +314,34 @@ def attach(
     """Put the weights of ``module`` into ``cluster`` and train them there; return what steps them.
 
     The parameters, in the order of ``named_parameters()``, are one float32 vector cut into rows of ``dim``: a table
-    ``name`` of dense ids, spread evenly over the shards, with pushes, snapshots and guarantees like any other.
-    ``optimizer`` runs in the shards. Modules in 16 bits so have float32 master weights there, and of float64 what
-    float32 holds. Tied parameters are in it once. Buffers (those in the ``state_dict``) and parameters that require no
-    gradient now are in a second table, ``NAME.buffers``, if there are any: frozen parameters are pulled but never
-    pushed, so that nothing moves them; buffers move by what the module changed in them (integers travel as float32 and
-    are rounded): with several workers by the sum of their changes, with ranks by the weighted mean.
+    ``name`` of dense ids, spread evenly over the shards, with pushes, snapshots and guarantees like any other. Modules
+    in 16 bits so have float32 master weights there, and of float64 what float32 holds. Tied parameters are in it once.
+    Buffers (those in the ``state_dict``) and parameters that require no gradient now are in a second table,
+    ``NAME.buffers``, if there are any: frozen parameters are pulled but never pushed, so that nothing moves them;
+    buffers move by what the module changed in them (integers travel as float32 and are rounded): with several workers
+    by the sum of their changes, with ranks by the weighted mean.
 
-    Load weights before: what the module is given afterwards is overwritten by the next pull.
+    Costs on this host: 8·P bytes of buffers; on the wire see :meth:`DenseTable.step`.
 
-    The first to come makes the tables from its own values; with ``reuse=True`` later ones (also after
-    ``Cluster.restore``) wait up to ``wait_seconds`` for those and take them. ``mode="async"``: every push applies when
-    it arrives, no worker waits for another. ``mode="sync"``: the ranks of ``process_group`` (or of torch.distributed,
-    if it is initialised; without it this process is alone) step together, which equals one worker with the joint batch
-    up to rounding, but for batch statistics.
+    Args:
+        module: Load its weights before: what it is given afterwards is overwritten by the next pull.
+        cluster: Where the weights lie.
+        name: Of the table. The first to come makes it from its own values.
+        optimizer: Runs in the shards.
+        mode: With ``"async"`` every push applies when it arrives, no worker waits for another. With ``"sync"`` the
+            ranks step together, which equals one worker with the joint batch up to rounding, but for batch statistics.
+        reuse: Wait for the tables of another worker (also after ``Cluster.restore``), and take their values.
+        dim: Width of a row of the table.
+        process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else this
+            process alone.
+        wait_seconds: How long ``reuse`` waits.
 
-    Costs on this host: 8·P bytes of buffers; on the wire see :meth:`DenseTable.step`. Raises TableExists, SpecMismatch
-    (a module of other names, shapes or requires_grad; another optimizer), InvalidArgument, NonFinite, ClusterNotReady.
+    Raises:
+        TableExists: The name is taken, and not ``reuse``.
+        SpecMismatch: The table is of a module of other names, shapes or requires_grad, or has another optimizer.
+        InvalidArgument: A value outside its range.
+        NonFinite: A weight is NaN or infinite.
+        ClusterNotReady: Nobody has made the tables in time.
     """
     if mode not in ("async", "sync"):
         raise InvalidArgument(f"mode is {mode!r}; it must be 'async' or 'sync'")

@@ -33,6 +33,9 @@ class Docstrings(griffe.Extension):
                 logger.warning(f"{undocumented.path} is public and has no docstring")
             if isinstance(found, griffe.Class):
                 _put_fields_into_a_table(found)
+            for function in (found, found.members.get("__init__")):
+                if isinstance(function, griffe.Function):
+                    _name_defaults(function)
 
 
 def _without_docstring(found: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:
@@ -43,6 +46,14 @@ def _without_docstring(found: griffe.Object | griffe.Alias) -> Iterator[griffe.O
         member for name, member in members if not name.startswith("_") and (member.is_function or member.is_class)
     ]
     yield from (each for each in (found, *public) if not each.has_docstring)
+
+
+def _name_defaults(function: griffe.Function) -> None:
+    """A default that is a constant of the module is shown as what it is."""
+    for parameter in function.parameters:
+        constant = function.module.members.get(str(parameter.default))
+        if isinstance(constant, griffe.Attribute):
+            parameter.default = constant.value
 
 
 def _put_fields_into_a_table(found: griffe.Class) -> None:

@@ -6,6 +6,7 @@ makes an error of it.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DECISIONS = "decisions"
+ROOMS_ENDING = """The folders are top-level. In Python they are `geartrain.ams`, `geartrain.bridge`,
+`geartrain.workers`; `make links` shows editors and mypy the same names
+([why](../decisions/0001-import-names-by-mapped-folders.md)). Imports point one way,
+`geartrain → workers → bridge → ams`: `tests/unit/test_imports.py` says who may import what, and enforces it.
+"""
 
 
 def on_config(config: Any) -> Any:
@@ -51,6 +57,7 @@ def _generated(docs: Path) -> dict[str, str]:
         "reference/configuration.md": configuration_page.render(),
         "reference/errors.md": errors_page.render(),
         "reference/wire.md": wire_page.render(REPOSITORY / "proto"),
+        "explanation/rooms.md": _rooms(),
         f"{DECISIONS}/index.md": _decisions(docs / DECISIONS),
         "project/contributing.md": _from_root("CONTRIBUTING.md"),
         "project/changelog.md": _from_root("CHANGELOG.md"),
@@ -64,6 +71,26 @@ def _decisions(folder: Path) -> str:
         title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
         lines.append(f"- [{title}]({path.name})")
     return "\n".join(lines) + "\n"
+
+
+def _rooms() -> str:
+    """The folders of the code, each with the sentence of its ``__init__.py``."""
+    lines = [
+        "# Where things are",
+        "",
+        "A folder is a role and one sentence.",
+        "",
+        "| Folder | What is in it |",
+        "|---|---|",
+    ]
+    for top in ("ams", "bridge", "workers", "geartrain"):
+        for path in sorted((REPOSITORY / top).rglob("__init__.py")):
+            folder = path.parent.relative_to(REPOSITORY).as_posix()
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            if docstring is not None and not path.parent.is_symlink():
+                sentence = " ".join(docstring.partition("\n\n")[0].split())
+                lines.append(f"| `{folder}/` | {sentence.replace('``', '`').replace('|', '&#124;')} |")
+    return "\n".join([*lines, "", ROOMS_ENDING])
 
 
 def _from_root(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 import shlex
 import shutil
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from pydantic import BaseModel
 
 import geartrain
 from geartrain.ams.values import errors
@@ -58,6 +61,19 @@ def test_every_public_name_command_setting_error_and_call_has_its_place(site: Pa
     protos = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "proto").rglob("*.proto"))
     assert {name for name in re.findall(r"\brpc (\w+)", protos) if f"<code>{name}</code>" not in wire} == set()
     assert {name for name in re.findall(r"^message (\w+)", protos, re.MULTILINE) if f'id="{name}"' not in wire} == set()
+
+
+def test_what_takes_more_than_eight_arguments_explains_each() -> None:
+    public = [value for name in geartrain.__all__ if callable(value := getattr(geartrain, name))]
+    methods = [m for c in public if inspect.isclass(c) for n, m in vars(c).items() if callable(m) and n[0] != "_"]
+    unexplained = []
+    for value in (*public, *methods):
+        explained = f"{value.__doc__} {value.__init__.__doc__ if inspect.isclass(value) else ''}"
+        is_record = dataclasses.is_dataclass(value) or isinstance(value, type(BaseModel))  # each field has a docstring
+        parameters = [] if is_record else [name for name in inspect.signature(value).parameters if name != "self"]
+        if len(parameters) > 8:
+            unexplained += [f"{value.__qualname__}: {name}" for name in parameters if f" {name}: " not in explained]
+    assert unexplained == []
 
 
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
