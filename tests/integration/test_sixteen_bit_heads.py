@@ -102,7 +102,7 @@ def push(table: gt.Table, steps: range) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", [gt.SparseMomentum(0.1, weight_decay=0.01), gt.Adam(0.01)], ids=repr)
 def test_a_restored_table_goes_on_to_the_same_bits_on_other_shards(tmp_path: Path, optimizer: Any) -> None:
-    slot_dtype: DTypeName = "float32" if isinstance(optimizer, gt.Adam) else "bfloat16"
+    slot_dtype: DTypeName = "bfloat16" if optimizer.takes_narrow_slots else "float32"
     with gt.local(2) as cluster:
         table = cluster.create_table("t", dim=5, optimizer=optimizer, dtype="bfloat16", slot_dtype=slot_dtype)
         push(table, range(40))

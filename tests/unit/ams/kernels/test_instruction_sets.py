@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from itertools import cycle
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, SparseMomentum
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS, Momentum, optimizer_of
 from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
 
 INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
@@ -23,9 +24,9 @@ def digest() -> str:
     seen, generator = hashlib.sha256(), np.random.default_rng(0)
     floats = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
     ids = np.arange(300)
-    optimizers = (SGD(0.1, 0.01), Momentum(0.1, 0.9, 1e-3, nesterov=True), SparseMomentum(0.1, 0.9, 1e-3), Adam(0.1))
-    initializers = (Normal(0, 1), Uniform(-1, 1), Constant(0.1), Normal(0, 1))
-    for optimizer, initializer in zip(optimizers, initializers, strict=True):
+    optimizers = [optimizer_of(name, {"lr": 0.1, "weight_decay": 0.01}) for name in OPTIMIZERS]
+    initializers = cycle((Normal(0, 1), Uniform(-1, 1), Constant(0.1)))
+    for optimizer, initializer in zip([*optimizers, Momentum(0.1, nesterov=True)], initializers, strict=False):
         for dtype in floats:
             spec = TableSpec(
                 name="t",
@@ -33,7 +34,7 @@ def digest() -> str:
                 optimizer=optimizer,
                 initializer=initializer,
                 dtype=dtype.name,
-                slot_dtype="float32" if isinstance(optimizer, Adam) else dtype.name,
+                slot_dtype=dtype.name if optimizer.takes_narrow_slots else "float32",
             )
             table = RowTable(spec, np.arange(4096))
             out = np.empty((300, 77), dtype)

@@ -29,7 +29,7 @@ def table_of(
     name: str = "t",
     owned: np.ndarray | None = None,
 ) -> RowTable:
-    slot_dtype: DTypeName = "float32" if isinstance(optimizer, Adam) else dtype
+    slot_dtype: DTypeName = dtype if optimizer.takes_narrow_slots else "float32"
     spec = TableSpec(
         name=name,
         dim=dim,

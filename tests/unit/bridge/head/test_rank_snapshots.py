@@ -60,7 +60,7 @@ def make_head(
         optimizer=optimizer,
         rows=rows,
         dtype=dtype,
-        slot_dtype="float32" if isinstance(optimizer, Adam) else dtype,
+        slot_dtype=dtype if optimizer.takes_narrow_slots else "float32",
         **settings,
     )
 
