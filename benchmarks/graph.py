@@ -28,7 +28,7 @@ from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.service.store import graph_sizes
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.text import counted
 
 DIM = 128
@@ -133,7 +133,7 @@ def _status_kib(key: str) -> int:
 
 
 def _largest_part() -> dict[str, Any]:
-    sizes = graph_sizes(PAPER_CLASSES, PAPER_K, even_placement(PAPER_SHARDS), PAPER_SHARDS)
+    sizes = graph_sizes(PAPER_CLASSES, PAPER_K, [NUM_BUCKETS // PAPER_SHARDS] * PAPER_SHARDS)
     whole = counted(PAPER_CLASSES, "class", "classes")
     case = f"graph of {whole}, k={PAPER_K}: {sizes.whole_bytes / 2**30:.0f} GiB whole, a part of {PAPER_SHARDS} shards"
     ours = max(sizes.shard_bytes) / 2**30

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+
 from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
 from geartrain.ams.rpc.dial import dial, remedy
@@ -33,6 +35,8 @@ class ShardStatus:
     heartbeat_age_seconds: float
     clock_ahead_seconds: float | None = None
     """How far its clock is ahead of this process's, to half a round trip; None: it did not tell."""
+    num_buckets: int = 0
+    """Buckets, of 4096, that it owns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,7 @@ def _state_or_none(future: Future[Reply]) -> ShardState | None:
 
 def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[int, float]) -> ClusterStatus:
     shards = []
+    num_buckets = np.bincount(view.bucket_shards, minlength=view.num_shards)
     for entry in view.shards:
         state = states.get(entry.shard)
         tables = () if state is None else state.tables
@@ -155,6 +160,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 uptime_seconds=0.0 if state is None else state.uptime_seconds,
                 heartbeat_age_seconds=entry.heartbeat_age_seconds,
                 clock_ahead_seconds=ahead.get(entry.shard),
+                num_buckets=int(num_buckets[entry.shard]),
             )
         )
     held = [table for state in states.values() for table in state.tables]

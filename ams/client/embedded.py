@@ -16,7 +16,7 @@ from geartrain.ams.server.machine import limit_row_memory, threads_per_shard
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.config import SchedulerConfig
-from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.placement import buckets_of_shard
 from geartrain.ams.values.rpc import Rpc
 
 R = TypeVar("R")
@@ -52,17 +52,15 @@ class EmbeddedCluster:
         scheduler = Scheduler(
             num_shards, self.open_carrier, lease_seconds=_NEVER_LOST, store=store, incarnations=incarnations
         )
-        placement = even_placement(num_shards)
         self._shards: dict[str, Shard] = {}
         threads = threads_per_shard(num_shards)
         if memory_limit() == UNLIMITED:
             limit_row_memory(None)
         for number in range(num_shards):
-            owned = buckets_of_shard(placement, number)
-            shard = Shard(number, owned, incarnation=new_incarnation(), threads=threads, models=models)
-            address = f"local:{number}"
-            self._shards[address] = shard
-            scheduler.register(address, number, shard.incarnation)
+            address, incarnation = f"local:{number}", new_incarnation()
+            bucket_map = scheduler.register(address, number, incarnation).bucket_map
+            owned = buckets_of_shard(bucket_map.bucket_shards, number)
+            self._shards[address] = Shard(number, owned, incarnation=incarnation, threads=threads, models=models)
         streams = DataStreams(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
         self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams))
 

@@ -211,7 +211,7 @@ def _finish(
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
         ]
-        files += _graph_files(graphs, staging, specs, calls.view.num_shards, files)
+        files += _graph_files(graphs, staging, specs, files)
         if caller is not None:  # it may have been stopped for long, and its job have gone on without it
             hold.require_current()
             with suppress(SchedulerUnavailable):  # the shards know as well
@@ -220,6 +220,7 @@ def _finish(
             step=job.step,
             created=time.time(),
             num_shards=calls.view.num_shards,
+            bucket_shards=calls.view.bucket_shards,
             tables=[spec.to_dict() for spec in specs],
             files=sorted(files, key=lambda entry: entry.path),
             job=job.values,
@@ -238,18 +239,14 @@ def _finish(
 
 
 def _graph_files(
-    graphs: GraphCalls | None,
-    staging: Staging,
-    specs: Sequence[TableSpec],
-    num_shards: int,
-    others: Sequence[FileEntry],
+    graphs: GraphCalls | None, staging: Staging, specs: Sequence[TableSpec], others: Sequence[FileEntry]
 ) -> list[FileEntry]:
     """The blocks of the graphs; none if the service is gone or cannot read them, since a graph can be built again."""
     sizes = {spec.name: spec.num_rows for spec in specs if spec.num_rows is not None}
     if graphs is None or not sizes:
         return []
     try:
-        return graphs.write_snapshot(staging.path, staging.id, sizes, num_shards)
+        return graphs.write_snapshot(staging.path, staging.id, sizes)
     except (GraphUnavailable, StateError) as exc:
         logger.warning("snapshot %r holds no graph: %s", staging.name, exc)
         staging.keep_only(others)  # it may have written some of its blocks

@@ -71,6 +71,7 @@ class RowStore:
         rows: npt.NDArray[Any],
         slots: npt.NDArray[Any] | None,
         steps: npt.NDArray[np.int64] | None,
+        buckets: npt.NDArray[np.uint8] | None,
     ) -> int: ...
     def thaw(self, kept: bool) -> None: ...
     def restore(

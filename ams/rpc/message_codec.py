@@ -20,7 +20,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -29,7 +28,7 @@ from geartrain.ams.rpc import framing
 from geartrain.ams.rpc.codec import spec_from_pb, spec_to_pb
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount
-from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.placement import BucketShards, placement_from_bytes, placement_to_bytes
 from geartrain.ams.values.specs import Ids, TableSpec
 
 Convert = Callable[[Any], Any]
@@ -252,16 +251,16 @@ def _mapping(kind: Any, field: Any) -> _Conversion:
     )
 
 
-def _bucket_shards_from_pb(data: bytes) -> npt.NDArray[np.uint16]:
-    bucket_shards = np.frombuffer(data, "<u2") if len(data) % 2 == 0 else np.empty(0, np.uint16)
-    if len(bucket_shards) != NUM_BUCKETS:
-        raise ProtocolError(f"the scheduler placed buckets in {len(data)} bytes; {NUM_BUCKETS} take {2 * NUM_BUCKETS}")
-    return bucket_shards
+def _bucket_shards_from_pb(data: bytes) -> BucketShards:
+    try:
+        return placement_from_bytes(data)
+    except ValueError as exc:
+        raise ProtocolError(f"this is no bucket map: {exc}") from exc
 
 
 _BY_HAND: dict[Any, _Conversion] = {
     TableSpec: _Conversion(spec_to_pb, spec_from_pb),
-    npt.NDArray[np.uint16]: _Conversion(lambda shards: shards.astype("<u2").tobytes(), _bucket_shards_from_pb),
+    BucketShards: _Conversion(placement_to_bytes, _bucket_shards_from_pb),
 }
 _NOT_SENT: dict[type, Collection[str]] = {GearAccount: ("lost",)}
 """Fields of a value that its message does not have: only who waits for a reply can tell."""

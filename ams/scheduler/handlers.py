@@ -85,6 +85,7 @@ class SchedulerHandlers:
             heartbeat_seconds=shard.heartbeat_seconds,
             tables=shard.tables,
             restoring_tables=shard.restoring_tables,
+            bucket_map=shard.bucket_map,
         )
 
     def _heartbeat(self, beat: Heartbeat, _: Call) -> Beat:

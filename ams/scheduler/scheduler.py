@@ -28,14 +28,16 @@ from geartrain.ams.values.errors import (
     InvalidArgument,
     ShardRestarted,
     SpecMismatch,
+    StaleBucketMap,
     TableExists,
     TableNotFound,
     being_restored,
 )
 from geartrain.ams.values.messages import CreateTable, DropTable, PublishTable
-from geartrain.ams.values.placement import MAX_SHARDS
+from geartrain.ams.values.placement import MAX_SHARDS, BucketMap
 from geartrain.ams.values.scheduler_messages import Beat, ClusterView, Registration, ShardEntry
 from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import counted
 
 
 class Scheduler:
@@ -90,17 +92,21 @@ class Scheduler:
         heartbeat_seconds: float = 0.0,
         tables: Sequence[TableSpec] = (),
         restoring_tables: Collection[str] = (),
+        bucket_map: BucketMap | None = None,
     ) -> Registration:
         """Take a shard into the cluster, or take back one that knew an earlier scheduler.
 
         ``heartbeat_seconds`` is how often it means to send heartbeats, ``restoring_tables`` are the names of those of
-        its ``tables`` that are being restored. Raises ConfigError if the shard asked for, or every shard, is held by a
-        living process; ClusterNotReady if that is not known yet, after a restart; InvalidArgument if a number is none
-        that a shard can have.
+        its ``tables`` that are being restored, ``bucket_map`` is the one that it was given. Raises ConfigError if the
+        shard asked for, or every shard, is held by a living process; ClusterNotReady if that is not known yet, after a
+        restart; InvalidArgument if a number is none that a shard can have; StaleBucketMap if it holds its rows by
+        another map than the cluster's.
         """
         failpoints.reach("scheduler.register.before")
         with self._lock:
             self._check_numbers(incarnation, cluster_version, heartbeat_seconds)
+            if cluster_version > 0:
+                self._check_map(bucket_map)
             self._membership.notice_own_stop()
             chosen = self._membership.choose(shard, address, incarnation, has_past=cluster_version > 0)
             previous = self._state.members.get(chosen)
@@ -127,6 +133,7 @@ class Scheduler:
                 num_shards=self._num_shards,
                 cluster_version=version,
                 lease_seconds=self.lease_seconds,
+                bucket_map=self._state.bucket_map,
             )
 
     def _check_numbers(self, incarnation: int, cluster_version: int, heartbeat_seconds: float) -> None:
@@ -140,6 +147,16 @@ class Scheduler:
             )
         if not 0 <= heartbeat_seconds < math.inf:
             raise InvalidArgument(f"heartbeat_seconds is {heartbeat_seconds}; it must be a number of seconds, or 0")
+
+    def _check_map(self, held: BucketMap | None) -> None:
+        """Refuse a shard that comes from a cluster whose clients looked for its rows elsewhere."""
+        if held is None or not held.is_as(self._state.bucket_map):
+            theirs = "a bucket map that it does not tell" if held is None else f"version {held.version} of a bucket map"
+            raise StaleBucketMap(
+                f"the shard holds its rows by {theirs}, which is not version {self._state.bucket_map.version} of this "
+                f"cluster of {counted(self._num_shards, 'shard')}; start the scheduler with the data folder and "
+                "num_shards that it had, or start the server anew and restore a snapshot"
+            )
 
     def _held(
         self, shard: int, incarnation: int, tables: Sequence[TableSpec], restoring: Collection[str]
@@ -350,7 +367,8 @@ class Scheduler:
             ready=all(entry.state == "up" for entry in entries),
             shards=tuple(entries),
             tables=tuple(schemas[name].spec for name in whole),
-            bucket_shards=self._state.bucket_shards,
+            bucket_shards=self._state.bucket_map.bucket_shards,
+            map_version=self._state.bucket_map.version,
             incomplete_tables=tuple(
                 name for name in schemas if name not in whole and self._is_incomplete(name, entries)
             ),

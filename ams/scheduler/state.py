@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.values.errors import ConfigError, StateDamaged
-from geartrain.ams.values.placement import NUM_BUCKETS, BucketShards, even_placement
+from geartrain.ams.values.placement import BucketMap, even_placement, placement_from_bytes, placement_to_bytes
 from geartrain.ams.values.specs import TableSpec
 
 FORMAT = 1
@@ -60,17 +59,17 @@ class State:
         self.cluster_version = 1
         self.members: dict[int, Member] = {}
         self.schemas: dict[str, Schema] = {}
-        self.bucket_shards: BucketShards = even_placement(num_shards)
         values = store.read_all()
         if values:
-            self._read(values, num_shards)
+            self.bucket_map = self._read(values, num_shards)
         else:
-            placed = base64.b64encode(self.bucket_shards.astype("<u2").tobytes()).decode()
+            self.bucket_map = BucketMap(1, even_placement(num_shards))
+            placed = base64.b64encode(placement_to_bytes(self.bucket_map.bucket_shards)).decode()
             store.write(
                 {
                     "cluster": _json(format=FORMAT, num_shards=num_shards),
                     "version": _json(cluster_version=1),
-                    "placement": _json(bucket_shards=placed),
+                    "placement": _json(bucket_shards=placed, version=self.bucket_map.version),
                 }
             )
 
@@ -108,7 +107,8 @@ class State:
             else:
                 self.schemas[name] = schema
 
-    def _read(self, values: Mapping[str, bytes], num_shards: int) -> None:
+    def _read(self, values: Mapping[str, bytes], num_shards: int) -> BucketMap:
+        """Take over what was kept, and return its bucket map, by which rows lie."""
         cluster = _parsed("cluster", values.get("cluster"))
         if cluster["format"] > FORMAT:
             raise ConfigError(
@@ -121,10 +121,11 @@ class State:
                 f"num_shards {cluster['num_shards']}; start it with that, or give an empty data folder"
             )
         self.cluster_version = int(_parsed("version", values.get("version"))["cluster_version"])
-        placed = base64.b64decode(_parsed("placement", values.get("placement"))["bucket_shards"])
-        self.bucket_shards = np.frombuffer(placed, "<u2").astype(np.uint16)
-        if len(self.bucket_shards) != NUM_BUCKETS:
-            raise StateDamaged(f"key 'placement' of the scheduler's state places {len(self.bucket_shards)} buckets")
+        placed = _parsed("placement", values.get("placement"))
+        try:
+            bucket_shards = placement_from_bytes(base64.b64decode(placed["bucket_shards"]))
+        except ValueError as exc:
+            raise StateDamaged(f"key 'placement' of the scheduler's state is no bucket map: {exc}") from exc
         for key, value in values.items():
             kind = key.partition("/")[0]
             if kind == "member":
@@ -137,6 +138,7 @@ class State:
                 holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
                 for_restore = fields.get("for_restore", False)
                 self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"], for_restore)
+        return BucketMap(placed.get("version", 1), bucket_shards)  # which was not kept when there was but one
 
 
 def key_of(kind: str, name: str) -> str:

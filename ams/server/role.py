@@ -26,8 +26,9 @@ from geartrain.ams.values.errors import (
     ConfigError,
     GeartrainError,
     SchedulerUnavailable,
+    StaleBucketMap,
 )
-from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.placement import BucketMap, buckets_of_shard
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, Register
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class _HeldShard:
         self.incarnation = new_incarnation()
         self.shard: Shard | None = None
         self.lease: Lease | None = None
+        self.bucket_map: BucketMap | None = None
+        """By which it holds its rows: as it was given when it joined first."""
 
     @property
     def number(self) -> int:
@@ -79,6 +82,7 @@ class _HeldShard:
             tables=() if known is None else known.specs,
             highest_incarnation=0 if known is None else known.highest_incarnation,
             restoring_tables=() if known is None else known.restoring_tables,
+            bucket_map=self.bucket_map,
         )
         began = boot_seconds()
         reply = scheduler.call(request, _CALL_TIMEOUT_SECONDS)
@@ -86,10 +90,11 @@ class _HeldShard:
             known.cluster_version = reply.cluster_version
             self._confirm(began)
             return
+        self.bucket_map = reply.bucket_map
         self.lease = Lease(reply.shard, reply.lease_seconds)
         self.shard = Shard(
             reply.shard,
-            buckets_of_shard(even_placement(reply.num_shards), reply.shard),
+            buckets_of_shard(self.bucket_map.bucket_shards, reply.shard),
             incarnation=self.incarnation,
             cluster_version=reply.cluster_version,
             sync_timeout_seconds=self.config.sync_timeout_seconds,
@@ -284,7 +289,7 @@ class ShardServer:
                 if not silent:
                     logger.warning("the scheduler does not answer, serving shard %d on: %s", held.number, exc)
                 silent = True
-            except ConfigError as exc:
+            except (ConfigError, StaleBucketMap) as exc:
                 self._end(held, f"the scheduler refuses shard {held.number}: {exc}")
                 return
             except GeartrainError as exc:

@@ -113,6 +113,7 @@ class RowTable:
         if len(owned) and (owned[0] < 0 or owned[-1] >= ops.NUM_BUCKETS or np.any(np.diff(owned) <= 0)):
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
+        self.owned_buckets = owned
         self.kept_as = ""
         """Snapshot that holds every row but those written since; empty: none does. Set by who freezes and restores."""
         self.torn = ""
@@ -291,19 +292,23 @@ class RowTable:
         """
         return self._store.freeze(only_touched)
 
-    def read_frozen(self, most: int) -> StoredRows:
-        """Up to ``most`` frozen rows that were not read yet.
+    def read_frozen(self, most: int, buckets: npt.NDArray[np.bool_] | None = None) -> StoredRows:
+        """Up to ``most`` frozen rows that were not read yet; with ``buckets`` [4096] only those of the marked ones.
 
-        N is 0 when that was all. The order is that of creation, or of ids for a dense table.
+        N is 0 when that was all. The order is that of creation, or of ids for a dense table. Other buckets than in the
+        call before cost a look at every row that was not read yet.
         """
         ids = np.empty(most, np.int64)
         rows = np.empty((most, self.spec.dim), self.spec.numpy_dtype)
         spec = self.spec
         slots = np.empty((most, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots else None
         steps = np.empty(most, np.int64) if spec.step_bytes else None
-        num = self._store.read_frozen(
-            ids, ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0], steps
-        )
+        row_bits, slot_bits = ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0]
+        wanted = None if buckets is None else buckets.view(np.uint8)
+        num = 0
+        while num == 0:  # each call looks at a bounded number of rows, and lets writers in after it
+            num = self._store.read_frozen(ids, row_bits, slot_bits, steps, wanted)
+        num = max(num, 0)
         return StoredRows(
             ids[:num], rows[:num], None if slots is None else slots[:num], None if steps is None else steps[:num]
         )

@@ -25,6 +25,7 @@ GeartrainError
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
 │   ├── StaleCluster                 the cluster version moved on
+│   ├── StaleBucketMap               a shard holds its rows by another bucket map than the cluster's
 │   ├── ShardRestarted               the shard came back without the rows the client relies on
 │   └── NotHolder                    another slow gear holds the partition of an id now
 ├── SyncError                        a sync group cannot go on
@@ -38,6 +39,7 @@ GeartrainError
 ├── ModelDamaged                     a file of a saved model is missing, changed or another's: names the file
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
+│   │   └── SnapshotTooNew           written by a later version of Geartrain, in a format that this one does not know
 │   ├── SnapshotRefused              a role does not read or write snapshots there: names its snapshot_roots
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
 │   └── SnapshotNotFound (LookupError)
@@ -176,6 +178,10 @@ class StaleCluster(Fenced):
     """The call carries a cluster version other than the shard's."""
 
 
+class StaleBucketMap(Fenced):
+    """A shard holds its rows by another bucket map than the cluster's, so that nobody would look for them there."""
+
+
 class ShardRestarted(Fenced):
     """The shard was restarted since the client connected and no longer holds the client's rows."""
 
@@ -236,6 +242,10 @@ class SnapshotDamaged(SnapshotError):
 
     The message names the file and, where it holds rows, their number, table and shard.
     """
+
+
+class SnapshotTooNew(SnapshotDamaged):
+    """A later version of Geartrain wrote the snapshot, in a format that this one does not know. It may be sound."""
 
 
 class SnapshotRefused(SnapshotError):

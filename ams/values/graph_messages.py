@@ -144,7 +144,6 @@ class WriteGraphs(Rpc[tuple[str, ...]]):
     folder: str
     tables: Mapping[str, int]
     """Number of classes by name."""
-    num_shards: int
 
 
 @dataclass(frozen=True, kw_only=True)

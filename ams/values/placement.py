@@ -1,6 +1,12 @@
-"""Which shard owns an id: id → bucket (of 4096) → shard. Pure functions; the scheduler owns the second arrow."""
+"""Which shard owns an id: id → bucket (of 4096) → shard. Pure functions; the scheduler owns the second arrow.
+
+It makes that map, a shard for each bucket, and gives it a version; everyone else receives it from the scheduler, or
+from the snapshot whose rows lie by it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +18,72 @@ NUM_BUCKETS = 4096
 MAX_SHARDS = NUM_BUCKETS
 
 BucketShards = npt.NDArray[np.uint16]
+"""[4096]: the shard of each bucket."""
+ONE_OWNER: BucketShards = np.zeros(NUM_BUCKETS, np.uint16)
+"""The map of what is not divided among shards."""
+
+
+@dataclass(frozen=True, eq=False)
+class BucketMap:
+    """Which shard owns which bucket, and which map of the cluster that is."""
+
+    version: int
+    """Counts the maps of the cluster, from 1."""
+    bucket_shards: BucketShards
+
+    def is_as(self, other: BucketMap) -> bool:
+        """Whether it is the same map."""
+        return self.version == other.version and np.array_equal(self.bucket_shards, other.bucket_shards)
+
+
+def _bits_reversed() -> Ids:
+    order = np.zeros(1, np.int64)
+    while len(order) < NUM_BUCKETS:
+        order = np.concatenate([2 * order, 2 * order + 1])
+    order.setflags(write=False)
+    return order
+
+
+BUCKET_ORDER: Ids = _bits_reversed()
+"""[4096]: the buckets in the order that ranges of them are cut from, for shards and for blocks of snapshots: that of
+their bits, reversed (van der Corput's sequence). So a range of it has its share, to a few, of any run of ids of a dense
+table, also of one with fewer rows than buckets. Its own inverse: ``BUCKET_ORDER[b]`` is the place of bucket b as well.
+"""
 
 
 def even_placement(num_shards: int) -> BucketShards:
-    """Return the shard of each bucket, [4096] uint16, when ``num_shards`` shards own the buckets in turn.
+    """Make the map of a new cluster: a range of :data:`BUCKET_ORDER` for each shard, of equal size to one bucket.
 
-    In turn, so that a dense table of fewer rows than buckets is spread evenly too.
+    Ranges, so that on another number of shards most buckets have the neighbours that they had, and a block of a
+    snapshot is read by one shard. For the scheduler: everyone else receives a map.
     """
-    return (np.arange(NUM_BUCKETS) % num_shards).astype(np.uint16)
+    return (BUCKET_ORDER * num_shards // NUM_BUCKETS).astype(np.uint16)
+
+
+def bucket_ranges(owned: Ids, count: int) -> list[tuple[int, int]]:
+    """Cut the buckets ``owned`` into ``count`` ranges of :data:`BUCKET_ORDER`, of as many of them each, to one.
+
+    Returns the first and last place of each range; fewer ranges if there are fewer buckets.
+    """
+    places = np.sort(BUCKET_ORDER[owned])
+    return [(int(part[0]), int(part[-1])) for part in np.array_split(places, count) if len(part)]
+
+
+def buckets_between(first: int, last: int) -> npt.NDArray[np.bool_]:
+    """Mark, [4096], the buckets at the places ``first`` to ``last`` of :data:`BUCKET_ORDER`."""
+    return (first <= BUCKET_ORDER) & (last >= BUCKET_ORDER)
+
+
+def placement_to_bytes(bucket_shards: BucketShards) -> bytes:
+    """Return the map as it travels and is kept: uint16, little-endian."""
+    return bucket_shards.astype("<u2").tobytes()
+
+
+def placement_from_bytes(data: bytes) -> BucketShards:
+    """Return what :func:`placement_to_bytes` wrote. Raises ValueError if it does not place every bucket."""
+    if len(data) != 2 * NUM_BUCKETS:
+        raise ValueError(f"it places {len(data) // 2} buckets, not {NUM_BUCKETS}")
+    return np.frombuffer(data, "<u2").astype(np.uint16)
 
 
 def buckets_of_shard(bucket_shards: BucketShards, shard: int) -> Ids:

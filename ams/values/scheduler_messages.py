@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from geartrain.ams.values.errors import ClusterNotReady
 from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.placement import BucketMap, BucketShards
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
@@ -40,8 +38,10 @@ class ClusterView:
     """All shards are up."""
     shards: tuple[ShardEntry, ...]
     tables: tuple[TableSpec, ...]
-    bucket_shards: npt.NDArray[np.uint16]
+    bucket_shards: BucketShards
     """[4096] uint16: the shard of each bucket."""
+    map_version: int
+    """Of ``bucket_shards``: counts the maps of the cluster, from 1."""
     incomplete_tables: tuple[str, ...] = ()
     """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
     restoring_tables: tuple[str, ...] = ()
@@ -110,6 +110,8 @@ class Registration:
     cluster_version: int
     lease_seconds: float
     """A shard that sends no heartbeat for this long counts as lost."""
+    bucket_map: BucketMap
+    """By which it is to hold its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,8 @@ class Register(Rpc[Registration]):
     """Of a job, stream or table that it has seen."""
     restoring_tables: tuple[str, ...] = ()
     """Names of those of ``tables`` that are being restored and not published."""
+    bucket_map: BucketMap | None = None
+    """By which it holds its rows, as it was given it; None for a new shard."""
 
 
 @dataclass(frozen=True, kw_only=True)

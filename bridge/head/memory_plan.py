@@ -64,7 +64,7 @@ class MemoryPlan:
     def table_bytes(self) -> int:
         """Rows, slots and index over all shards or ranks."""
         spec = self.spec
-        index = sum(self._index_bytes(shard) for shard in range(self.shards))
+        index = self.shards * self._index_bytes() if self.shards else 0
         return self.num_classes * (spec.row_bytes + spec.slot_bytes + spec.step_bytes) + index
 
     def table(self) -> list[MemoryPart]:
@@ -73,9 +73,9 @@ class MemoryPlan:
         holder: Holder = "shard" if self.shards else "rank"
         if holder == "rank":
             most = -(-self.num_classes // self.ranks)
-        else:  # buckets go to the shards in turn, so that the first has the most
+        else:  # to a few rows: shards have as many buckets each, to one
             rounds, rest = divmod(self.num_classes, NUM_BUCKETS)
-            most = rounds * len(range(0, NUM_BUCKETS, self.shards)) + len(range(0, rest, self.shards))
+            most = rounds * -(-NUM_BUCKETS // self.shards) + -(-rest // self.shards)
         parts = [("rows", most * spec.row_bytes, f"n·D·{spec.numpy_dtype.itemsize}, n = {most:,}")]
         if spec.slot_bytes:
             parts.append(
@@ -85,7 +85,7 @@ class MemoryPlan:
             steps = "updates" if spec.counts_updates else "last steps (elapsed)"
             parts.append((steps, most * spec.step_bytes, f"n·{spec.step_bytes}"))
         if holder == "shard":
-            parts.append(("index", self._index_bytes(0), "n/8, in pages of 4 KiB"))
+            parts.append(("index", self._index_bytes(), "n/8, in pages of 4 KiB"))
         return [
             MemoryPart(name=name, holder=holder, bytes=size, standing=True, formula=formula)
             for name, size, formula in parts
@@ -111,10 +111,10 @@ class MemoryPlan:
         held = 0 if self.active == self.num_classes else self.active
         return id_arrays(held, f"{_ID_ARRAYS}·8·A; none if all are active")
 
-    def _index_bytes(self, shard: int) -> int:
+    def _index_bytes(self) -> int:
         """Presence bits of the positions of a shard, in pages: one for each round of 4096 ids and owned bucket."""
         rounds = (self.num_classes - 1) // NUM_BUCKETS + 1
-        positions = rounds * len(range(shard, NUM_BUCKETS, self.shards))
+        positions = rounds * -(-NUM_BUCKETS // self.shards)
         return -(-positions // (8 * _INDEX_PAGE_BYTES)) * _INDEX_PAGE_BYTES
 
 

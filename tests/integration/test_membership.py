@@ -220,3 +220,19 @@ def test_a_shard_restarted_at_its_old_address_says_so(served: Callable[..., obje
         cluster.servers[0] = again  # type: ignore[attr-defined]
         with pytest.raises(errors.ShardRestarted, match="restarted"):
             table.pull(np.array([1]))
+
+
+def test_a_server_whose_rows_lie_by_another_bucket_map_is_told_so_and_ends(served: Callable[..., object]) -> None:
+    cluster = served(1)
+    address, server = cluster.address, cluster.servers[0]  # type: ignore[attr-defined]
+    cluster.scheduler.stop(0)  # type: ignore[attr-defined]
+    other = SchedulerServer(SchedulerConfig(listen=address, num_shards=2))  # and without the data of the first
+    try:
+        other.start()
+        assert server.wait(30)
+        assert "holds its rows by version 1 of a bucket map, which is not version 1 of this cluster of 2 shards" in str(
+            server.end_reason
+        )
+        assert {entry.state for entry in cluster_status(address).shards} == {"missing"}
+    finally:
+        other.stop(0)

@@ -82,7 +82,6 @@ class Roles:
                 graph_pb2.WriteGraphsRequest(
                     folder=folder,
                     snapshot_id=ID,
-                    num_shards=1,
                     tables=[graph_pb2.GraphTable(table="t", num_classes=100)],
                 ),
             ),

@@ -35,7 +35,7 @@ from geartrain.ams.storage.durable import Disk, disk
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.placement import buckets_of_shard
 from geartrain.ams.values.scheduler_messages import DescribeCluster
 from geartrain.ams.values.specs import TableSpec
 
@@ -237,7 +237,7 @@ class SimulatedCluster:
         registration = self.scheduler.register(f"s{number}:1", number, incarnation)
         shard = Shard(
             number,
-            buckets_of_shard(even_placement(self.num_shards), number),
+            buckets_of_shard(registration.bucket_map.bucket_shards, number),
             incarnation=incarnation,
             cluster_version=registration.cluster_version,
             clock=self.clock.monotonic,

@@ -81,10 +81,8 @@ class GraphCalls(Protocol):
         """Drop the graph of a table, if there is one, and end its build."""
         ...
 
-    def write_snapshot(
-        self, folder: str, snapshot_id: str, tables: Mapping[str, int], num_shards: int
-    ) -> list[FileEntry]:
-        """Write the graphs of ``tables`` (name -> number of classes) into a staging folder, cut to ``num_shards``.
+    def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
+        """Write the graphs of ``tables`` (name -> number of classes) into a staging folder.
 
         A table without a graph, or with one of another number of classes, is passed over. Raises StateDamaged,
         SnapshotFailed.

@@ -116,11 +116,9 @@ class RemoteGraphs:
         """See :class:`GraphCalls`. Not sent again."""
         self._call(ForgetGraph(table=table), recovery_seconds=0.0)
 
-    def write_snapshot(
-        self, folder: str, snapshot_id: str, tables: Mapping[str, int], num_shards: int
-    ) -> list[FileEntry]:
+    def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
         """See :class:`GraphCalls`."""
-        write = WriteGraphs(snapshot_id=snapshot_id, folder=folder, tables=tables, num_shards=num_shards)
+        write = WriteGraphs(snapshot_id=snapshot_id, folder=folder, tables=tables)
         written = self._call(write, self._config.snapshot_timeout_seconds)
         return [FileEntry.model_validate_json(text) for text in written]
 

@@ -39,7 +39,6 @@ from geartrain.ams.values.errors import (
     SpecMismatch,
 )
 from geartrain.ams.values.graph_messages import GraphBuilding, GraphBuilt, GraphInfo, GraphsState
-from geartrain.ams.values.placement import even_placement
 from geartrain.ams.values.specs import Ids
 
 __all__ = ["Graphs", "RowCluster"]
@@ -59,11 +58,18 @@ class TableState(Protocol):
     def pushes(self) -> int: ...
 
 
+class ShardState(Protocol):
+    """A shard, as the cluster describes it."""
+
+    @property
+    def num_buckets(self) -> int: ...
+
+
 class ClusterState(Protocol):
     """A cluster, as it describes itself."""
 
     @property
-    def num_shards(self) -> int: ...
+    def shards(self) -> Sequence[ShardState]: ...
     @property
     def tables(self) -> Sequence[TableState]: ...
 
@@ -220,16 +226,14 @@ class Graphs:
                 self._store.remove(table)
             self._loaded.pop(table, None)
 
-    def write_snapshot(
-        self, folder: str, snapshot_id: str, tables: Mapping[str, int], num_shards: int
-    ) -> list[FileEntry]:
+    def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
         """See :class:`GraphCalls`."""
         entries: list[FileEntry] = []
         for table, num_classes in tables.items():
             with contextlib.suppress(GraphNotFound):
                 graph, rows = self._find(table)
                 if graph.num_classes == num_classes:
-                    entries += write_graph(folder, snapshot_id, graph, rows, num_shards)
+                    entries += write_graph(folder, snapshot_id, graph, rows)
         return entries
 
     def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
@@ -462,7 +466,7 @@ def _info(graph: NeighbourTable, rows: RowsVersion) -> GraphInfo:
 def _with_age(info: GraphInfo, state: ClusterState | None) -> GraphInfo:
     if state is None:
         return info
-    sizes = graph_sizes(info.num_classes, info.k, even_placement(state.num_shards), state.num_shards)
+    sizes = graph_sizes(info.num_classes, info.k, [shard.num_buckets for shard in state.shards])
     writes = _writes(state, info.table)
     age = None if writes is None or writes < info.writes else writes - info.writes
     return dataclasses.replace(info, shard_bytes=sizes.shard_bytes, age_writes=age)

@@ -97,11 +97,9 @@ class GraphService:
         self._graphs.forget(request.table)
 
     def _write(self, request: WriteGraphs, _: Call) -> tuple[str, ...]:
-        if not 1 <= request.num_shards <= 4096:
-            raise InvalidArgument(f"num_shards is {request.num_shards}; it must lie in [1, 4096]")
         folder = str(self._roots.resolve(request.folder))
         snapshot_id = checked_snapshot_id("snapshot_id", request.snapshot_id)
-        entries = self._graphs.write_snapshot(folder, snapshot_id, request.tables, request.num_shards)
+        entries = self._graphs.write_snapshot(folder, snapshot_id, request.tables)
         return tuple(entry.model_dump_json() for entry in entries)
 
     def _restore(self, request: RestoreGraphs, _: Call) -> tuple[str, ...]:

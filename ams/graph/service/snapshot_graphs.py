@@ -1,7 +1,8 @@
-"""Graphs in snapshots: blocks of the lists of some classes, cut to what each shard owns; read onto any number of them.
+"""Graphs in snapshots: blocks of the lists of some classes, by rising index and class; the first one also says what the
+graph is. They are those of shard 0, since one service writes and reads them all.
 
-The blocks of a shard, by rising index, hold the lists of the classes it owns (:func:`owned_classes`), rising; the first
-one also says what the graph is.
+Before format 4 they were cut to the shards: those of a shard hold the lists of the classes it owned
+(:func:`owned_classes`).
 """
 
 from __future__ import annotations
@@ -12,45 +13,33 @@ import json
 import numpy as np
 
 from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
-from geartrain.ams.graph.service.store import NeighbourPart, RowsVersion, cut_lists, join_parts
+from geartrain.ams.graph.service.store import NeighbourPart, RowsVersion, join_parts
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.manifest import GRAPH, FileEntry
 from geartrain.ams.values.errors import GeartrainError, SnapshotDamaged
-from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.placement import ONE_OWNER
 
 __all__ = ["read_graph", "write_graph"]
 
 
-def write_graph(
-    folder: str, snapshot_id: str, table: NeighbourTable, version: RowsVersion, num_shards: int
-) -> list[FileEntry]:
-    """Write a graph into a staging folder, cut to ``num_shards``; return the files. Raises SnapshotFailed."""
-    placement = even_placement(num_shards)
+def write_graph(folder: str, snapshot_id: str, table: NeighbourTable, version: RowsVersion) -> list[FileEntry]:
+    """Write a graph into a staging folder; return the files. Raises SnapshotFailed."""
     entries: list[FileEntry] = []
     facts = json.dumps({"rows": dataclasses.asdict(version), "k": table.k, "num_classes": table.num_classes})
-    for shard in range(num_shards):
-        part = cut_lists(table, placement, shard)
-        num_classes = len(part.offsets) - 1
-        each = max(1, BLOCK_BYTES // (8 + part.neighbours.itemsize * max(1, min(table.k, table.num_classes - 1))))
-        for index, start in enumerate(range(0, max(num_classes, 1), each)):
-            offsets = part.offsets[start : start + each + 1]
-            arrays = {
-                "lengths": np.diff(offsets),
-                "neighbours": part.neighbours[offsets[0] : offsets[-1]],
-                "facts": np.frombuffer(facts.encode(), np.uint8) if index == 0 else np.empty(0, np.uint8),
-            }
-            entries.append(
-                write_block(
-                    folder,
-                    snapshot_id=snapshot_id,
-                    kind=GRAPH,
-                    table=version.table,
-                    shard=shard,
-                    index=index,
-                    arrays=arrays,
-                )
+    each = max(1, BLOCK_BYTES // (8 + table.neighbours.itemsize * max(1, min(table.k, table.num_classes - 1))))
+    for index, start in enumerate(range(0, max(table.num_classes, 1), each)):
+        offsets = table.offsets[start : start + each + 1]
+        arrays = {
+            "lengths": np.diff(offsets),
+            "neighbours": table.neighbours[offsets[0] : offsets[-1]],
+            "facts": np.frombuffer(facts.encode(), np.uint8) if index == 0 else np.empty(0, np.uint8),
+        }
+        entries.append(
+            write_block(
+                folder, snapshot_id=snapshot_id, kind=GRAPH, table=version.table, shard=0, index=index, arrays=arrays
             )
+        )
     return entries
 
 
@@ -59,11 +48,12 @@ def read_graph(snapshot: Snapshot, table: str) -> tuple[NeighbourTable, RowsVers
     entries = [entry for entry in snapshot.manifest.files if entry.kind == GRAPH and entry.table == table]
     if not entries:
         return None
-    num_shards = snapshot.manifest.num_shards
+    shards = sorted({entry.shard for entry in entries if entry.shard is not None})
     try:
-        found = [_read_part(snapshot, [one for one in entries if one.shard == shard]) for shard in range(num_shards)]
+        found = [_read_part(snapshot, [one for one in entries if one.shard == shard]) for shard in shards]
         version = found[0][1]
-        return join_parts([part for part, _ in found], even_placement(num_shards)), version
+        owners = ONE_OWNER if shards == [0] else snapshot.manifest.bucket_shards
+        return join_parts([part for part, _ in found], owners), version
     except SnapshotDamaged:
         raise
     except (GeartrainError, KeyError, TypeError, ValueError, IndexError) as exc:

@@ -23,7 +23,7 @@ import xxhash
 from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
 from geartrain.ams.storage.kv.store import REMEDY, KeyValueStore
 from geartrain.ams.values.errors import InvalidArgument, StateDamaged
-from geartrain.ams.values.placement import BucketShards, bucket_of
+from geartrain.ams.values.placement import NUM_BUCKETS, BucketShards, bucket_of
 from geartrain.ams.values.specs import Ids
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ __all__ = [
     "GraphStore",
     "NeighbourPart",
     "RowsVersion",
-    "cut_lists",
     "graph_sizes",
     "join_parts",
     "owned_classes",
@@ -93,15 +92,6 @@ def owned_classes(num_classes: int, bucket_shards: BucketShards, shard: int) -> 
     return owned
 
 
-def cut_lists(table: NeighbourTable, bucket_shards: BucketShards, shard: int) -> NeighbourPart:
-    """The lists of the classes that ``shard`` owns: about a S-th of the table (the 100M paper, 3.2.3, compression)."""
-    classes = owned_classes(table.num_classes, bucket_shards, shard)
-    lengths = table.offsets[classes + 1] - table.offsets[classes]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    places = np.arange(offsets[-1]) + np.repeat(table.offsets[classes] - offsets[:-1], lengths)
-    return NeighbourPart(offsets, table.neighbours[places], table.k, table.num_classes)
-
-
 def join_parts(parts: Sequence[NeighbourPart], bucket_shards: BucketShards) -> NeighbourTable:
     """Put the parts of shards 0 … S - 1 together again. Raises InvalidArgument if they are not of one table."""
     num_classes, k = parts[0].num_classes, parts[0].k
@@ -138,12 +128,13 @@ class GraphSizes:
         return f"graph {_gib(self.whole_bytes)}, on {len(self.shard_bytes)} shards {_gib(largest)} each at most"
 
 
-def graph_sizes(num_classes: int, k: int, bucket_shards: BucketShards, num_shards: int) -> GraphSizes:
-    """Say how many bytes the table takes whole and on each shard: 8 · (P + 1) + 4 · P · min(k, C - 1)."""
+def graph_sizes(num_classes: int, k: int, num_buckets: Sequence[int]) -> GraphSizes:
+    """Say how many bytes the table takes whole and on each shard: 8 · (P + 1) + 4 · P · min(k, C - 1).
+
+    ``num_buckets`` are those of each shard, which has their share P of the C classes, to a few classes.
+    """
     width = np.dtype(id_dtype(num_classes)).itemsize * min(k, num_classes - 1)
-    per_bucket = np.bincount(np.arange(4096), minlength=4096) * (num_classes // 4096)
-    per_bucket[: num_classes % 4096] += 1
-    owned = np.bincount(bucket_shards, weights=per_bucket, minlength=num_shards).astype(np.int64)
+    owned = np.diff(np.cumsum([0, *num_buckets]) * num_classes // NUM_BUCKETS)
     sizes = 8 * (owned + 1) + width * owned
     return GraphSizes(8 * (num_classes + 1) + width * num_classes, tuple(sizes.tolist()))
 

@@ -451,11 +451,8 @@ class WriteGraphsRequest(_message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
-    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     folder: _builtins.str
-    num_shards: _builtins.int
-    """Graphs are cut to what each of so many shards owns."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphTable]: ...
     def __init__(
@@ -464,11 +461,10 @@ class WriteGraphsRequest(_message.Message):
         snapshot_id: _builtins.str = ...,
         folder: _builtins.str = ...,
         tables: _abc.Iterable[Global___GraphTable] | None = ...,
-        num_shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "num_shards", b"num_shards", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

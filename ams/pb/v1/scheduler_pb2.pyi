@@ -32,6 +32,7 @@ class RegisterRequest(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     RESTORING_TABLES_FIELD_NUMBER: _builtins.int
+    BUCKET_MAP_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port at which others reach the shard."""
     shard: _builtins.int
@@ -52,6 +53,12 @@ class RegisterRequest(_message.Message):
     def restoring_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of those of `tables` that are being restored and not published."""
 
+    @_builtins.property
+    def bucket_map(self) -> Global___BucketMap:
+        """The bucket map by which it holds its rows, as it was given it; empty for a new shard. Fails with StaleBucketMap if that
+        is not the cluster's.
+        """
+
     def __init__(
         self,
         *,
@@ -63,10 +70,11 @@ class RegisterRequest(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         highest_incarnation: _builtins.int = ...,
         restoring_tables: _abc.Iterable[_builtins.str] | None = ...,
+        bucket_map: Global___BucketMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "bucket_map", b"bucket_map", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "restoring_tables", b"restoring_tables", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "restoring_tables", b"restoring_tables", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -82,11 +90,16 @@ class RegisterReply(_message.Message):
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    BUCKET_MAP_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     num_shards: _builtins.int
     cluster_version: _builtins.int
     lease_seconds: _builtins.float
     """A shard that sends no heartbeat for this long counts as lost."""
+    @_builtins.property
+    def bucket_map(self) -> Global___BucketMap:
+        """Which buckets it owns."""
+
     def __init__(
         self,
         *,
@@ -94,14 +107,41 @@ class RegisterReply(_message.Message):
         num_shards: _builtins.int = ...,
         cluster_version: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
+        bucket_map: Global___BucketMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterReply: _TypeAlias = RegisterReply  # noqa: Y015
+
+@_typing.final
+class BucketMap(_message.Message):
+    """Which shard owns which bucket. Made by the scheduler alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    BUCKET_SHARDS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Counts the maps of the cluster, from 1."""
+    bucket_shards: _builtins.bytes
+    """Bucket b (of 4096) belongs to shard bucket_shards[b]: uint16, little endian."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        bucket_shards: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BucketMap: _TypeAlias = BucketMap  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):
@@ -280,12 +320,15 @@ class DescribeClusterReply(_message.Message):
     BUCKET_SHARDS_FIELD_NUMBER: _builtins.int
     INCOMPLETE_TABLES_FIELD_NUMBER: _builtins.int
     RESTORING_TABLES_FIELD_NUMBER: _builtins.int
+    MAP_VERSION_FIELD_NUMBER: _builtins.int
     cluster_version: _builtins.int
     num_shards: _builtins.int
     ready: _builtins.bool
     """All shards are up."""
     bucket_shards: _builtins.bytes
     """Bucket b (of 4096) belongs to shard bucket_shards[b]: uint16, little endian."""
+    map_version: _builtins.int
+    """Of bucket_shards: counts the maps of the cluster, from 1."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardEntry]: ...
     @_builtins.property
@@ -315,10 +358,11 @@ class DescribeClusterReply(_message.Message):
         bucket_shards: _builtins.bytes = ...,
         incomplete_tables: _abc.Iterable[_builtins.str] | None = ...,
         restoring_tables: _abc.Iterable[_builtins.str] | None = ...,
+        map_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "num_shards", b"num_shards", "ready", b"ready", "restoring_tables", b"restoring_tables", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "map_version", b"map_version", "num_shards", b"num_shards", "ready", b"ready", "restoring_tables", b"restoring_tables", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

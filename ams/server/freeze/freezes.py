@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_marks
+from geartrain.ams.storage.snapshot.blocks import plan_blocks, write_block, write_marks
 from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
 from geartrain.ams.values.errors import InternalError, SnapshotFailed
 from geartrain.ams.values.messages import Done, Freeze, Reply, WriteFrozen, Written
+from geartrain.ams.values.placement import bucket_ranges, buckets_between
 
 _WRITERS = 2
 """Blocks written side by side: while one waits for the disk another is copied and hashed."""
@@ -65,9 +66,10 @@ class FrozenTables:
         return frozenset(self._tables)
 
     def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
-        """Write every held row once, in blocks of about 8 MiB, and the marks, synced; may run beside the shard's work.
+        """Write every held row once, and the marks, synced; may run beside the shard's work.
 
-        Raises SnapshotFailed if the disk fails, or the freeze was ended before or meanwhile.
+        Rows are in blocks of about 8 MiB, each of a range of buckets. Raises SnapshotFailed if the disk fails, or the
+        freeze was ended before or meanwhile.
         """
         self._require_frozen()
         entries = [write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks)]
@@ -75,7 +77,7 @@ class FrozenTables:
             for name, table in self._tables.items():
                 written = 0
                 under_way: deque[Future[FileEntry]] = deque()
-                for index, arrays in enumerate(self._blocks(table)):
+                for index, (arrays, buckets) in enumerate(self._blocks(table)):
                     written += len(arrays["ids"])
                     under_way.append(
                         pool.submit(
@@ -87,6 +89,7 @@ class FrozenTables:
                             shard=shard,
                             index=index,
                             arrays=arrays,
+                            buckets=buckets,
                         )
                     )
                     if len(under_way) == _WRITERS:  # no more blocks in memory than are being written
@@ -115,27 +118,29 @@ class FrozenTables:
                 "written (a shard writes one at a time); take it again"
             )
 
-    def _read(self, table: RowTable, most: int) -> StoredRows:
+    def _read(self, table: RowTable, most: int, buckets: npt.NDArray[np.bool_]) -> StoredRows:
         with self._lock:
             self._require_frozen()
-            return table.read_frozen(most)
+            return table.read_frozen(most, buckets)
 
-    def _blocks(self, table: RowTable) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    def _blocks(self, table: RowTable) -> Iterator[tuple[dict[str, npt.NDArray[Any]], tuple[int, int]]]:
+        """The rows in blocks, each with the range of buckets that its rows are of."""
         spec = table.spec
         item_bytes = 8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes
-        most, per_block = max(1, _READ_BYTES // item_bytes), max(1, BLOCK_BYTES // item_bytes)
-        parts: list[StoredRows] = []
-        held = 0
-        while True:
-            part = self._read(table, min(most, per_block - held))
-            held += len(part.ids)
-            if len(part.ids):
+        num_ranges, per_block = plan_blocks(self._num_rows[spec.name], item_bytes)
+        at_once = max(1, _READ_BYTES // item_bytes)
+        for first, last in bucket_ranges(table.owned_buckets, num_ranges):
+            buckets = buckets_between(first, last)
+            parts: list[StoredRows] = []
+            held = 0
+            while len((part := self._read(table, min(at_once, per_block - held), buckets)).ids):
                 parts.append(part)
-            if parts and (held == per_block or not len(part.ids)):
-                yield _joined(parts)
-                parts, held = [], 0
-            if not len(part.ids):
-                return
+                held += len(part.ids)
+                if held == per_block:
+                    yield _joined(parts), (first, last)
+                    parts, held = [], 0
+            if parts:
+                yield _joined(parts), (first, last)
 
 
 class Freezes:

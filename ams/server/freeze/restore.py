@@ -22,7 +22,7 @@ from geartrain.ams.storage.snapshot.manifest import MARKS
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.messages import Done, Reply, Restore
-from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement
+from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 
 
@@ -184,7 +184,7 @@ def restore_tables(
 def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
     """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
     snapshot = open_snapshot(folder)
-    sources = set(even_placement(snapshot.manifest.num_shards)[owned_buckets].tolist())
+    sources = set(snapshot.manifest.bucket_shards[owned_buckets].tolist())
     return [
         snapshot.read_marks(entry)
         for entry in snapshot.manifest.files

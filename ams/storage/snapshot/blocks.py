@@ -28,6 +28,11 @@ BLOCK_BYTES = 8 << 20
 """Target size of a block, by which a caller cuts its rows. Buffers of this size are recycled by malloc; from 16 MiB on,
 fresh pages for the copies took longer than the disk."""
 
+_MOST_RANGES = 8
+"""Ranges of buckets that a shard's rows of a table are written in. Each is one more look at the ids of the rows that
+are not written yet. On another number of shards a range at a new border is read twice: an eighth of all rows or less.
+"""
+
 _DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -45,6 +50,18 @@ _DTYPES: dict[str, np.dtype] = {
 }
 
 
+def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
+    """Say how the rows of a shard are cut into blocks: in how many ranges of buckets, and how many rows a block has at
+    most, ``row_bytes`` counting all that is written of a row.
+
+    Ranges are of about equal size, blocks of about BLOCK_BYTES, and so that a range has no small rest.
+    """
+    num_ranges = min(_MOST_RANGES, max(1, -(-num_rows * row_bytes // BLOCK_BYTES)))
+    rows_each = num_rows / num_ranges
+    num_blocks = max(1, round(rows_each * row_bytes / BLOCK_BYTES))
+    return num_ranges, max(1, int(1.05 * rows_each / num_blocks))  # hashed ids are not quite evenly spread
+
+
 def write_block(
     staging_path: str,
     *,
@@ -54,11 +71,13 @@ def write_block(
     shard: int,
     index: int,
     arrays: Mapping[str, np.ndarray],
+    buckets: tuple[int, int] | None = None,
 ) -> FileEntry:
     """Write one block into a staging folder and sync it; a second call for the same block replaces the first.
 
     ``arrays`` are named arrays of bool, integers or floats (float16 to float64, bfloat16). If one is named ``ids``, it
-    is int64 [N], and ``rows`` and ``slots``, where given, have N rows. Holds about twice the block in memory. Raises
+    is int64 [N], and ``rows`` and ``slots``, where given, have N rows. ``buckets`` are the first and last place, in
+    ``BUCKET_ORDER``, of the buckets of ``ids``. Holds about twice the block in memory. Raises
     InvalidArgument, and SnapshotFailed if the disk fails or the snapshot was abandoned; then no block is left.
     """
     num_rows = _require_block(arrays)
@@ -67,7 +86,16 @@ def write_block(
     # safetensors takes the memory as it lies, whatever the strides.
     data = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, labels)
     return _write(
-        staging_path, snapshot_id, data, path=path, kind=kind, table=table, shard=shard, index=index, num_rows=num_rows
+        staging_path,
+        snapshot_id,
+        data,
+        path=path,
+        kind=kind,
+        table=table,
+        shard=shard,
+        index=index,
+        num_rows=num_rows,
+        buckets=None if buckets is None else list(buckets),
     )
 
 
@@ -77,17 +105,14 @@ def write_job_file(staging_path: str, *, snapshot_id: str, name: str, data: byte
     ``name`` is 1 to 100 of A-Z, a-z, 0-9 and ``._-``; a second call for the same name replaces the first. Raises as
     :func:`write_block`.
     """
-    return _write(
-        staging_path, snapshot_id, data, path=job_path(name), kind=JOB, table=None, shard=None, index=0, num_rows=0
-    )
+    return _write(staging_path, snapshot_id, data, path=job_path(name), kind=JOB)
 
 
 def write_marks(staging_path: str, *, snapshot_id: str, shard: int, values: Mapping[str, Any]) -> FileEntry:
     """Write a shard's marks, JSON values, into a staging folder and sync them. Raises as :func:`write_block`."""
     labelled = {"snapshot": snapshot_id, "shard": shard, "marks": values}
     data = json.dumps(labelled, sort_keys=True, allow_nan=False).encode()
-    path = marks_path(shard)
-    return _write(staging_path, snapshot_id, data, path=path, kind=MARKS, table=None, shard=shard, index=0, num_rows=0)
+    return _write(staging_path, snapshot_id, data, path=marks_path(shard), kind=MARKS, shard=shard)
 
 
 def read_marks(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
@@ -167,10 +192,11 @@ def _write(
     *,
     path: str,
     kind: str,
-    table: str | None,
-    shard: int | None,
-    index: int,
-    num_rows: int,
+    table: str | None = None,
+    shard: int | None = None,
+    index: int = 0,
+    num_rows: int = 0,
+    buckets: list[int] | None = None,
 ) -> FileEntry:
     staging = place(staging_path)
     store = store_of(staging)
@@ -186,6 +212,7 @@ def _write(
             num_rows=num_rows,
             bytes=len(data),
             xxh3_128=xxhash.xxh3_128_hexdigest(data),
+            buckets=buckets,
         )
     except ValidationError as exc:
         raise InvalidArgument(in_words(exc)) from exc

@@ -7,7 +7,7 @@ rows of the parent count too, below those of the snapshot itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy.typing as npt
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
 from geartrain.ams.values.errors import SnapshotDamaged
-from geartrain.ams.values.placement import NUM_BUCKETS, even_placement
+from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS
+from geartrain.ams.values.specs import Ids, TableSpec
 
 Buckets = npt.NDArray[np.bool_]
 """[4096]: which buckets are meant."""
@@ -33,15 +34,29 @@ class Layer:
 
     def blocks(self, owned: Buckets | None = None) -> list[FileEntry]:
         """Return the blocks that can hold rows that count; with ``owned`` those that can also hold rows of these."""
-        shard_of = even_placement(self.snapshot.manifest.num_shards)
-        counting = set(shard_of[self.buckets].tolist())
-        if owned is not None:
-            counting &= set(shard_of[owned].tolist())
+        wanted = [self._places_by_shard(self.buckets)] + ([] if owned is None else [self._places_by_shard(owned)])
         return [
             entry
             for entry in self.snapshot.manifest.files
-            if entry.kind == ROWS and entry.table == self.table and entry.shard in counting
+            if entry.kind == ROWS and entry.table == self.table and all(_can_hold(entry, places) for places in wanted)
         ]
+
+    def _places_by_shard(self, buckets: Buckets) -> dict[int, Ids]:
+        """The places of ``buckets`` in ``BUCKET_ORDER``, ascending, by the shard that wrote their rows."""
+        shard_of = self.snapshot.manifest.bucket_shards
+        return {
+            int(shard): np.sort(BUCKET_ORDER[buckets & (shard_of == shard)]) for shard in np.unique(shard_of[buckets])
+        }
+
+
+def _can_hold(entry: FileEntry, places: Mapping[int, Ids]) -> bool:
+    """Whether a block can hold rows of buckets at these places."""
+    assert entry.shard is not None
+    mine = places.get(entry.shard)
+    if mine is None or entry.buckets is None:
+        return mine is not None
+    first, last = entry.buckets
+    return bool(np.searchsorted(mine, first) < np.searchsorted(mine, last, "right"))
 
 
 def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
@@ -51,11 +66,12 @@ def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
     """
     layers: list[Layer] = []
     counting = np.ones(NUM_BUCKETS, np.bool_)
-    specs: list[object] = []
+    specs: list[TableSpec] = []
     for snapshot in chain:
         if not counting.any():
             break
-        spec = next((spec for spec in snapshot.manifest.tables if spec["name"] == table), None)
+        found = [spec for spec in snapshot.manifest.tables if spec["name"] == table]
+        spec = TableSpec.from_dict(found[0]) if found else None  # forms of it that mean the same are equal
         if spec is None or spec != (specs or [spec])[0]:
             raise SnapshotDamaged(
                 f"{snapshot.path} does not fit {chain[0].path}, which adds to it: table {table!r} is {spec} there, "
@@ -63,6 +79,6 @@ def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
             )
         specs = [spec]
         layers.append(Layer(snapshot, table, counting))
-        shard_of = even_placement(snapshot.manifest.num_shards)
+        shard_of = snapshot.manifest.bucket_shards
         counting = counting & np.isin(shard_of, snapshot.manifest.deltas.get(table, []))
     return layers

@@ -1,8 +1,9 @@
 """A chain of snapshots merged into one that is whole, so that what it rested on can go.
 
-Cost: the chain is read once where all of it was written by the same number of shards (else what another number wrote is
-read up to once per shard), the new snapshot is written and read once. Memory: two blocks, and 8 bytes (16 for a moment)
-per row of one table on one shard; the files of the job one at a time.
+Cost: the chain is read about once (small blocks, which hold more than a range of buckets of a large table, up to 8
+times; what an earlier format wrote on another number of shards up to once per shard), the new snapshot is written and
+read once. Memory: two blocks, and 8 bytes (16 for a moment) per row of one table on one shard; the files of the job one
+at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_job_file, write_marks
 from geartrain.ams.storage.snapshot.chain import Layer, layers_of
 from geartrain.ams.storage.snapshot.folder import (
     Snapshot,
@@ -27,7 +28,7 @@ from geartrain.ams.storage.snapshot.folder import (
 from geartrain.ams.storage.snapshot.manifest import JOB, MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.placement import bucket_of, even_placement
+from geartrain.ams.values.placement import bucket_of, bucket_ranges, buckets_between
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -55,6 +56,7 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
         step=snapshot.manifest.step,
         created=max(time.time(), snapshot.manifest.created),
         num_shards=snapshot.manifest.num_shards,
+        bucket_shards=snapshot.manifest.bucket_shards,
         tables=snapshot.manifest.tables,
         files=files,
         job=snapshot.manifest.job,
@@ -72,11 +74,11 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
 
 def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]) -> Iterator[FileEntry]:
     """Write a table, shard by shard of the newest snapshot."""
-    table, dense, num_shards = str(spec["name"]), spec["num_rows"] is not None, chain[0].manifest.num_shards
+    table, dense, manifest = str(spec["name"]), spec["num_rows"] is not None, chain[0].manifest
     layers = layers_of(chain, table)
-    for shard in range(num_shards):
-        owned = even_placement(num_shards) == shard
-        for index, arrays in enumerate(_in_blocks(_rows_of(layers, owned, dense=dense))):
+    for shard in range(manifest.num_shards):
+        owned = manifest.bucket_shards == shard
+        for index, (arrays, buckets) in enumerate(_blocks_of(layers, owned, dense=dense)):
             yield write_block(
                 staging.path,
                 snapshot_id=staging.id,
@@ -85,7 +87,21 @@ def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]
                 shard=shard,
                 index=index,
                 arrays=arrays,
+                buckets=buckets,
             )
+
+
+def _blocks_of(
+    layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bool
+) -> Iterator[tuple[Arrays, tuple[int, int]]]:
+    """The rows in buckets ``owned``, each once, in blocks with the range of buckets that their rows are of."""
+    entries = [entry for layer in layers for entry in layer.blocks(owned)]
+    # Where a block may hold rows of any bucket, each range would cost one more read of all.
+    are_ranges = all(entry.buckets is not None for entry in entries)
+    num_ranges = plan_blocks(sum(entry.bytes for entry in entries), 1)[0] if are_ranges else 1
+    for first, last in bucket_ranges(np.flatnonzero(owned), num_ranges):
+        for arrays in _in_blocks(_rows_of(layers, owned & buckets_between(first, last), dense=dense)):
+            yield arrays, (first, last)
 
 
 def _rows_of(layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bool) -> Iterator[Arrays]:

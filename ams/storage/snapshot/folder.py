@@ -36,6 +36,7 @@ from geartrain.ams.storage.snapshot.manifest import (
     Writer,
     decode_manifest,
     encode_manifest,
+    encode_placement,
     in_words,
 )
 from geartrain.ams.storage.snapshot.store import Place, is_name, name_of, parent_of, place, store_of, within
@@ -45,7 +46,9 @@ from geartrain.ams.values.errors import (
     SnapshotError,
     SnapshotFailed,
     SnapshotNotFound,
+    SnapshotTooNew,
 )
+from geartrain.ams.values.placement import BucketShards
 from geartrain.ams.values.text import counted
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class Staging:
         step: int,
         created: float,
         num_shards: int,
+        bucket_shards: BucketShards,
         tables: Sequence[Mapping[str, Any]],
         files: Sequence[FileEntry],
         job: Mapping[str, Any] | None = None,
@@ -83,9 +87,10 @@ class Staging:
     ) -> Place:
         """Make the snapshot appear, whole and safe from a loss of power, and return its folder.
 
-        ``created`` is Unix time in seconds; ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there
-        are no ``deltas``; ``writer`` is the process that took it, if it has a name. Raises InvalidArgument for values
-        that cannot be a manifest, and SnapshotFailed; then the staging folder is removed and nothing new listed.
+        ``created`` is Unix time in seconds; ``bucket_shards`` is the bucket map of the shards that wrote the rows;
+        ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there are no ``deltas``; ``writer`` is the
+        process that took it, if it has a name. Raises InvalidArgument for values that cannot be a manifest, and
+        SnapshotFailed; then the staging folder is removed and nothing new listed.
         """
         final, store = within(self.root, self.name), store_of(self.root)
         try:
@@ -93,6 +98,7 @@ class Staging:
                 step=step,
                 created=created,
                 num_shards=num_shards,
+                placement=encode_placement(bucket_shards),
                 tables=[dict(table) for table in tables],
                 job=dict(job or {}),
                 files=sorted(files, key=lambda entry: entry.path),
@@ -293,7 +299,7 @@ def new_staging(root: str | Path, name: str) -> Staging:
 
 
 def open_snapshot(path: str | Path) -> Snapshot:
-    """Read a snapshot's manifest. Raises SnapshotNotFound, and SnapshotDamaged if the manifest is."""
+    """Read a snapshot's manifest. Raises SnapshotNotFound, SnapshotDamaged if the manifest is, SnapshotTooNew."""
     folder = place(path)
     return Snapshot(folder, read_manifest(folder))
 
@@ -313,6 +319,8 @@ def read_manifest(folder: Place) -> Manifest:
         return decode_manifest(store.read(folder, MANIFEST))
     except OSError as exc:
         raise SnapshotDamaged(f"{path} is damaged: it cannot be read ({exc}). {_INSTEAD}") from exc
+    except SnapshotTooNew as exc:
+        raise SnapshotTooNew(f"{path} cannot be used: {exc}, or use another snapshot") from None
     except ValueError as exc:
         raise SnapshotDamaged(f"{path} is damaged: {exc}. {_INSTEAD}") from exc
 
@@ -361,7 +369,7 @@ def latest(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
             return listed.snapshot
         more = f" ({counted(len(damage), 'damaged file')} in this snapshot)" if len(damage) > 1 else ""
         if not allow_fallback:
-            raise SnapshotDamaged(
+            raise type(damage[0])(
                 f"the newest snapshot, {listed.name!r}, is not sound: {damage[0]}{more}. allow_fallback=True uses the "
                 "newest one that is, and loses the steps since"
             )

@@ -6,38 +6,48 @@ compared with that text when it is read: so that any changed bit shows, even in 
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, SnapshotTooNew
+from geartrain.ams.values.placement import (
+    MAX_SHARDS,
+    NUM_BUCKETS,
+    BucketShards,
+    placement_from_bytes,
+    placement_to_bytes,
+)
 
-FORMAT: Literal[3] = 3
-_READABLE = (1, 2, FORMAT)
-"""Format 1 had neither parents nor deltas, format 2 no writer."""
+FORMAT: Literal[4] = 4
+"""What is written. :data:`_UPGRADES` says how the older ones differ."""
 MANIFEST = "manifest.json"
 JOB = "job"
 """Kind of the job's files, opaque here."""
 MARKS = "marks"
 """Kind of the files with what a shard knew of the writes to its rows: JSON values."""
 ROWS = "rows"
-"""Kind of row blocks: arrays ids [N], rows [N, D] and, where the optimizer has them, slots [N, D] ([N, 2 D] with Adam).
+"""Kind of row blocks, each of a range of buckets: arrays ids [N], rows [N, D] and, where the optimizer has them, slots
+[N, D] ([N, 2 D] with Adam).
 
 Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
 With Adam steps [N] are the numbers of the rows' updates.
 """
 GRAPH = "graph"
-"""Kind of the blocks of a class table's graph, cut to the shards."""
+"""Kind of the blocks of a class table's graph."""
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = "xxh3_128"
 
 Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
+Place = Annotated[int, Field(ge=0, lt=NUM_BUCKETS)]
 
 
 class FileEntry(BaseModel):
@@ -61,9 +71,13 @@ class FileEntry(BaseModel):
     """Length of the file."""
     xxh3_128: Hex128
     """Hash of the whole file."""
+    buckets: Annotated[list[Place], Field(min_length=2, max_length=2)] | None = None
+    """Of rows, the first and last place, in ``BUCKET_ORDER``, of their buckets; None: any that its shard has."""
 
     @model_validator(mode="after")
     def _is_named_after_its_content(self) -> Self:
+        if self.buckets is not None and self.buckets[0] > self.buckets[1]:
+            raise ValueError(f"buckets of {self.path!r} are {self.buckets}; the first place is after the last")
         if self.kind == JOB:
             if (self.table, self.shard) != (None, None) or self.path != job_path(self.path.removeprefix(f"{JOB}-")):
                 raise ValueError(f"path is {self.path!r}; a file of the job is {JOB}-NAME, without table and shard")
@@ -100,8 +114,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[1, 2, 3] = FORMAT
-    """Version of the folder's layout."""
+    format: Literal[4] = FORMAT
+    """Version of the folder's layout. One that was read is of this one by then."""
     id: Hex128
     """Identity of the snapshot, also inside every block."""
     step: Count
@@ -110,6 +124,8 @@ class Manifest(BaseModel):
     """Unix time in seconds."""
     num_shards: Annotated[int, Field(ge=1)]
     """Shards that wrote it; any number may read it."""
+    placement: str
+    """The bucket map that the shards wrote by: uint16 [4096], little-endian, in base64."""
     tables: list[dict[str, JsonValue]]
     """Specification of each table."""
     job: dict[str, JsonValue]
@@ -126,8 +142,15 @@ class Manifest(BaseModel):
     files: list[FileEntry]
     """Every file but the manifest, in order of path."""
 
+    @property
+    def bucket_shards(self) -> BucketShards:
+        """The shard that wrote the rows of each bucket. Raises ValueError if ``placement`` does not say it."""
+        return placement_from_bytes(base64.b64decode(self.placement, validate=True))
+
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
+        if (last := self.bucket_shards.max()) >= self.num_shards:
+            raise ValueError(f"placement names shard {last}; num_shards is {self.num_shards}")
         twice = [path for path, count in Counter(entry.path for entry in self.files).items() if count > 1]
         if twice:
             raise ValueError(f"files lists {twice[0]!r} more than once")
@@ -184,15 +207,52 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return what :func:`encode_manifest` wrote. Raises ValueError saying what is wrong."""
+    """Return what :func:`encode_manifest` wrote, in this version of Geartrain or an earlier one.
+
+    Raises SnapshotTooNew for a format that a later one writes, ValueError saying what is wrong.
+    """
     content = unseal_json(data)
-    if content.get("format") not in _READABLE:
-        readable = f"{', '.join(map(str, _READABLE[:-1]))} and {FORMAT}"
-        raise ValueError(f"it has format {content.get('format')!r}; this version of Geartrain reads {readable}")
+    found = content.get("format")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ValueError(f"it has format {found!r}; formats are numbered from 1")
+    if found > FORMAT:
+        raise SnapshotTooNew(
+            f"it is of format {found}, and this version of Geartrain reads formats 1 to {FORMAT}; use the version that "
+            "wrote it, or a later one"
+        )
+    for upgrade in _UPGRADES[found - 1 :]:
+        content = upgrade(content)
     try:
-        return Manifest.model_validate(content)
+        return Manifest.model_validate(content | {"format": FORMAT})
     except (ValidationError, InvalidArgument) as exc:
         raise ValueError(f"its content is not legal: {in_words(exc)}") from exc
+
+
+def _as_it_is(content: dict[str, Any]) -> dict[str, Any]:
+    """What a format added may be left out, and then means what it was before."""
+    return content
+
+
+def _with_placement(content: dict[str, Any]) -> dict[str, Any]:
+    """Shards had the buckets in turn, and a manifest did not say so."""
+    num_shards = content.get("num_shards")
+    if not isinstance(num_shards, int) or not 1 <= num_shards <= MAX_SHARDS:
+        return content  # which the checks of all manifests refuse
+    in_turn = (np.arange(NUM_BUCKETS) % num_shards).astype(np.uint16)
+    return {**content, "placement": encode_placement(in_turn)}
+
+
+_UPGRADES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    _as_it_is,  # format 2: parents and deltas
+    _as_it_is,  # format 3: writers
+    _with_placement,  # format 4: the bucket map, and the buckets of each block
+)
+"""The n-th makes the content of a manifest of format n + 1 out of that of format n, counted from 1."""
+
+
+def encode_placement(bucket_shards: BucketShards) -> str:
+    """Return a map as :attr:`Manifest.placement` has it."""
+    return base64.b64encode(placement_to_bytes(bucket_shards)).decode()
 
 
 def in_words(exc: ValidationError | InvalidArgument) -> str:

@@ -62,13 +62,20 @@ class Bits {
   void clear(int64_t at) { word_of(*pages_.at(at >> kPageShift), at) &= ~(uint64_t{1} << (at & 63)); }
   // The lowest member >= `from`, or -1.
   int64_t next(int64_t from) const {
+    return next_where(from, [](int64_t) { return true; });
+  }
+  // The lowest member >= `from` that `wanted` says yes to, or -1.
+  template <class Wanted>
+  int64_t next_where(int64_t from, const Wanted& wanted) const {
     for (int64_t index = pages_.next(from >> kPageShift); index >= 0; index = pages_.next(index + 1)) {
       const int64_t begin = std::max(from, index * kPageBits);
       const auto& words = pages_.at(index)->words;
       uint64_t skipped = ~uint64_t{0} << (begin & 63);
       for (size_t word = static_cast<size_t>((begin & (kPageBits - 1)) >> 6); word < words.size(); ++word) {
-        if ((words[word] & skipped) != 0)
-          return index * kPageBits + static_cast<int64_t>(word) * 64 + std::countr_zero(words[word] & skipped);
+        for (uint64_t left = words[word] & skipped; left != 0; left &= left - 1) {
+          const int64_t member = index * kPageBits + static_cast<int64_t>(word) * 64 + std::countr_zero(left);
+          if (wanted(member)) return member;
+        }
         skipped = ~uint64_t{0};
       }
     }

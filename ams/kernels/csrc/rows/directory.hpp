@@ -41,6 +41,7 @@ class HashedDirectory {
   // The lowest position >= `from` that has a row, or -1.
   int64_t next_present(int64_t from) const { return from < size() ? from : -1; }
   int64_t id_at(int64_t position) const { return *reinterpret_cast<const int64_t*>(ids_.at(position)); }
+  int64_t bucket_at(int64_t position) const { return hashed_bucket(id_at(position)); }
 
   // The positions that `ids` (absent; repeats allowed) may be given. Throws std::bad_alloc, and then nothing has changed.
   std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
@@ -76,8 +77,9 @@ class DenseDirectory {
   Bits present() const { return present_.copy(); }
   int64_t next_present(int64_t from) const { return present_.next(from); }
   int64_t id_at(int64_t position) const {
-    return position / num_owned_ << kBucketBits | owned_[static_cast<size_t>(position % num_owned_)];
+    return position / num_owned_ << kBucketBits | bucket_at(position);
   }
+  int64_t bucket_at(int64_t position) const { return owned_[static_cast<size_t>(position % num_owned_)]; }
 
   std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
   void reserve(int64_t) {}

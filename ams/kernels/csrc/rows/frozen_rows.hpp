@@ -4,6 +4,8 @@
 // lie. So the moment itself costs about a bit per row, a push pays for the rows it touches, and nothing stops for long.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -11,6 +13,7 @@
 #include <utility>
 
 #include "rows/bits.hpp"
+#include "base/common.hpp"
 #include "rows/id_index.hpp"
 #include "rows/slabs.hpp"
 
@@ -66,11 +69,25 @@ class FrozenRows {
     const int64_t place = aside_.find(position);
     return place < 0 ? nullptr : copies_.at(place);
   }
-  // The next position that belongs to the moment, or -1. Its row in place need not be kept from now on.
-  int64_t next() {
-    const int64_t position = members_.next(cursor_);
-    if (position < 0) return -1;
+  // From now on `next` gives members of these buckets only: [kNumBuckets], 0 where not wanted; null: all are.
+  void want(const uint8_t* buckets) {
+    auto wanted = filled();
+    if (buckets != nullptr) std::copy_n(buckets, wanted.size(), wanted.begin());
+    if (wanted == wanted_) return;
+    wanted_ = wanted;
+    cursor_ = 0;
+  }
+  static constexpr int64_t kOver = -1, kLater = -2;
+  // The next member of a wanted bucket that was not given yet; its row in place need not be kept from now on. kOver if
+  // there is none, kLater once `left` members were looked at, which is counted down. `bucket_at` maps a position to its bucket.
+  template <class BucketAt>
+  int64_t next(const BucketAt& bucket_at, int64_t& left) {
+    const auto is_wanted = [&](int64_t position) { return wanted_[static_cast<size_t>(bucket_at(position))] != 0; };
+    const int64_t position = members_.next_where(cursor_, [&](int64_t at) { return --left <= 0 || is_wanted(at); });
+    if (position < 0) return kOver;
     cursor_ = position + 1;
+    if (!is_wanted(position)) return kLater;
+    members_.clear(position);
     if (in_place_.has(position)) leave_place(position);
     return position;
   }
@@ -78,19 +95,26 @@ class FrozenRows {
  private:
   static constexpr int64_t kMostKeptBytes = int64_t{256} << 20;
 
+  static std::array<uint8_t, kNumBuckets> filled() {
+    std::array<uint8_t, kNumBuckets> all;
+    all.fill(1);
+    return all;
+  }
+
   void leave_place(int64_t position) {
     in_place_.clear(position);
     --only_in_place_;
   }
 
-  Bits members_;
+  Bits members_;   // that were not read yet
   Bits in_place_;  // of the members: neither copied aside nor read yet
   int64_t num_members_;
   int64_t only_in_place_;
   Bits touched_before_;
   SlabArray copies_;
   IdIndex aside_;  // position -> place in copies_
-  int64_t cursor_ = 0;
+  std::array<uint8_t, kNumBuckets> wanted_ = filled();
+  int64_t cursor_ = 0;  // the members below it are of buckets that are not wanted
 };
 
 }  // namespace geartrain

@@ -14,6 +14,7 @@ namespace {
 
 // Finding many positions before touching any row is a tenth faster than finding each burst's own.
 constexpr int64_t kFoundTogether = 4096;
+constexpr int64_t kMostLookedAt = int64_t{1} << 17;  // frozen rows, in about a millisecond
 
 // A pull of more bytes than the caches hold writes past them; a smaller one stays in them for its reader.
 constexpr size_t kStreamedBytes = size_t{24} << 20;
@@ -465,11 +466,18 @@ bool RowStore::is_frozen() const {
   return frozen_.has_value();
 }
 
-int64_t RowStore::read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps) {
+int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps) {
   std::unique_lock lock(mutex_);
-  int64_t count = 0;
-  while (frozen_ && count < most) {
-    const int64_t position = frozen_->next();
+  if (!frozen_) return -1;
+  frozen_->want(buckets);
+  int64_t count = 0, left = kMostLookedAt;
+  while (count < most) {
+    const int64_t position = std::visit(
+        [&](const auto& directory) {
+          return frozen_->next([&](int64_t at) { return directory.bucket_at(at); }, left);
+        },
+        directory_);
+    if (position == FrozenRows::kOver && count == 0) return -1;
     if (position < 0) break;
     const char* aside = frozen_->aside(position);
     ids[count] = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);

@@ -76,8 +76,9 @@ class RowStore {
   bool is_frozen() const;
   // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (or null) and row
   // steps [most] (last steps where untouched rows move, updates where those are counted, else null). They are as they lie, not caught up.
-  // Returns how many; 0: that was all.
-  int64_t read_frozen(int64_t most, int64_t* ids, char* rows, char* slots, int64_t* steps);
+  // Only those of `buckets` ([kNumBuckets], 0 where not wanted; null: all), in order of position. Returns how many; -1: that
+  // was all. Looks at a bounded number of rows, so that writers do not wait for long: it may return fewer than there are, or 0.
+  int64_t read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps);
   // Ends the freeze. If what was read is not kept, its rows count as touched again.
   void thaw(bool kept);
   // Writes rows with their slots, as they were frozen; they do not count as touched. Returns the number created.

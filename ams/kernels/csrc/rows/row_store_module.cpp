@@ -13,6 +13,7 @@ namespace geartrain {
 namespace {
 
 using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require_width(const RowStore& store, size_t width) {
   require(static_cast<int64_t>(width) == store.spec().dim, "rows must be as wide as the table's dim");
@@ -115,12 +116,13 @@ void require_steps(const RowStore& store, size_t count, size_t steps, bool given
 }
 
 int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
-                    const std::optional<IdOutput>& steps) {
+                    const std::optional<IdOutput>& steps, const std::optional<ByteArray>& buckets) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
   require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
+  require(!buckets || buckets->size() == kNumBuckets, "buckets must have 4096 elements");
   nb::gil_scoped_release release;
-  return store.read_frozen(static_cast<int64_t>(ids.size()), ids.data(), items.rows, items.slots,
-                           steps ? steps->data() : nullptr);
+  return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(), items.rows,
+                           items.slots, steps ? steps->data() : nullptr);
 }
 
 int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots,
@@ -170,7 +172,7 @@ void bind_row_store(nb::module_& m) {
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
       .def("freeze", &freeze, nb::arg("only_touched"))
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
-           nb::arg("steps").noconvert().none())
+           nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none())
       .def("thaw", &RowStore::thaw, nb::arg("kept"))
       .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
            nb::arg("steps").noconvert().none())

@@ -1,8 +1,8 @@
 """Snapshots of class rows that lie on ranks, in the one format of all snapshots.
 
-R ranks write what R shards would: a class belongs to the shard that a cluster of R shards would give it. So any number
-of ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must mean the same folder on
-every rank.
+Ranks hold ranges of classes, not buckets, and write what one shard would: blocks of ranges of buckets. So any number of
+ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must mean the same folder on every
+rank.
 
 Legend: L rows on this rank, N rows of a block.
 """
@@ -24,7 +24,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging
 from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, within
 from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
-from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, even_placement, split_by_shard
+from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, ONE_OWNER, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable, as_tensor
 from geartrain.bridge.rows.tables import as_numpy
@@ -62,9 +62,9 @@ def snapshot_rows(
             if (here := str(within(place(root), name))) != told[2]:
                 raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
             entries = list(_write(table, told[0], told[1]))
-            if table.steps is not None:
-                entries.append(_marks(table, told[0], told[1]))
             if link.rank == 0:
+                if table.steps is not None:
+                    entries.append(_marks(table, told[0], told[1]))
                 entries += [
                     write_job_file(told[0], snapshot_id=told[1], name=k, data=data) for k, data in files.items()
                 ]
@@ -89,7 +89,8 @@ def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, v
     staging.commit(
         step=step,
         created=time.time(),
-        num_shards=table.link.world_size,
+        num_shards=1,
+        bucket_shards=ONE_OWNER,
         tables=[table.spec.to_dict()],
         files=sorted(entries, key=lambda entry: entry.path),
         job=values,
@@ -97,31 +98,33 @@ def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, v
 
 
 def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
-    """Write this rank's rows, by the shard that would own them."""
-    spec, link = table.spec, table.link
+    """Write this rank's rows in the order of their buckets."""
+    spec = table.spec
     most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes))
     ids = np.arange(table.first, table.stop, dtype=np.int64)
-    share = -(-(spec.num_rows or 0) // link.world_size)
-    first_block = link.rank * -(-share // most)  # blocks of a shard come from every rank
-    for shard, places in split_by_shard(ids, even_placement(link.world_size), link.world_size, dense=True):
-        owned = ids if places is None else ids[places]
-        for block, start in enumerate(range(0, len(owned), most)):
-            yield write_block(
-                folder,
-                snapshot_id=snapshot_id,
-                kind=ROWS,
-                table=spec.name,
-                shard=shard,
-                index=first_block + block,
-                arrays=_arrays(table, owned[start : start + most]),
-            )
+    places = BUCKET_ORDER.astype(np.uint16)[bucket_of(ids, dense=True)]
+    order = np.argsort(places, kind="stable")
+    rows_of_a_rank = -(-(spec.num_rows or 0) // table.link.world_size)
+    first_block = table.link.rank * -(-rows_of_a_rank // most)  # blocks of the one shard come from every rank
+    for block, start in enumerate(range(0, len(ids), most)):
+        chosen = order[start : start + most]
+        yield write_block(
+            folder,
+            snapshot_id=snapshot_id,
+            kind=ROWS,
+            table=spec.name,
+            shard=0,
+            index=first_block + block,
+            arrays=_arrays(table, ids[chosen]),
+            buckets=(int(places[chosen[0]]), int(places[chosen[-1]])),
+        )
 
 
 def _marks(table: RankTable, folder: str, snapshot_id: str) -> FileEntry:
-    """Write what a shard's marks would say: no writes of anybody's, and the steps, which are the same on every rank."""
+    """Write what a shard's marks would say: no writes of anybody's, and the steps, which every rank has counted."""
     steps = {} if table.steps is None else {table.spec.name: table.steps.state}
     values = ShardMarks(streams={}, groups=[], steps=steps).model_dump(mode="json")
-    return write_marks(folder, snapshot_id=snapshot_id, shard=table.link.rank, values=values)
+    return write_marks(folder, snapshot_id=snapshot_id, shard=0, values=values)
 
 
 def _arrays(table: RankTable, ids: Ids) -> dict[str, np.ndarray]:

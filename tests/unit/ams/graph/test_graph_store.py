@@ -11,17 +11,32 @@ from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.service import store as graph_store
-from geartrain.ams.graph.service.store import GraphStore, RowsVersion, cut_lists, graph_sizes, join_parts, owned_classes
+from geartrain.ams.graph.service.store import (
+    GraphStore,
+    NeighbourPart,
+    RowsVersion,
+    graph_sizes,
+    join_parts,
+    owned_classes,
+)
 from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import InvalidArgument, StateDamaged, StateFailed
-from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.placement import BucketShards, even_placement
 
 
 def table_of(num_classes: int, k: int, seed: int = 0) -> NeighbourTable:
     random = np.random.default_rng(seed)
     ids = random.integers(0, num_classes, num_classes * k).astype(np.int32)
     return NeighbourTable(np.arange(num_classes + 1, dtype=np.int64) * k, ids, k)
+
+
+def cut_lists(table: NeighbourTable, placement: BucketShards, shard: int) -> NeighbourPart:
+    """The lists of the classes that a shard owns, as snapshots before format 4 have them."""
+    classes = owned_classes(table.num_classes, placement, shard)
+    lists = [table.row(int(one)) for one in classes]
+    offsets = np.cumsum([0, *map(len, lists)]).astype(np.int64)
+    return NeighbourPart(offsets, np.concatenate([[], *lists]).astype(np.int32), table.k, table.num_classes)
 
 
 VERSION = RowsVersion(table="faces", table_version=7, fingerprint="ab")
@@ -112,13 +127,14 @@ def test_parts_hold_the_lists_of_owned_classes_and_join_to_the_table(
     np.testing.assert_array_equal(joined.offsets, table.offsets)
     np.testing.assert_array_equal(joined.neighbours, table.neighbours)
     if k < num_classes:
-        sizes = graph_sizes(num_classes, k, placement, num_shards)
+        sizes = graph_sizes(num_classes, k, np.bincount(placement, minlength=num_shards).tolist())
         assert sizes.whole_bytes == table.num_bytes
-        assert sizes.shard_bytes == tuple(part.num_bytes for part in parts)
+        assert sum(sizes.shard_bytes) == sum(part.num_bytes for part in parts)
+        assert sizes.shard_bytes == pytest.approx([part.num_bytes for part in parts], abs=200 * (8 + 4 * k))
 
 
 def test_the_graph_of_the_paper_shrinks_as_it_says() -> None:
-    sizes = graph_sizes(100_000_000, 1000, even_placement(256), 256)
+    sizes = graph_sizes(100_000_000, 1000, [16] * 256)
     assert sizes.whole_bytes / 2**30 == pytest.approx(372 + 0.745, abs=1)
     assert max(sizes.shard_bytes) / 2**30 == pytest.approx(1.45, abs=0.02)
     assert str(sizes) == "graph 373.27 GiB, on 256 shards 1.46 GiB each at most"

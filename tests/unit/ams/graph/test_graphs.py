@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.service import snapshot_graphs
 from geartrain.ams.graph.service.graphs import Graphs
 from geartrain.ams.graph.service.store import GraphStore
 from geartrain.ams.observe.failpoints import armed
@@ -33,6 +34,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import ONE_OWNER, even_placement
 from geartrain.ams.values.specs import TableSpec
 
 ROWS = np.random.default_rng(5).standard_normal((900, 12)).astype(np.float32)
@@ -69,7 +71,10 @@ class FakeCluster:
     def status(self) -> Any:
         if not self.is_up:
             raise SchedulerUnavailable("nobody answers")
-        return SimpleNamespace(num_shards=3, tables=[SimpleNamespace(name="faces", pushes=self.writes)])
+        return SimpleNamespace(
+            shards=[SimpleNamespace(num_buckets=n) for n in (1366, 1365, 1365)],
+            tables=[SimpleNamespace(name="faces", pushes=self.writes)],
+        )
 
     def table_incarnations(self) -> dict[str, int]:
         if not self.is_up:
@@ -145,7 +150,7 @@ def test_a_graph_does_not_answer_for_the_next_table_of_its_name(
         graphs = Graphs(cluster, store=GraphStore(store))
     cluster.make_anew()
     staging = new_staging(tmp_path, "s")
-    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 2) == []
+    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 900}) == []
     with pytest.raises(GraphNotFound, match="build it"):
         graphs.select("faces", LABELS, 50, seed=1, step=2)
     with pytest.raises(GraphNotFound):
@@ -318,10 +323,12 @@ def test_a_graph_in_a_snapshot_comes_back_whole(tmp_path: Path, graphs: Graphs, 
     before = graphs.load("faces")[0]
     staging = new_staging(tmp_path, "s")
     sizes = {"faces": 900, "nowhere": 5}
-    files = graphs.write_snapshot(staging.path, staging.id, sizes, num_shards)
-    assert {entry.shard for entry in files} == set(range(num_shards))
-    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 901}, num_shards) == []
-    path = staging.commit(step=0, created=0.0, num_shards=num_shards, tables=[], files=files)
+    files = graphs.write_snapshot(staging.path, staging.id, sizes)
+    assert {entry.shard for entry in files} == {0}, "one service reads all of it"
+    assert graphs.write_snapshot(staging.path, staging.id, {"faces": 901}) == []
+    path = staging.commit(
+        step=0, created=0.0, num_shards=num_shards, bucket_shards=even_placement(num_shards), tables=[], files=files
+    )
     assert open_snapshot(path).verify() == []
     graphs.build("faces", 2)
     assert graphs.restore_snapshot(str(path), {"faces": 1}) == ["faces"]
@@ -332,11 +339,16 @@ def test_a_graph_in_a_snapshot_comes_back_whole(tmp_path: Path, graphs: Graphs, 
     assert graphs.restore_snapshot(str(path), {"other": 2}) == []
 
 
-def test_a_snapshot_that_lacks_a_part_of_a_graph_is_damaged(tmp_path: Path, graphs: Graphs) -> None:
+def test_a_snapshot_that_lacks_a_part_of_a_graph_is_damaged(
+    tmp_path: Path, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_graphs, "BLOCK_BYTES", 300 * (8 + 4 * 4))
     graphs.build("faces", 4)
     staging = new_staging(tmp_path, "s")
-    files = graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 3)
+    files = graphs.write_snapshot(staging.path, staging.id, {"faces": 900})
     (Path(staging.path) / files[1].path).unlink()
-    path = staging.commit(step=0, created=0.0, num_shards=3, tables=[], files=[files[0], files[2]])
+    path = staging.commit(
+        step=0, created=0.0, num_shards=1, bucket_shards=ONE_OWNER, tables=[], files=[files[0], files[2]]
+    )
     with pytest.raises(SnapshotDamaged, match="'faces' do not make one"):
         graphs.restore_snapshot(str(path), {"faces": 1})

@@ -15,6 +15,7 @@ from geartrain.ams.graph.service.store import GraphStore, RowsVersion
 from geartrain.ams.storage.kv.store import LockedStore, MemoryStore
 from geartrain.ams.storage.snapshot.folder import new_staging
 from geartrain.ams.values.errors import Cancelled, GraphNotFound
+from geartrain.ams.values.placement import even_placement
 from tests.unit.ams.graph.test_graphs import ROWS, FakeCluster
 
 
@@ -69,8 +70,8 @@ def test_a_graph_that_was_restored_is_not_replaced_by_one_of_the_rows_before(
 ) -> None:
     graphs.build("faces", 4)
     staging = new_staging(tmp_path, "s")
-    files = graphs.write_snapshot(staging.path, staging.id, {"faces": 900}, 2)
-    path = staging.commit(step=0, created=0.0, num_shards=2, tables=[], files=files)
+    files = graphs.write_snapshot(staging.path, staging.id, {"faces": 900})
+    path = staging.commit(step=0, created=0.0, num_shards=2, bucket_shards=even_placement(2), tables=[], files=files)
     build = held_build(graphs, 5)
     assert graphs.restore_snapshot(str(path), {"faces": 1}) == ["faces"]
     end(graphs, build)

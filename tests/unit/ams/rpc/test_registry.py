@@ -18,6 +18,7 @@ from geartrain.ams.values.gear_messages import GearAccount, HandOver
 from geartrain.ams.values.graph_messages import GraphInfo, SelectClasses, WriteGraphs
 from geartrain.ams.values.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, ShardState, TableState
 from geartrain.ams.values.optimizers.sgd import SGD
+from geartrain.ams.values.placement import BucketMap
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (
     CheckCaller,
@@ -28,6 +29,7 @@ from geartrain.ams.values.scheduler_messages import (
     DescribeHolders,
     DescribeStreams,
     Register,
+    Registration,
     RenewStreams,
     ShardEntry,
     StreamHolders,
@@ -49,6 +51,7 @@ def view(bucket_shards: Any) -> ClusterView:
         shards=(entry,),
         tables=(SPEC,),
         bucket_shards=bucket_shards,
+        map_version=6,
         incomplete_tables=("a", "b"),
     )
 
@@ -64,7 +67,7 @@ def view(bucket_shards: Any) -> ClusterView:
         (SCHEDULER, CreateClusterTable(spec=SPEC)),
         (SCHEDULER, CheckCaller(caller=CALLER)),
         (SCHEDULER, RenewStreams(reader=StreamReader("j", "w", 4), cursors={3: Cursor(1, 2), 0: Cursor(0, 0)})),
-        (GRAPH, WriteGraphs(snapshot_id="x", folder="/f", tables={"t": 9, "u": 0}, num_shards=4)),
+        (GRAPH, WriteGraphs(snapshot_id="x", folder="/f", tables={"t": 9, "u": 0})),
         (GEAR, HandOver(name="n", process="p", accounts={"s": GearAccount(received=4, applied=4)})),
     ],
     ids=lambda value: type(value).__name__,
@@ -103,11 +106,20 @@ def test_a_reply_comes_as_it_was_sent(service: Service, kind: type[Rpc[Any]], re
     assert codec.decode(codec.encode(reply)) == reply
 
 
+def test_a_bucket_map_comes_as_it_was_sent() -> None:
+    held = BucketMap(3, np.arange(4096, dtype=np.uint16))
+    register = SCHEDULER[Register]
+    came, _ = register.decode(register.encode(Register(address="h:1", shard=0, incarnation=1, bucket_map=held)))
+    assert came.bucket_map.is_as(held)
+    given = Registration(shard=1, num_shards=2, cluster_version=3, lease_seconds=0.5, bucket_map=held)
+    assert register.reply.decode(register.reply.encode(given)).bucket_map.is_as(held)
+
+
 def test_arrays_come_as_they_were_sent() -> None:
     sent = view(np.arange(4096, dtype=np.uint16))
     codec = SCHEDULER[DescribeCluster].reply
     came = codec.decode(codec.encode(sent))
-    assert came.bucket_shards.tolist() == list(range(4096))
+    assert (came.bucket_shards.tolist(), came.map_version) == (list(range(4096)), 6)
     assert (came.shards, came.tables, came.incomplete_tables) == (sent.shards, sent.tables, sent.incomplete_tables)
     labels = np.array([5, 2**62], np.int64)
     select = GRAPH[SelectClasses]
@@ -137,7 +149,7 @@ def test_a_state_or_a_placement_that_nobody_knows_is_no_reply() -> None:
         bucket_shards=bytes(8192),
         shards=[scheduler_pb2.ShardEntry(state=99)],  # type: ignore[arg-type]
     )
-    for reply, complaint in ((short, "8191 bytes"), (strange, "has code 99; known are")):
+    for reply, complaint in ((short, "places 4095 buckets"), (strange, "has code 99; known are")):
         with pytest.raises(ProtocolError, match=complaint):
             codec.decode(reply.SerializeToString())
 

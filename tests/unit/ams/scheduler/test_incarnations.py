@@ -16,6 +16,7 @@ from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import BucketMap, even_placement
 from geartrain.ams.values.scheduler_messages import Cursor, Register
 from geartrain.ams.values.specs import TableSpec
 
@@ -57,11 +58,11 @@ def test_what_others_chose_is_passed_and_kept(monkeypatch: pytest.MonkeyPatch) -
 def test_a_scheduler_without_its_state_learns_from_the_shards_what_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
     set_clock(monkeypatch, 1)
     fresh = scheduler(MemoryStore(), num_shards=2)
-    fresh.register("h:0", 0, 5, cluster_version=1)
+    fresh.register("h:0", 0, 5, cluster_version=1, bucket_map=BucketMap(1, even_placement(2)))
     fresh.hear_incarnation(100)
     with pytest.raises(ClusterNotReady, match=r"which incarnations were used is not known yet: 1 shard of 2 \(1\)"):
         fresh.take_incarnation()
-    fresh.register("h:1", 1, 6, cluster_version=1)
+    fresh.register("h:1", 1, 6, cluster_version=1, bucket_map=BucketMap(1, even_placement(2)))
     fresh.hear_incarnation(200)
     assert fresh.take_incarnation() == 201
 
@@ -121,9 +122,10 @@ def test_a_table_that_somebody_numbered_on_a_shard_keeps_the_shard_not_out(
 ) -> None:
     cluster = scheduler(MemoryStore())
     tables = [replace(SPEC, incarnation=number), replace(SPEC, name="ours", incarnation=MOST_GIVEN + 1)]
+    cluster_map = BucketMap(1, cluster.describe().bucket_shards)
     for _ in range(2):
         cluster.hear_incarnation(number)
-        cluster.register("h:0", 0, 5, cluster_version=1, tables=tables)
+        cluster.register("h:0", 0, 5, cluster_version=1, tables=tables, bucket_map=cluster_map)
     assert [spec.name for spec in cluster.describe().tables] == ["ours"]
     assert cluster.take_incarnation() == MOST_GIVEN + 2
     assert caplog.text.count("is not heeded") == 1

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from geartrain.ams.rpc.carrier import NotSent
 from geartrain.ams.scheduler import tell_shards as tell_shards_module
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values import errors
 from geartrain.ams.values.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import BucketMap, even_placement
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "scheduler_state"
+MAP = BucketMap(1, even_placement(2))
 
 
 class FakeCluster:
@@ -166,12 +173,12 @@ def test_a_table_whose_making_was_cut_off_is_incomplete() -> None:
 def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
     cluster = FakeCluster()
     assert cluster.scheduler.heartbeat(0, 100).unknown
-    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
+    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC], bucket_map=MAP)
     view = cluster.scheduler.describe()
     assert view.tables == () == view.incomplete_tables  # shard 1 has not said whether it holds it
     with pytest.raises(errors.ClusterNotReady, match=r"table 't' is not known yet: 1 shard of 2 \(1\)"):
         view.require_registered("whether there is a table 't'")
-    cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[SPEC])
+    cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[SPEC], bucket_map=MAP)
     view = cluster.scheduler.describe()
     view.require_registered("all")
     assert (view.tables, view.cluster_version, view.ready) == ((SPEC,), 7, True)
@@ -180,7 +187,7 @@ def test_a_new_scheduler_learns_tables_and_version_from_the_shards() -> None:
 def test_a_shard_with_rows_is_not_expelled_by_a_newcomer_that_was_quicker() -> None:
     cluster = FakeCluster()
     assert cluster.scheduler.register("new:1", None, incarnation=9).shard == 0
-    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC])
+    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC], bucket_map=MAP)
     assert cluster.scheduler.heartbeat(0, 9).replaced
     with pytest.raises(errors.ConfigError, match="held by a living process"):
         cluster.scheduler.register("new:2", 0, incarnation=10)
@@ -253,10 +260,12 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_which_tables_they_
 ) -> None:
     cluster = FakeCluster()
     held = replace(SPEC, incarnation=7)
-    cluster.scheduler.register("host:0", 0, incarnation=100, cluster_version=1, tables=[held])
-    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[replace(SPEC, incarnation=5)])
+    cluster.scheduler.register("host:0", 0, incarnation=100, cluster_version=1, tables=[held], bucket_map=MAP)
+    cluster.scheduler.register(
+        "host:1", 1, incarnation=101, cluster_version=1, tables=[replace(SPEC, incarnation=5)], bucket_map=MAP
+    )
     assert cluster.scheduler.describe().tables == ()  # not of one table
-    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[held])
+    cluster.scheduler.register("host:1", 1, incarnation=101, cluster_version=1, tables=[held], bucket_map=MAP)
     assert [spec.incarnation for spec in cluster.scheduler.describe().tables] == [7]
     monkeypatch.setattr(time, "time_ns", lambda: 1)
     assert cluster.scheduler.create_table(replace(SPEC, name="u")).incarnation == 8
@@ -334,3 +343,29 @@ def test_one_that_stays_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(errors.ShardUnavailable, match=r"shard 1 cannot be told of the table.*'geartrain status'"):
         cluster.scheduler.create_table(SPEC)
     cluster.scheduler.create_table(SPEC)
+
+
+@pytest.mark.parametrize(
+    "held", [None, BucketMap(2, even_placement(2)), BucketMap(1, even_placement(3))], ids=["none", "newer", "other"]
+)
+def test_a_shard_that_holds_its_rows_by_another_map_is_refused(held: BucketMap | None) -> None:
+    cluster = FakeCluster()
+    before = cluster.scheduler.describe()
+    with pytest.raises(errors.StaleBucketMap, match="not version 1 of this cluster of 2 shards"):
+        cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC], bucket_map=held)
+    assert [entry.state for entry in cluster.scheduler.describe().shards] == ["missing", "missing"]
+    assert cluster.scheduler.describe().cluster_version == before.cluster_version
+    given = cluster.scheduler.register("host:0", 0, 100).bucket_map  # of one that begins nobody asks
+    assert given.is_as(cluster.scheduler.register("host:0", 0, 100, cluster_version=1, bucket_map=given).bucket_map)
+
+
+def test_the_state_of_an_earlier_version_keeps_its_map(tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "map-without-version", tmp_path / "state")
+    for _ in range(2):
+        with closing(LmdbStore(folder)) as store:
+            scheduler = Scheduler(3, lambda _: pytest.fail("no shard is asked"), store=store)
+            view = scheduler.describe()
+            assert (view.map_version, view.cluster_version, [spec.name for spec in view.tables]) == (1, 5, ["t"])
+            assert view.bucket_shards.tolist() == [bucket % 3 for bucket in range(4096)], "by which its rows lie"
+            in_turn = BucketMap(1, view.bucket_shards)
+            scheduler.register("host:0", 0, 11, cluster_version=5, tables=view.tables, bucket_map=in_turn)

@@ -10,6 +10,7 @@ import pytest
 
 from geartrain.ams.server.freeze import freezes
 from geartrain.ams.server.freeze.freezes import FrozenTables
+from geartrain.ams.storage.snapshot import blocks
 from geartrain.ams.storage.snapshot.folder import Staging, new_staging
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.tables.row_table import RowTable
@@ -23,7 +24,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> RowTable:
     table = RowTable(TableSpec(name="t", dim=4, optimizer=SGD(1.0), num_rows=1000), np.arange(4096))
     table.assign(np.arange(1000), np.ones((1000, 4), np.float32))
     monkeypatch.setattr(freezes, "_READ_BYTES", 24 * 100)
-    monkeypatch.setattr(freezes, "BLOCK_BYTES", 24 * 100)  # ten blocks
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 24 * 100)  # ten blocks
     return table
 
 

@@ -31,6 +31,7 @@ from geartrain.ams.values.messages import (
     Written,
 )
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import even_placement
 from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))
@@ -103,6 +104,7 @@ def test_a_restore_that_arrives_twice_does_not_undo_what_was_pushed_meanwhile(sh
         step=0,
         created=0.0,
         num_shards=1,
+        bucket_shards=even_placement(1),
         tables=[SPEC.to_dict()],
         files=[FileEntry.model_validate_json(text) for text in written.files],
     )
@@ -130,6 +132,7 @@ def finished(shard: Shard, staging: Staging, parent: Snapshot | None = None) -> 
         step=0,
         created=0.0,
         num_shards=1,
+        bucket_shards=even_placement(1),
         tables=[SPEC.to_dict()],
         files=[FileEntry.model_validate_json(text) for text in written.files],
         parent=None if parent is None else Parent(name=parent.name, id=parent.manifest.id),

@@ -11,6 +11,7 @@ import pytest
 from geartrain.ams.storage.snapshot.blocks import write_block, write_job_file
 from geartrain.ams.storage.snapshot.folder import new_staging
 from geartrain.ams.storage.snapshot.manifest import Writer
+from geartrain.ams.values.placement import even_placement
 
 Take = Callable[..., Path]
 
@@ -43,6 +44,7 @@ def take_snapshot(root: Path, name: str, step: int = 1, created: float = 1000.0,
         step=step,
         created=created,
         num_shards=2,
+        bucket_shards=even_placement(2),
         tables=[{"name": "sku", "dim": 4, "seed": 2**64 - 1}, {"name": "a/b ü", "dim": 4}],
         files=files,
         job={"big": 1e30, "cursor": [1, 2], "note": "\x1f"},

@@ -15,6 +15,7 @@ from geartrain.ams.storage.snapshot.blocks import write_block, write_job_file
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed
+from geartrain.ams.values.placement import even_placement
 
 IDS = np.arange(5, dtype=np.int64)
 DTYPES = [
@@ -30,7 +31,9 @@ def write(staging: Staging, arrays: dict[str, np.ndarray], **overrides: Any) -> 
 
 
 def commit(staging: Staging, *files: FileEntry) -> Snapshot:
-    return open_snapshot(staging.commit(step=0, created=0.0, num_shards=1, tables=[], files=files))
+    return open_snapshot(
+        staging.commit(step=0, created=0.0, num_shards=1, bucket_shards=even_placement(1), tables=[], files=files)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -170,7 +173,11 @@ def test_labels_catch_a_block_whose_hash_was_made_to_fit(tmp_path: Path) -> None
     zero, one = (write(staging, {"ids": IDS}, shard=shard) for shard in (0, 1))
     (Path(staging.path) / zero.path).write_bytes((Path(staging.path) / one.path).read_bytes())
     forged = zero.model_copy(update={"xxh3_128": one.xxh3_128})
-    snapshot = open_snapshot(staging.commit(step=0, created=0.0, num_shards=2, tables=[], files=[forged, one]))
+    snapshot = open_snapshot(
+        staging.commit(
+            step=0, created=0.0, num_shards=2, bucket_shards=even_placement(2), tables=[], files=[forged, one]
+        )
+    )
     with pytest.raises(SnapshotDamaged, match=r"says of itself .*'shard': '1'.*on shard 0"):
         snapshot.read(forged)
 

@@ -15,8 +15,11 @@ from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, new_staging, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import MANIFEST, Parent
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.specs import TableSpec
 
-TABLE = {"name": "t", "num_rows": 100}
+TABLE = TableSpec(name="t", dim=2, optimizer=SGD(0.1), num_rows=100).to_dict()
 
 
 def take(
@@ -35,7 +38,7 @@ def take(
     staging, older = new_staging(root, name), None if parent is None else open_snapshot(root / parent)
     files = []
     for shard in range(num_shards):
-        mine = np.array([i for i in ids if i % num_shards == shard], np.int64)
+        mine = np.array([i for i in ids if even_placement(num_shards)[i] == shard], np.int64)
         if len(mine):
             arrays = {"ids": mine, "rows": np.full((len(mine), 2), step, np.float32)}
             files.append(
@@ -47,6 +50,7 @@ def take(
         step=step,
         created=float(step) if created is None else created,
         num_shards=num_shards,
+        bucket_shards=even_placement(num_shards),
         tables=tables,
         files=files,
         parent=None if older is None else Parent(name=older.name, id=older.manifest.id),
@@ -145,7 +149,9 @@ def test_a_manifest_says_both_parent_and_deltas_or_neither(tmp_path: Path) -> No
     with pytest.raises(InvalidArgument, match="shards below num_shards, 2"):
         take(tmp_path, "c", 3, parent="a", deltas=[2])
     with pytest.raises(InvalidArgument, match="one needs the other"):
-        new_staging(tmp_path, "d").commit(step=1, created=1.0, num_shards=1, tables=[], files=[], deltas={"t": [0]})
+        new_staging(tmp_path, "d").commit(
+            step=1, created=1.0, num_shards=1, bucket_shards=even_placement(1), tables=[], files=[], deltas={"t": [0]}
+        )
 
 
 def test_where_a_shard_wrote_all_its_rows_nothing_older_counts(tmp_path: Path) -> None:
@@ -165,7 +171,7 @@ def test_where_a_shard_wrote_all_its_rows_nothing_older_counts(tmp_path: Path) -
 
 
 def test_a_table_that_is_not_the_parents_is_damage(tmp_path: Path) -> None:
-    take(tmp_path, "a", 1, tables=({"name": "t", "num_rows": 7},))
+    take(tmp_path, "a", 1, tables=(TABLE | {"num_rows": 7},))
     take(tmp_path, "b", 2, parent="a")
     with pytest.raises(SnapshotDamaged, match="does not fit"):
         layers_of(open_snapshot(tmp_path / "b").chain(), "t")

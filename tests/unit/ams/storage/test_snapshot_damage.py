@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import MANIFEST
-from geartrain.ams.values.errors import SnapshotDamaged
+from geartrain.ams.values.errors import SnapshotDamaged, SnapshotTooNew
 
 Take = Callable[..., Path]
 Damage = Callable[[Path, random.Random], set[str]]
@@ -162,18 +162,30 @@ def test_another_format_is_refused_by_name(tmp_path: Path, take: Take) -> None:
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m.seal_json({**content, "format": 4}))
-    with pytest.raises(SnapshotDamaged, match="format 4; this version of Geartrain reads 1, 2 and 3"):
+    path.write_bytes(m.seal_json({**content, "format": 5, "new": []}))
+    with pytest.raises(SnapshotTooNew, match=r"a/manifest\.json cannot be used: it is of format 5"):
         open_snapshot(path.parent)
+    take(tmp_path, "older", step=0)
+    assert [listed.name for listed in list_snapshots(tmp_path)] == ["a", "older"]
+    with pytest.raises(SnapshotTooNew, match="format 5"):
+        latest(tmp_path)
+    assert latest(tmp_path, allow_fallback=True).name == "older"
+    assert prune(tmp_path, 1) == [] and path.exists()
+    for nonsense in (0, -1, True, "4", None):
+        path.write_bytes(m.seal_json({**content, "format": nonsense}))
+        with pytest.raises(SnapshotDamaged, match="formats are numbered from 1"):
+            open_snapshot(path.parent)
 
 
-def test_the_first_format_which_knew_no_parents_is_read(tmp_path: Path, take: Take) -> None:
+@pytest.mark.parametrize("change", [{"placement": ""}, {"placement": "AAA="}, {"placement": "%"}, {"num_shards": 1}])
+def test_a_manifest_whose_bucket_map_is_none_is_damaged(tmp_path: Path, take: Take, change: dict[str, object]) -> None:
     from geartrain.ams.storage.snapshot import manifest as m
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m.seal_json({**{k: v for k, v in content.items() if k not in ("deltas", "moment")}, "format": 1}))
-    assert open_snapshot(path.parent).verify() == []
+    path.write_bytes(m.seal_json({**content, **change}))
+    with pytest.raises(SnapshotDamaged, match="its content is not legal"):
+        open_snapshot(path.parent)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from geartrain.ams.storage.snapshot.folder import (
 from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry
 from geartrain.ams.values import errors
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound
+from geartrain.ams.values.placement import even_placement
 
 Take = Callable[..., Path]
 
@@ -36,7 +37,8 @@ def a_file(staging: Staging, name: str = "x") -> FileEntry:
 
 def commit(staging: Staging, *files: FileEntry, **overrides: Any) -> Path:
     values: dict[str, Any] = {"step": 1, "created": 1.0, "num_shards": 1, "tables": [], **overrides}
-    return staging.commit(files=files, **values)
+    placement = even_placement(values["num_shards"])
+    return staging.commit(files=files, **{"bucket_shards": placement, **values})
 
 
 def test_a_manifest_comes_back_as_it_was_given(tmp_path: Path, take: Take) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.placement import bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 
 DIM = 3
@@ -183,3 +184,22 @@ def test_memory_for_copies_serves_the_next_freeze_and_goes_when_it_is_not_needed
     assert first[0] > 60e6
     assert second[0] < 10e6, "the second freeze took fresh memory"
     assert small[1] < -30e6, "memory that was not needed was kept"
+
+
+@pytest.mark.parametrize("num_rows", [None, 500_000])
+def test_rows_of_some_buckets_are_read_first_and_each_once(num_rows: int | None) -> None:
+    table = make_table(num_rows)
+    ids = np.random.default_rng(0).choice(500_000, 300_000, replace=False)  # more than are looked at at once
+    table.assign(ids, np.repeat(ids[:, None], DIM, axis=1).astype(np.float32))
+    assert table.freeze() == len(ids)
+    buckets = bucket_of(ids, dense=num_rows is not None)
+    for wanted in (np.arange(4096) == 4095, np.arange(4096) % 3 == 0, np.arange(4096) < 2000, np.arange(4096) >= 0):
+        part: list[int] = []
+        while len((read := table.read_frozen(20_000, wanted)).ids):
+            assert np.all(wanted[bucket_of(read.ids, dense=num_rows is not None)])
+            np.testing.assert_array_equal(read.rows[:, 0], read.ids.astype(np.float32))
+            part += read.ids.tolist()
+            table.assign(ids[:1000], np.full((1000, DIM), -1, np.float32))  # beside it
+        assert sorted(part) == sorted(ids[wanted[buckets]].tolist())
+        ids, buckets = ids[~wanted[buckets]], buckets[~wanted[buckets]]
+    table.thaw(kept=True)

@@ -105,7 +105,7 @@ def test_the_rows_are_spread_over_the_shards_and_end_with_zeros(cluster: gt.Clus
     np.testing.assert_array_equal(flat[:num_values], mine)
     assert not flat[num_values:].any() and len(flat) > num_values
     rows = [shard.rows for shard in cluster.status().shards]
-    assert min(rows) > 0 and max(rows) - min(rows) <= 1
+    assert min(rows) > 0 and max(rows) - min(rows) <= 2
 
 
 def test_later_workers_take_the_weights_and_see_the_pushes_of_others(cluster: gt.Cluster) -> None:
