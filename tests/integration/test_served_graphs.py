@@ -28,7 +28,7 @@ from geartrain.ams.values.errors import (
     SpecMismatch,
     TableNotFound,
 )
-from geartrain.bridge.head.selection import knn_selection
+from geartrain.bridge.head.selection import graph_build
 from geartrain.bridge.head.selection.knn_selection import KNNSelection
 from geartrain.bridge.head.selection.served_graph import ServedRows
 from geartrain.cli.main import build_app
@@ -55,13 +55,13 @@ def graph_server(served: Callable[..., ServedCluster]) -> Iterator[tuple[str, st
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """What heads of this process have graphs built from."""
     seen: list[type] = []
-    plain = knn_selection._build
+    plain = graph_build.build_graph
 
     def spy(rows: object, *arguments: object) -> object:
         seen.append(type(rows))
         return plain(rows, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(knn_selection, "_build", spy)
+    monkeypatch.setattr(graph_build, "build_graph", spy)
     return seen
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.bridge.head.selection import knn_selection
+from geartrain.bridge.head.selection import graph_build
+from geartrain.bridge.head.selection.served_graph import PulledRows
 
 
 def plain_build(
-    rows: knn_selection.TableRows, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
+    rows: PulledRows, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
 ) -> NeighbourTable:
     """Every cosine, sorted; in two reads."""
     half = rows.num_rows // 2
@@ -33,4 +34,4 @@ def plain_build(
 
 def use_plain_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build graphs by :func:`plain_build`."""
-    monkeypatch.setattr(knn_selection, "_build", plain_build)
+    monkeypatch.setattr(graph_build, "build_graph", plain_build)

@@ -15,6 +15,7 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "geartrain.ams.client.cluster",
+    "geartrain.bridge.head.class_head",
     "geartrain.bridge.rows.optimizer",
 ]
 

@@ -11,10 +11,7 @@ Legend: B labels, C classes, D width, k neighbours of a class.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -27,17 +24,15 @@ from geartrain.ams.programs.class_lifecycle import LivingClasses
 from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.backend import GraphRows, GraphSource, Peers, RowBackend
+from geartrain.bridge.head.backends.backend import GraphSource, Peers, RowBackend
 from geartrain.bridge.head.selection.background import begin_beside
+from geartrain.bridge.head.selection.graph_build import Building, Progress, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ReadableTable
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total) while a graph is built; from a thread of its own in the background."""
 
 
 @final
@@ -143,8 +138,8 @@ class KNNSelection(Selection):
         self._step = step
         self._is_due = False
         self._prepared: int | None = None
-        self._pending: _Building | None = None
-        self._ending: _Building | None = None
+        self._pending: Building | None = None
+        self._ending: Building | None = None
         """The last one that was cancelled: a service builds one graph of a table at a time."""
 
     def __repr__(self) -> str:
@@ -224,7 +219,7 @@ class KNNSelection(Selection):
             building.run(self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
             return building.result.result()
 
-        self._install(_from_first(self._ranks, build), building.step)
+        self._install(built_for_all(self._ranks, build), building.step)
 
     def follow(self, living: LivingClasses, added: Ids) -> None:
         """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
@@ -377,9 +372,9 @@ class KNNSelection(Selection):
             arguments = (self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
             begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
 
-    def _new_building(self) -> _Building:
+    def _new_building(self) -> Building:
         after, self._ending = self._ending, None
-        return _Building(self._step(), after)
+        return Building(self._step(), after)
 
     def _take_finished(self) -> None:
         """Use what was built beside the training, if those who build have it."""
@@ -391,54 +386,10 @@ class KNNSelection(Selection):
         if done:
             self._pending = None
             is_due = self._is_due
-            self._install(_from_first(self._ranks, building.result.result), building.step)
+            self._install(built_for_all(self._ranks, building.result.result), building.step)
             self._is_due = is_due  # of an epoch that ended meanwhile
 
     def _install(self, table: NeighbourTable, step: int) -> None:
         version = 1 if self.graph is None else self.graph.version + 1
         self.graph = Graph(table, version, step, self.living.fingerprint)
         self._is_due = False
-
-
-class _Building:
-    """One build of a graph."""
-
-    def __init__(self, step: int, after: _Building | None) -> None:
-        """``after`` was cancelled; a graph service is asked for this one when it knows of that."""
-        self.step = step
-        self._after = after
-        self.result: Future[NeighbourTable] = Future()
-        self._cancelled = threading.Event()
-
-    def run(self, rows: GraphRows, k: int, progress: Progress | None) -> None:
-        """Build; the result, or why there is none, is in ``result``."""
-        after, self._after = self._after, None
-        if after is not None and rows.one_at_a_time:
-            wait_for([after.result])
-        try:
-            built = _build(rows, k, progress, self._cancelled.is_set)
-        except Exception as exc:
-            self.result.set_exception(exc)
-        else:
-            self.result.set_result(built)
-
-    def cancel(self) -> None:
-        """End it soon."""
-        self._cancelled.set()
-
-
-def _build(rows: GraphRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
-    return rows.build(k, progress, cancelled)
-
-
-def _from_first(ranks: Peers | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
-    """What rank 0 builds, on every rank; ranks that hold the rows build together."""
-    if ranks is None:
-        return build()
-    built: list[NeighbourTable] = []
-    ranks.first_then_others(lambda: built.append(build()), lambda: None)
-    nothing = np.empty(0, np.int64)
-    offsets = ranks.array_from_first(built[0].offsets if built else nothing)
-    neighbours = ranks.array_from_first(built[0].neighbours if built else nothing)
-    k = ranks.array_from_first(np.array([built[0].k if built else 0], np.int64))
-    return built[0] if built else NeighbourTable(offsets, neighbours, int(k[0]))

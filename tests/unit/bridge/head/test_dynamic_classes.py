@@ -486,6 +486,26 @@ def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
             assert head.select.graph.table.num_classes == 49
 
 
+def test_rows_of_new_classes_that_one_rank_cannot_write_are_an_error_on_both(tmp_path: Path) -> None:
+    run_ranks(_write_on_a_rank, 2, tmp_path)
+
+
+def _write_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    head = make_head(None, "ranks")
+    living, assign = head.num_living, head.table.assign
+    if rank == 1:
+        head.table.assign = fail  # type: ignore[assignment,method-assign]
+    with pytest.raises(MemoryError if rank == 1 else SyncError, match=r"no room|rank 1 failed"):
+        head.add_classes(1)
+    assert head.num_living == living
+    head.table.assign = assign  # type: ignore[method-assign]
+    head.add_classes(1)
+    assert head.num_living == living + 1
+
+
 def test_ranks_refuse_to_imprint_a_retired_class_together(tmp_path: Path) -> None:
     run_ranks(_imprint_on_a_rank, 2, tmp_path)
 

@@ -66,11 +66,11 @@ def test_a_process_that_ends_in_the_middle_of_a_build_ends_well() -> None:
 import threading, numpy as np
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled
-from geartrain.bridge.head.selection import knn_selection
+from geartrain.bridge.head.selection import graph_build
 from tests.support.plain_graph import plain_build
 from tests.unit.bridge.head.test_graph_builds_end import make_head, train
 
-knn_selection._build = plain_build
+graph_build.build_graph = plain_build
 head, _ = make_head("background")
 train(head)
 begun = threading.Event()
@@ -81,7 +81,7 @@ def build_until_cancelled(rows, k, progress, cancelled):
         begun.set()
     raise Cancelled("cancelled")
 
-knn_selection._build = build_until_cancelled
+graph_build.build_graph = build_until_cancelled
 head.next_epoch()
 train(head)
 assert begun.wait(30)

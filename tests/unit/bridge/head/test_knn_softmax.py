@@ -16,7 +16,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CombinedMargin, CosFace
-from geartrain.bridge.head.selection import knn_selection
+from geartrain.bridge.head.selection import graph_build
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.plain_graph import plain_build, use_plain_graphs
@@ -190,7 +190,7 @@ def test_in_the_background_the_old_graph_is_used_until_the_new_one_is_there(monk
         finally:
             built.set()
 
-    monkeypatch.setattr(knn_selection, "_build", build_when_told)
+    monkeypatch.setattr(graph_build, "build_graph", build_when_told)
     head.next_epoch()
     train(head, 3)
     assert version(head) == 1
@@ -224,7 +224,7 @@ def test_a_build_that_fails_in_the_background_is_told_by_the_next_step(monkeypat
     def fail(*_: Any) -> NeighbourTable:
         raise InvalidArgument("no memory for the graph")
 
-    monkeypatch.setattr(knn_selection, "_build", fail)
+    monkeypatch.setattr(graph_build, "build_graph", fail)
     head.next_epoch()
     train(head)
     pending = selection(head)._pending
@@ -333,7 +333,7 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
         builds += 1
         return plain_build(*arguments)
 
-    knn_selection._build = counted_build  # type: ignore[assignment]
+    graph_build.build_graph = counted_build  # type: ignore[assignment]
     cluster = FakeCluster(seed=rank)  # ranks that built for themselves would find other neighbours
     head = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background"), cluster=cluster, sync=True)
     rows, active = RowOptimizer(head), []

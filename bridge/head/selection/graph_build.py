@@ -1,0 +1,61 @@
+"""One build of a graph of nearest classes: in the background or not, cancelled or not, and its result on every rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+
+import numpy as np
+
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.bridge.head.backends.backend import GraphRows, Peers
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) while a graph is built; from a thread of its own in the background."""
+
+
+class Building:
+    """One build of a graph."""
+
+    def __init__(self, step: int, after: Building | None) -> None:
+        """``after`` was cancelled; a graph service is asked for this one when it knows of that."""
+        self.step = step
+        self._after = after
+        self.result: Future[NeighbourTable] = Future()
+        self._cancelled = threading.Event()
+
+    def run(self, rows: GraphRows, k: int, progress: Progress | None) -> None:
+        """Build; the result, or why there is none, is in ``result``."""
+        after, self._after = self._after, None
+        if after is not None and rows.one_at_a_time:
+            wait_for([after.result])
+        try:
+            built = build_graph(rows, k, progress, self._cancelled.is_set)
+        except Exception as exc:
+            self.result.set_exception(exc)
+        else:
+            self.result.set_result(built)
+
+    def cancel(self) -> None:
+        """End it soon."""
+        self._cancelled.set()
+
+
+def build_graph(rows: GraphRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+    """The graph of the rows, built now."""
+    return rows.build(k, progress, cancelled)
+
+
+def built_for_all(ranks: Peers | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
+    """What rank 0 builds, on every rank; ranks that hold the rows build together."""
+    if ranks is None:
+        return build()
+    built: list[NeighbourTable] = []
+    ranks.first_then_others(lambda: built.append(build()), lambda: None)
+    nothing = np.empty(0, np.int64)
+    offsets = ranks.array_from_first(built[0].offsets if built else nothing)
+    neighbours = ranks.array_from_first(built[0].neighbours if built else nothing)
+    k = ranks.array_from_first(np.array([built[0].k if built else 0], np.int64))
+    return built[0] if built else NeighbourTable(offsets, neighbours, int(k[0]))
