@@ -47,7 +47,10 @@ class GrpcCalls:
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """Return the reply to a request."""
-        return aside(lambda: self.begin(request, timeout_seconds)())
+        method = self._service[type(request)]
+        data = aside(partial(self._reply, method.path, method.encode(request), timeout_seconds))
+        reply: R = method.reply.decode(data)
+        return reply
 
     def begin(self, request: Rpc[R], timeout_seconds: float | None) -> Pending[R]:
         """Send a request; what is returned waits for the reply. Raises NotSent."""
@@ -91,6 +94,18 @@ class GrpcCalls:
                     raise AttemptFailed(f"{self._peer}: the connection was closed") from exc
 
         return settle
+
+    def _reply(self, path: str, data: bytes, timeout_seconds: float | None) -> bytes:
+        if self.pauses is not None:
+            return self.begin_bytes(path, data, timeout_seconds)()
+        method: Any = self._channel.unary_unary(path)
+        try:  # without a change of thread, which costs half a millisecond
+            reply: bytes = method(data, timeout=timeout_seconds)
+        except grpc.RpcError as exc:
+            raise error_from(exc, self._peer) from exc
+        except ValueError as exc:
+            raise NotSent(f"{self._peer}: the connection is closed") from exc
+        return reply
 
     def stream_bytes(self, path: str, data: bytes) -> Iterator[bytes]:
         """:meth:`stream`, from encoded request to encoded replies."""
