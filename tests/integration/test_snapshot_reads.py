@@ -18,13 +18,14 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import bucket_of, buckets_between
 
 NUM_ROWS = 20_000
+DIM = 64
 TABLES = {"dense": np.arange(NUM_ROWS), "hashed": np.arange(NUM_ROWS) * 7919 + 3}
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each block of rows was read from the store; blocks are small."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 16)
     read, counted = _LocalStore.read, Counter[str]()
 
     def counting(self: _LocalStore, folder: Path, name: str) -> bytes:
@@ -37,8 +38,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def fill(cluster: Cluster) -> None:
     for name, ids in TABLES.items():
-        table = cluster.create_table(name, dim=2, optimizer=SGD(1.0), num_rows=NUM_ROWS if name == "dense" else None)
-        table.assign(ids, np.repeat(ids[:, None] % 1021, 2, axis=1).astype(np.float32))
+        table = cluster.create_table(name, dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS if name == "dense" else None)
+        table.assign(ids, np.repeat(ids[:, None] % 1021, DIM, axis=1).astype(np.float32))
 
 
 def assert_whole(cluster: Cluster) -> None:
@@ -70,7 +71,7 @@ def test_a_block_says_of_which_buckets_its_rows_are(tmp_path: Path, how: str) ->
         fill(cluster)
         path = cluster.snapshot(tmp_path, "a").result(60)
         if how == "compacted":
-            cluster.table("dense").push(np.arange(100), np.zeros((100, 2), np.float32))
+            cluster.table("dense").push(np.arange(100), np.zeros((100, DIM), np.float32))
             cluster.snapshot(tmp_path, "b", parent="a").result(60)
             path = compact(tmp_path, "b")
     snapshot = open_snapshot(path)

@@ -29,9 +29,10 @@ BLOCK_BYTES = 8 << 20
 fresh pages for the copies took longer than the disk."""
 
 _MOST_RANGES = 8
-"""Ranges of buckets that a shard's rows of a table are written in. Each is one more look at the ids of the rows that
-are not written yet. On another number of shards a range at a new border is read twice: an eighth of all rows or less.
-"""
+"""Ranges of buckets that a shard writes its rows of a table in, at most. On another number of shards a range at a new
+border is read twice: an eighth of all rows."""
+_BYTES_PER_RANGE = 32
+"""Of a row, for each range after the first: a range is one more look, of some 30 ns, at every row not written yet."""
 
 _DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -56,7 +57,7 @@ def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
 
     Ranges are of about equal size, blocks of about BLOCK_BYTES, and so that a range has no small rest.
     """
-    num_ranges = min(_MOST_RANGES, max(1, -(-num_rows * row_bytes // BLOCK_BYTES)))
+    num_ranges = min(_MOST_RANGES, 1 + row_bytes // _BYTES_PER_RANGE, max(1, -(-num_rows * row_bytes // BLOCK_BYTES)))
     rows_each = num_rows / num_ranges
     num_blocks = max(1, round(rows_each * row_bytes / BLOCK_BYTES))
     return num_ranges, max(1, int(1.05 * rows_each / num_blocks))  # hashed ids are not quite evenly spread

@@ -98,7 +98,8 @@ def _blocks_of(
     entries = [entry for layer in layers for entry in layer.blocks(owned)]
     # Where a block may hold rows of any bucket, each range would cost one more read of all.
     are_ranges = all(entry.buckets is not None for entry in entries)
-    num_ranges = plan_blocks(sum(entry.bytes for entry in entries), 1)[0] if are_ranges else 1
+    num_rows, num_bytes = sum(entry.num_rows for entry in entries), sum(entry.bytes for entry in entries)
+    num_ranges = plan_blocks(num_rows, num_bytes // max(1, num_rows))[0] if are_ranges else 1
     for first, last in bucket_ranges(np.flatnonzero(owned), num_ranges):
         for arrays in _in_blocks(_rows_of(layers, owned & buckets_between(first, last), dense=dense)):
             yield arrays, (first, last)
