@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.client.cluster import Cluster, local
 from geartrain.ams.observe.failpoints import armed
-from geartrain.ams.server.shard import Shard
+from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
@@ -161,13 +161,13 @@ def test_a_shard_that_was_not_told_of_the_parent_writes_all_its_rows(
             make(cluster, name)
         write(cluster, 0, count=300)
         with monkeypatch.context() as patched:
-            whole = Shard._thaw
+            whole = Freezes.end
 
-            def thaw(shard: Shard, snapshot_id: str, *, kept: bool) -> None:
-                if shard.shard == 0:
-                    whole(shard, snapshot_id, kept=kept)
+            def end(freezes: Freezes, snapshot_id: str, *, kept: bool) -> None:
+                if freezes._shard == 0:
+                    whole(freezes, snapshot_id, kept=kept)
 
-            patched.setattr(Shard, "_thaw", thaw)
+            patched.setattr(Freezes, "end", end)
             cluster.snapshot(tmp_path, "a").result(60)
         write(cluster, 1)
         path = cluster.snapshot(tmp_path, "b", parent="a").result(60)

@@ -182,7 +182,6 @@ def test_an_id_of_a_snapshot_is_32_hexadecimal_digits(roles: Callable[..., Roles
             requests.append(("Freeze", shard_pb2.FreezeRequest(snapshot_id=ID, parent_id=wrong)))
         errors = [ours.refusal(SHARD.name, method, request) for method, request in requests]
         write = graph_pb2.WriteGraphsRequest(folder=str(tmp_path / f".staging-a-{wrong}"), snapshot_id=wrong)
-        write.num_shards = 1
         errors.append(ours.refusal(GRAPH.name, "WriteGraphs", write))
         assert all("32 hexadecimal digits" in str(error) for error in errors), (wrong, errors)
 
