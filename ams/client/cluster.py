@@ -14,13 +14,13 @@ from geartrain.ams.client.data_streams import DataStreams
 from geartrain.ams.client.restore import restore_snapshot
 from geartrain.ams.client.scheduler_calls import SchedulerCalls, await_cluster
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshot import JobState, PendingSnapshot, begin_snapshot
+from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
-from geartrain.ams.rpc.dial import dial
+from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
@@ -129,8 +129,8 @@ class Cluster:
         # Only a process that has slow gears loads them.
         from geartrain.ams.gear.client.remote import RemoteGears
         from geartrain.ams.gear.partitions import job_of
-        from geartrain.ams.rpc.channel import seconds_to_connect
-        from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+        from geartrain.ams.rpc.client.channel import seconds_to_connect
+        from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 
         holders = self.streams(job_of(name), worker="fast gear").holders
         limit = self._config.max_message_bytes
@@ -317,7 +317,7 @@ class Cluster:
         if ``name`` exists), SnapshotRefused (a server does not write there: ``snapshot_roots``), ShardUnavailable,
         StaleClient (of a named stream that was taken over).
         """
-        job = JobState(step=integer("step", step, 0), values=values or {}, files=files or {})
+        job = JobContents(step=integer("step", step, 0), values=values or {}, files=files or {})
         name = f"step-{step:09}" if name is None else name
         return begin_snapshot(
             self._calls,

@@ -16,9 +16,9 @@ from geartrain.ams.values.scheduler_messages import (
     ReleaseStreams,
     RenewStreams,
     RestoreStreams,
+    StreamHolder,
     StreamHolders,
     StreamLease,
-    StreamReader,
     StreamRenewal,
 )
 
@@ -48,7 +48,7 @@ class DataStreams:
         timeout_seconds: float,
     ) -> None:
         self._scheduler = scheduler
-        self._reader = StreamReader(job, worker, incarnation)
+        self._reader = StreamHolder(job, worker, incarnation)
         self._num_streams, self._num_workers = num_streams, num_workers
         self._timeout_seconds = timeout_seconds
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from geartrain.ams.kernels.memory import UNLIMITED, memory_limit
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.local import LocalCarrier
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
@@ -61,7 +61,7 @@ class EmbeddedCluster:
             bucket_map = scheduler.register(address, number, incarnation).bucket_map
             owned = buckets_of_shard(bucket_map.bucket_shards, number)
             self._shards[address] = Shard(number, owned, incarnation=incarnation, threads=threads, models=models)
-        streams = DataStreams(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
+        streams = StreamLeases(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
         self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams))
 
     def open_carrier(self, address: str) -> LocalCarrier:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
-from geartrain.ams.rpc.silence import Peer, SilenceWatch
+from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     Busy,
@@ -26,7 +26,7 @@ from geartrain.ams.values.errors import (
     StepPending,
     Unavailable,
 )
-from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, Leave, aside, is_on_main_thread
+from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, is_on_main_thread, shielded
 from geartrain.ams.values.messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.specs import TableSpec
@@ -129,20 +129,20 @@ class ShardCalls:
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
             return self._deliver(calls, context, timeout_seconds, patience)
-        leaves = []
+        buffer_leases = []
         for number, (shard, request) in enumerate(calls := list(calls)):
             if isinstance(request, Pull | Push | Assign):
-                leaves.append(Leave())
-                calls[number] = shard, replace(request, leave=leaves[-1])
+                buffer_leases.append(BufferLease())
+                calls[number] = shard, replace(request, buffer_lease=buffer_leases[-1])
 
         def break_off() -> None:
             patience.end()
-            for leave in leaves:
-                leave.end()
-            for leave in leaves:
-                leave.wait()
+            for buffer_lease in buffer_leases:
+                buffer_lease.end()
+            for buffer_lease in buffer_leases:
+                buffer_lease.wait()
 
-        return aside(
+        return shielded(
             partial(self._deliver, calls, context, timeout_seconds, patience),
             if_broken_off=break_off,
         )
@@ -226,7 +226,7 @@ class ShardCalls:
         """Run ``function`` on a thread of the client's own."""
         self.require_own_process()
         future = BackgroundFuture(partial(function, *arguments, **keywords))
-        aside(partial(self._submit, future), if_broken_off=future.cancel)
+        shielded(partial(self._submit, future), if_broken_off=future.cancel)
         return future
 
     def _submit(self, future: BackgroundFuture) -> None:
@@ -240,7 +240,7 @@ class ShardCalls:
 
     def give_up(self) -> None:
         """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
-        aside(self._give_up)
+        shielded(self._give_up)
 
     def _give_up(self) -> None:
         if self.remote and not self._closed:
@@ -263,7 +263,7 @@ class ShardCalls:
 
     def close(self) -> None:
         """Finish background calls and close the connections. Idempotent."""
-        aside(self._close)
+        shielded(self._close)
 
     def _close(self) -> None:
         with self._lock:

@@ -32,7 +32,7 @@ from geartrain.ams.values.errors import (
     StateError,
     TableNotFound,
 )
-from geartrain.ams.values.interrupts import aside
+from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
@@ -48,7 +48,7 @@ _TELL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobState:
+class JobContents:
     """What a snapshot holds beside the rows."""
 
     step: int = 0
@@ -102,7 +102,7 @@ class _Hold:
         """From now on."""
         self._calls.held_snapshots.add(self._freeze.snapshot_id)
         renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
-        aside(renewing.start)
+        shielded(renewing.start)
 
     def end(self) -> None:
         """No more. Idempotent."""
@@ -131,7 +131,7 @@ def begin_snapshot(
     existing: Callable[[], Sequence[TableSpec]],
     root: str | Path,
     name: str,
-    job: JobState,
+    job: JobContents,
     *,
     tables: Sequence[str] | None = None,
     parent: str | Path | None = None,
@@ -179,7 +179,7 @@ def _finish(
     calls: ShardCalls,
     staging: Staging,
     specs: list[TableSpec],
-    job: JobState,
+    job: JobContents,
     older: Snapshot | None,
     caller: CallContext | None,
     check_caller: Callable[[], None],

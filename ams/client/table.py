@@ -150,9 +150,9 @@ class Table:
         (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
-        looks = self._calls.view.num_shards > 1 or group is not None
+        check_finite = self._calls.view.num_shards > 1 or group is not None
         push = Push(table=self.spec.name, ids=ids, gradients=gradients, lr=lr, scale=scale, group=group)
-        return _send_once(self._prepared(push, sequence, looks=looks))
+        return _send_once(self._prepared(push, sequence, check_finite=check_finite))
 
     def push_async(
         self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0, sequence: int | None = None
@@ -186,22 +186,22 @@ class Table:
             group=group,
             step_goes_on=step_goes_on,
         )
-        return self._prepared(push, sequence, looks=not known_finite, known_finite=known_finite)
+        return self._prepared(push, sequence, check_finite=not known_finite, known_finite=known_finite)
 
-    def _prepared(self, push: Push, sequence: int | None, *, looks: bool, known_finite: bool = False) -> Write:
-        """Check ``push``, of all shards, and cut it; without ``looks`` a shard finds what is not finite."""
+    def _prepared(self, push: Push, sequence: int | None, *, check_finite: bool, known_finite: bool = False) -> Write:
+        """Check ``push``, of all shards, and cut it; without ``check_finite`` a shard finds what is not finite."""
         checked = ids_array(push.ids, self.spec.num_rows)
         rows = rows_array(push.gradients, len(checked), self.spec.dim)
         lr = None if push.lr is None else real_number("lr", push.lr)
         scale = real_number("scale", push.scale)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
-        if looks:
+        if check_finite:
             _require_finite(rows, checked)
         merged, rows = ops.merged(checked, rows)
-        if looks and merged is not checked:
+        if check_finite and merged is not checked:
             _require_finite(rows, merged)  # a sum may be infinite where its terms are not
-        if looks or known_finite:
+        if check_finite or known_finite:
             _require_finite_product(rows, scale)
         every_shard = push.group is not None or self.spec.counts_steps
         requests = [

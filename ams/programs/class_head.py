@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels.ops import ClassPass, all_finite
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows
 from geartrain.ams.programs.selection import PartialFC, SamplingCorrection
 from geartrain.ams.programs.top_classes import top_classes
@@ -173,7 +173,7 @@ class _Batch:
             if not rows.owns(ids).all() or np.any(np.diff(ids) <= 0):
                 raise InvalidIds("'active' must hold classes that this shard owns, rising")
             return _Active(rows, len(ids), ids)
-        living = LivingClasses(num_classes, _retired_runs(inputs))
+        living = LiveClasses(num_classes, _retired_runs(inputs))
         living.require(self.labels_B, "label")
         if "sample_rate" not in inputs.settings:
             if living.are_all:
@@ -284,7 +284,7 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
         rows,
         features_BD,
         int(k),
-        living=LivingClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
+        living=LiveClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
         normalised=normalised,
         chunks=chunks,
         parts=parts,

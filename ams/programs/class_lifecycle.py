@@ -23,7 +23,7 @@ from geartrain.ams.values.specs import Ids
 _NONE = np.empty((0, 2), np.int64)
 
 
-class LivingClasses:
+class LiveClasses:
     """The classes of a table of C rows that are not retired. Immutable; memory O(R), time O(log R) an id.
 
     Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), rising, with a living class
@@ -52,16 +52,16 @@ class LivingClasses:
             raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one living class at least")
 
     @staticmethod
-    def first(num_classes: int, num_living: int | None) -> LivingClasses:
+    def first(num_classes: int, num_living: int | None) -> LiveClasses:
         """The first ``num_living`` (None: all) of ``num_classes``. Raises InvalidArgument."""
         if num_living is None or num_living == num_classes:
-            return LivingClasses(num_classes)
+            return LiveClasses(num_classes)
         if isinstance(num_living, bool) or not isinstance(num_living, int) or not 1 <= num_living <= num_classes:
             raise InvalidArgument(
                 f"num_living is {num_living!r}; it must lie in [1, {num_classes}], num_classes being the most classes "
                 "that may ever live at a time"
             )
-        return LivingClasses(num_classes, [[num_living, num_classes]])
+        return LiveClasses(num_classes, [[num_living, num_classes]])
 
     @property
     def num_living(self) -> int:
@@ -115,17 +115,17 @@ class LivingClasses:
                 f"{count} classes were to be added, and {free} of {self.num_classes} ids are free; retire others, or "
                 "make the head with a larger num_classes (rows never written take no memory on a shard)"
             )
-        others = LivingClasses(self.num_classes, _complement(self.retired_runs, self.num_classes)) if free else self
+        others = LiveClasses(self.num_classes, _complement(self.retired_runs, self.num_classes)) if free else self
         return others.ids(np.arange(count, dtype=np.int64))
 
-    def with_added(self, ids: Ids) -> LivingClasses:
+    def with_added(self, ids: Ids) -> LiveClasses:
         """The same and the retired ``ids``, which are distinct."""
         living = _joined(_complement(self.retired_runs, self.num_classes), ids)
-        return LivingClasses(self.num_classes, _complement(living, self.num_classes))
+        return LiveClasses(self.num_classes, _complement(living, self.num_classes))
 
-    def without(self, ids: Ids) -> LivingClasses:
+    def without(self, ids: Ids) -> LiveClasses:
         """The same without the living ``ids``, which are distinct. Raises InvalidArgument if none would be left."""
-        return LivingClasses(self.num_classes, _joined(self.retired_runs, ids))
+        return LiveClasses(self.num_classes, _joined(self.retired_runs, ids))
 
     def select(self, select: Selection, labels: Ids, step: int) -> ActiveClasses:
         """The active classes that ``select`` chooses of the living ones, for living labels [B]."""

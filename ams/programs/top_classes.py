@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.hosted import Float32, HostedRows
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.messages import Arrays
@@ -32,7 +32,7 @@ def top_classes(
     features_BD: Float32,
     k: int,
     *,
-    living: LivingClasses,
+    living: LiveClasses,
     normalised: bool,
     chunks: Sequence[tuple[int, int]],
     parts: int,

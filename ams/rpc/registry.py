@@ -2,8 +2,8 @@
 
 An RPC of a ``.proto`` file is declared by the value that asks for it: a subclass of
 :class:`geartrain.ams.values.rpc.Rpc` of the same name, in the module of values of its service. Its messages are those
-of the service's descriptor, its codec follows from the fields of both (:mod:`geartrain.ams.rpc.message_codec`),
-its handler is what a role binds to the value's type (:func:`geartrain.ams.rpc.binding.bind`). So a new RPC costs
+of the service's descriptor, its codec follows from the fields of both (:mod:`geartrain.ams.rpc.codec.messages`),
+its handler is what a role binds to the value's type (:func:`geartrain.ams.rpc.server.binding.bind`). So a new RPC costs
 a message, a value and a handler. Only those that carry rows have more of their own, below.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, get_args, get_origin
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, types_pb2
-from geartrain.ams.rpc import gear_codec
-from geartrain.ams.rpc import hosted_codec as hosted
-from geartrain.ams.rpc.message_codec import FieldCodec, MessageCodec, is_record
+from geartrain.ams.rpc.codec import gear as gear_codec
+from geartrain.ams.rpc.codec import hosted
+from geartrain.ams.rpc.codec.messages import FieldCodec, MessageCodec, is_record
 from geartrain.ams.values import gear_messages, graph_messages, messages, scheduler_messages
 from geartrain.ams.values import rpc as common
 from geartrain.ams.values.gear_messages import AskFeatures, PushFeatureGradients
@@ -142,9 +142,9 @@ SHARD = Service(
     _service(shard_pb2, "Shard"),
     messages,
     {
-        Pull: Own(beside=("ids", "out", "positions", "present", "leave"), reply=_AS_IT_IS),
-        Push: Own(beside=("ids", "gradients", "leave")),
-        Assign: Own(beside=("ids", "rows", "leave")),
+        Pull: Own(beside=("ids", "out", "positions", "present", "buffer_lease"), reply=_AS_IT_IS),
+        Push: Own(beside=("ids", "gradients", "buffer_lease")),
+        Assign: Own(beside=("ids", "rows", "buffer_lease")),
         ComputeHosted: Own(beside=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
         UpdateHosted: Own(beside=("inputs",)),
     },

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from geartrain.ams.scheduler.incarnations import Incarnations
-from geartrain.ams.scheduler.pauses import OwnStops
+from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.values.arguments import checked_name
@@ -86,7 +86,7 @@ class _Job:
         return least + (order.index(worker) < more)
 
 
-class DataStreams:
+class StreamLeases:
     """The data streams of all jobs. Thread-safe. What a method returns or acknowledges was written to the store."""
 
     def __init__(
@@ -104,7 +104,7 @@ class DataStreams:
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         self._store = store
         self._clock = clock
-        self._stops = OwnStops(lease_seconds / 4, clock)
+        self._stops = PauseDetector(lease_seconds / 4, clock)
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         self._fences: dict[str, int] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from geartrain.ams.rpc.ping import PingHandler
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, ProtocolError
@@ -39,7 +39,7 @@ from geartrain.ams.values.scheduler_messages import (
 )
 
 
-class Call(Protocol):
+class WaitingCaller(Protocol):
     """What a handler needs of the call that brought a request."""
 
     def require_waiting(self) -> None:
@@ -49,10 +49,10 @@ class Call(Protocol):
 class SchedulerHandlers:
     """Answers requests: a handler for each type of them."""
 
-    def __init__(self, scheduler: Scheduler, streams: DataStreams) -> None:
+    def __init__(self, scheduler: Scheduler, streams: StreamLeases) -> None:
         self._scheduler = scheduler
         self._streams = streams
-        self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, Call], Any]] = {
+        self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
             Ping: PingHandler("scheduler"),
             Register: self._register,
             Heartbeat: self._heartbeat,
@@ -72,7 +72,7 @@ class SchedulerHandlers:
             RestoreStreams: self._restore_streams,
         }
 
-    def _register(self, shard: Register, _: Call) -> Registration:
+    def _register(self, shard: Register, _: WaitingCaller) -> Registration:
         if split_address(shard.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
             raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
         # First: once all shards have registered, incarnations are given out above what they have seen.
@@ -88,17 +88,17 @@ class SchedulerHandlers:
             bucket_map=shard.bucket_map,
         )
 
-    def _heartbeat(self, beat: Heartbeat, _: Call) -> Beat:
+    def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
         self._scheduler.hear_incarnation(beat.highest_incarnation)
         return self._scheduler.heartbeat(beat.shard, beat.incarnation)
 
-    def _leave(self, leave: LeaveCluster, _: Call) -> None:
+    def _leave(self, leave: LeaveCluster, _: WaitingCaller) -> None:
         self._scheduler.leave(leave.shard, leave.incarnation)
 
-    def _describe(self, _: DescribeCluster, __: Call) -> ClusterView:
+    def _describe(self, _: DescribeCluster, __: WaitingCaller) -> ClusterView:
         return self._scheduler.describe()
 
-    def _create_table(self, create: CreateClusterTable, call: Call) -> int:
+    def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> int:
         made = self._scheduler.create_table(
             create.spec,
             reuse=create.reuse,
@@ -108,12 +108,12 @@ class SchedulerHandlers:
         )
         return made.incarnation
 
-    def _drop_table(self, drop: DropClusterTable, call: Call) -> None:
+    def _drop_table(self, drop: DropClusterTable, call: WaitingCaller) -> None:
         self._scheduler.drop_table(
             drop.table, incarnation=drop.incarnation, require_current=self._require_current(drop.caller, call)
         )
 
-    def _publish_tables(self, publish: PublishClusterTables, call: Call) -> None:
+    def _publish_tables(self, publish: PublishClusterTables, call: WaitingCaller) -> None:
         if len(publish.tables) != len(publish.incarnations):
             raise ProtocolError(f"{len(publish.tables)} tables have {len(publish.incarnations)} incarnations")
         self._scheduler.publish_tables(
@@ -121,7 +121,7 @@ class SchedulerHandlers:
             require_current=self._require_current(publish.caller, call),
         )
 
-    def _require_current(self, caller: CallContext | None, call: Call) -> Callable[[], None]:
+    def _require_current(self, caller: CallContext | None, call: WaitingCaller) -> Callable[[], None]:
         """What ends a change of tables whose turn comes too late: nobody waits for it, or its job was taken over."""
 
         def require() -> None:
@@ -130,31 +130,31 @@ class SchedulerHandlers:
 
         return require
 
-    def _take_incarnation(self, take: TakeIncarnation, _: Call) -> int:
+    def _take_incarnation(self, take: TakeIncarnation, _: WaitingCaller) -> int:
         return self._scheduler.take_incarnation(take.chosen)
 
-    def _check_caller(self, check: CheckCaller, _: Call) -> None:
+    def _check_caller(self, check: CheckCaller, _: WaitingCaller) -> None:
         self._streams.require_current(check.caller)
 
-    def _fence_job(self, fence: FenceJob, _: Call) -> None:
+    def _fence_job(self, fence: FenceJob, _: WaitingCaller) -> None:
         self._streams.fence(fence.job, fence.incarnation)
 
-    def _lease_streams(self, lease: LeaseStreams, _: Call) -> StreamLease:
+    def _lease_streams(self, lease: LeaseStreams, _: WaitingCaller) -> StreamLease:
         return self._streams.lease(*_who(lease), num_streams=lease.num_streams, num_workers=lease.num_workers)
 
-    def _renew_streams(self, renew: RenewStreams, _: Call) -> StreamRenewal:
+    def _renew_streams(self, renew: RenewStreams, _: WaitingCaller) -> StreamRenewal:
         return self._streams.renew(*_who(renew), renew.cursors)
 
-    def _release_streams(self, release: ReleaseStreams, _: Call) -> None:
+    def _release_streams(self, release: ReleaseStreams, _: WaitingCaller) -> None:
         self._streams.release(*_who(release), release.cursors, None if release.all else release.streams)
 
-    def _describe_streams(self, describe: DescribeStreams, _: Call) -> dict[int, Cursor]:
+    def _describe_streams(self, describe: DescribeStreams, _: WaitingCaller) -> dict[int, Cursor]:
         return self._streams.cursors(describe.job)
 
-    def _describe_holders(self, describe: DescribeHolders, _: Call) -> StreamHolders:
+    def _describe_holders(self, describe: DescribeHolders, _: WaitingCaller) -> StreamHolders:
         return self._streams.holders(describe.job)
 
-    def _restore_streams(self, restore: RestoreStreams, _: Call) -> None:
+    def _restore_streams(self, restore: RestoreStreams, _: WaitingCaller) -> None:
         self._streams.restore(restore.job, restore.incarnation, restore.cursors)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from geartrain.ams.scheduler.pauses import OwnStops
+from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.scheduler.state import Member, State
 from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument
 from geartrain.ams.values.scheduler_messages import ShardCondition, ShardEntry
@@ -22,7 +22,7 @@ class Membership:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._started = clock()
-        self._stops = OwnStops(lease_seconds / 2, clock)
+        self._stops = PauseDetector(lease_seconds / 2, clock)
         self._forgive_silence()  # they may live, unheard as long as there was no scheduler
 
     def pulse(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class OwnStops:
+class PauseDetector:
     """Whether the process was stopped for longer than ``longest_seconds``. Notices nothing until pulses begin."""
 
     def __init__(self, longest_seconds: float, clock: Callable[[], float]) -> None:

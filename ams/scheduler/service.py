@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from geartrain.ams.rpc.binding import bind
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.registry import SCHEDULER
-from geartrain.ams.rpc.server import GrpcServer
-from geartrain.ams.rpc.shard_client import GrpcCarrier
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.rpc.server.binding import bind
+from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
@@ -64,7 +64,7 @@ class SchedulerServer:
     def _start(self) -> str:
         store = LockedStore(MemoryStore() if self._store is None else self._store)
         incarnations = Incarnations(store)
-        streams = DataStreams(store, self._config.stream_lease_seconds, incarnations=incarnations)
+        streams = StreamLeases(store, self._config.stream_lease_seconds, incarnations=incarnations)
         scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(

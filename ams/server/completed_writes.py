@@ -55,7 +55,7 @@ class MarkedStream(NamedTuple):
     done: list[MarkedWrite]
 
 
-class WriteMarks:
+class CompletedWrites:
     """The marks of one shard. Used by the shard's own thread only; memory is bounded by streams × window."""
 
     def __init__(self, max_streams: int = MAX_STREAMS, max_forgotten: int = MAX_FORGOTTEN_STREAMS) -> None:

@@ -121,7 +121,7 @@ class Hosting:
         def apply(chunk: Any) -> int:
             return table.push(gradients.ids(chunk), gradients.make(chunk), lr=lr, scale=scale, ends_step=False)
 
-        if not table.surely_takes(gradients.largest, lr=lr, scale=scale):
+        if not table.cannot_overflow(gradients.largest, lr=lr, scale=scale):
             self._side_by_side(check, gradients.chunks)
         if table.spec.num_rows is None:  # at once, or each chunk would be promised the same room
             table.make_room(np.concatenate([gradients.ids(chunk) for chunk in gradients.chunks]))

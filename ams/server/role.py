@@ -11,10 +11,10 @@ from types import MappingProxyType
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.payload.bulk import BulkPort
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
-from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
-from geartrain.ams.rpc.server import GrpcServer
+from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
 from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService

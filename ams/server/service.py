@@ -16,16 +16,16 @@ import numpy as np
 from geartrain.ams.kernels import ops
 from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import codec, framing
-from geartrain.ams.rpc import hosted_codec as hosted
-from geartrain.ams.rpc.binding import Call, bind
-from geartrain.ams.rpc.channel import WAITS_KEY
+from geartrain.ams.rpc.client.channel import WAITS_KEY
+from geartrain.ams.rpc.codec import framing, hosted
+from geartrain.ams.rpc.codec import shared as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.registry import SHARD, context_from_pb
-from geartrain.ams.rpc.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
-from geartrain.ams.rpc.waiting import BeginMethod, Begun
+from geartrain.ams.rpc.server.binding import Call, bind
+from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
+from geartrain.ams.rpc.server.waiting import BeginMethod, Begun
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id

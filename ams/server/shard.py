@@ -16,13 +16,13 @@ from types import MappingProxyType
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.lease import Lease
-from geartrain.ams.server.single_writer import Call, SingleWriter, as_ours, pass_on
+from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, as_ours, pass_on
 from geartrain.ams.server.sync_groups import SyncGroups, joint_push
 from geartrain.ams.server.tables import ShardTable, ShardTables
 from geartrain.ams.values.errors import (
@@ -108,7 +108,7 @@ class Shard:
         self._clock = clock
         self._started = clock()
         self._tables = ShardTables(shard, owned_buckets, threads)
-        self._marks = WriteMarks()
+        self._marks = CompletedWrites()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._hosting = Hosting(models, owned_buckets, threads)
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
@@ -224,7 +224,7 @@ class Shard:
                 self._marks.failed(context, error)
         self._freezes.end_silent()
 
-    def _perform(self, call: Call) -> None:
+    def _perform(self, call: QueuedRequest) -> None:
         self.check_fence(call.context)
         if isinstance(call.request, Push | Assign | UpdateHosted):
             self._write(call, call.request)
@@ -242,7 +242,7 @@ class Shard:
         match request:
             case Pull():
                 table = self._table_at_step(context, request)
-                with held(request.leave):
+                with held(request.buffer_lease):
                     table.rows.pull(request.ids, request.out, request.positions, request.present)
                 return Done()
             case ComputeHosted():
@@ -273,7 +273,7 @@ class Shard:
             self._groups.require_step(request.table, request.required_sync)
         return table
 
-    def _write(self, call: Call, request: Push | Assign | UpdateHosted) -> None:
+    def _write(self, call: QueuedRequest, request: Push | Assign | UpdateHosted) -> None:
         if (present := self._tables.get(request.table)) is not None:
             present.require_open(call.context)  # not even as a repetition: the rows of the write it repeats are gone
         if not self._marks.admit(call.context, call.future):
@@ -298,7 +298,7 @@ class Shard:
         if isinstance(request, UpdateHosted):
             return self._hosting.update(table.rows, request, self.check_lease)
         self.check_lease()
-        with held(request.leave):
+        with held(request.buffer_lease):
             if isinstance(request, Push):
                 return table.rows.push(
                     request.ids,
@@ -320,10 +320,10 @@ class Shard:
         if parts is None:
             return
         try:
-            with contextlib.ExitStack() as leaves:
+            with contextlib.ExitStack() as buffer_leases:
                 for _, part in parts:
                     if isinstance(part, Push):
-                        leaves.enter_context(held(part.leave))
+                        buffer_leases.enter_context(held(part.buffer_lease))
                 created = self._apply(table, _joint([part for _, part in parts]))
             failpoints.reach("shard.apply.after")
         except BaseException as error:

@@ -20,7 +20,7 @@ from geartrain.ams.values.messages import CallContext, Reply, Request
 
 
 @dataclass(frozen=True)
-class Call:
+class QueuedRequest:
     """A request, who made it, and where its reply is awaited."""
 
     context: CallContext
@@ -39,7 +39,7 @@ class SingleWriter:
     def __init__(
         self,
         name: str,
-        perform: Callable[[Call], None],
+        perform: Callable[[QueuedRequest], None],
         *,
         next_deadline: Callable[[], float | None],
         expire: Callable[[], None],
@@ -56,7 +56,7 @@ class SingleWriter:
         self._clock = clock
         self._looks_at = math.inf
         """When the own thread looks at the deadlines next, on the clock. Changed by whoever has the turn."""
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()
         """None: look again, at the deadlines and at ``_closed``."""
         self._closed = False
         self._gate = threading.Lock()
@@ -68,7 +68,7 @@ class SingleWriter:
 
     def submit(self, context: CallContext, request: Request) -> Future[Reply]:
         """Queue a request; the future holds its reply or a GeartrainError. Never blocks."""
-        call = Call(context, request, Future())
+        call = QueuedRequest(context, request, Future())
         with self._gate:
             if self._closed:
                 call.future.set_exception(self._refusal())
@@ -89,7 +89,7 @@ class SingleWriter:
             alone = not self._closed and self._num_queued == 0 and self.turn.acquire(blocking=False)
         if not alone:
             return self.submit(context, request)
-        call = Call(context, request, Future())
+        call = QueuedRequest(context, request, Future())
         try:
             self._answer(call)
             is_earlier = sets_deadline and self._note_deadline()
@@ -106,7 +106,7 @@ class SingleWriter:
         self._calls.put(None)
         self._thread.join()
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: QueuedRequest) -> None:
         # As if it had never come: no mark knows of it yet. A write that has begun goes on without its caller.
         if not call.future.set_running_or_notify_cancel():
             return
@@ -133,7 +133,7 @@ class SingleWriter:
                 self._num_queued -= 1
             del call  # the rows of a request are not kept until the next one arrives
 
-    def _next_call(self) -> Call | None:
+    def _next_call(self) -> QueuedRequest | None:
         """The next in the queue; None: it was closed, and nothing is left."""
         while True:
             left = self._looks_at - self._clock()

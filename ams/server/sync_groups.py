@@ -66,7 +66,7 @@ def joint_push(pushes: list[Push]) -> Push:
         start = end
     distinct, summed = ops.merged(ids, weighted)
     first = pushes[0]
-    return replace(first, ids=distinct, gradients=summed, scale=1.0, group=None, leave=None)
+    return replace(first, ids=distinct, gradients=summed, scale=1.0, group=None, buffer_lease=None)
 
 
 class SyncGroups:

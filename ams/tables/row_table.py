@@ -224,7 +224,7 @@ class RowTable:
         except ops.Refused as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 
-    def surely_takes(self, largest: float, *, lr: float | None = None, scale: float = 1.0) -> bool:
+    def cannot_overflow(self, largest: float, *, lr: float | None = None, scale: float = 1.0) -> bool:
         """Tell whether no push of gradients of at most ``largest`` in magnitude can raise NonFinite.
 
         From bounds of all rows and slots: O(1) work, and False does not mean that one would. Raises InvalidArgument as
@@ -232,7 +232,7 @@ class RowTable:
         """
         with np.errstate(over="ignore"):
             bound = float(np.float32(largest))
-        return bool(np.isfinite(bound)) and self._store.surely_takes(bound, self._checked_factors(lr, scale), scale)
+        return bool(np.isfinite(bound)) and self._store.cannot_overflow(bound, self._checked_factors(lr, scale), scale)
 
     def make_room(self, ids: Ids) -> None:
         """Reserve the memory that a push to ``ids`` [N] takes. Raises InvalidIds, MemoryError."""

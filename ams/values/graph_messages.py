@@ -124,7 +124,7 @@ class DescribeGraphs(Rpc[GraphsState]):
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadGraph(Rpc[bytes]):
-    """Ask for a whole graph, in chunks (:mod:`geartrain.ams.rpc.graph_client`)."""
+    """Ask for a whole graph, in chunks (:mod:`geartrain.ams.rpc.client.graph`)."""
 
     table: str
 

@@ -64,7 +64,7 @@ def is_on_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-def aside(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None = None) -> R:
+def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None = None) -> R:
     """Return what ``work`` returns, or raise what it raises; on the main thread let another thread do it.
 
     If the wait for it is broken off, ``if_broken_off`` is called; the work goes on, and its outcome is dropped.
@@ -155,11 +155,11 @@ class BackgroundFuture(Future[Any]):
 
     def cancel(self) -> bool:
         """See :class:`concurrent.futures.Future`."""
-        return aside(super().cancel)
+        return shielded(super().cancel)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """See :class:`concurrent.futures.Future`."""
-        aside(partial(super().add_done_callback, fn))
+        shielded(partial(super().add_done_callback, fn))
 
     def result(self, timeout: float | None = None) -> Any:
         """See :class:`concurrent.futures.Future`."""
@@ -198,8 +198,8 @@ class BrokenOff(ShardUnavailable):
     """The caller has gone: its arrays are its own again. Nobody but the threads that work for it sees this."""
 
 
-class Leave:
-    """Leave to touch a caller's arrays, which ends when the caller is broken off. Thread-safe.
+class BufferLease:
+    """The right to touch a caller's arrays, which ends when the caller is broken off. Thread-safe.
 
     Any number of threads may have it at once: they touch different parts.
     """
@@ -251,13 +251,13 @@ class Leave:
 
 
 @contextmanager
-def held(leave: Leave | None, break_off: Callable[[], object] | None = None) -> Iterator[None]:
+def held(buffer_lease: BufferLease | None, break_off: Callable[[], object] | None = None) -> Iterator[None]:
     """Have ``leave`` while the block runs (None: nothing takes it away); ``break_off`` ends a block that takes long."""
-    if leave is None:
+    if buffer_lease is None:
         yield
         return
-    leave.take(break_off)
+    buffer_lease.take(break_off)
     try:
         yield
     finally:
-        leave.give_back(break_off)
+        buffer_lease.give_back(break_off)

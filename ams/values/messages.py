@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.interrupts import Leave
+from geartrain.ams.values.interrupts import BufferLease
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids, TableSpec
 
@@ -190,7 +190,7 @@ class Pull(Rpc[Done]):
     """[M]; if given, set to whether the row exists."""
     required_sync: SyncGroup | None = None
     """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
-    leave: Leave | None = None
+    buffer_lease: BufferLease | None = None
     """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
 
 
@@ -210,7 +210,7 @@ class Push(Rpc[Done]):
     group: SyncGroup | None = None
     step_goes_on: bool = False
     """More pushes of the same step follow. It matters where a step moves untouched rows too."""
-    leave: Leave | None = None
+    buffer_lease: BufferLease | None = None
     """Needed to read the arrays; None: nothing takes it away."""
 
 
@@ -223,7 +223,7 @@ class Assign(Rpc[Done]):
     """Distinct."""
     rows: npt.NDArray[Any]
     """[N, D] of the table's dtype."""
-    leave: Leave | None = None
+    buffer_lease: BufferLease | None = None
     """Needed to read the arrays; None: nothing takes it away."""
 
 

@@ -229,7 +229,7 @@ class FenceJob(Rpc[None]):
     incarnation: int
 
 
-class StreamReader(NamedTuple):
+class StreamHolder(NamedTuple):
     """Who reads. A higher incarnation takes the place of a lower one of the same worker."""
 
     job: str
@@ -241,7 +241,7 @@ class StreamReader(NamedTuple):
 class LeaseStreams(Rpc[StreamLease]):
     """Take a worker's share of a job's free data streams."""
 
-    reader: StreamReader
+    reader: StreamHolder
     num_streams: int
     """Of the job; the same in every request."""
     num_workers: int
@@ -252,7 +252,7 @@ class LeaseStreams(Rpc[StreamLease]):
 class RenewStreams(Rpc[StreamRenewal]):
     """Commit cursors and prolong the lease."""
 
-    reader: StreamReader
+    reader: StreamHolder
     cursors: Mapping[int, Cursor]
 
 
@@ -260,7 +260,7 @@ class RenewStreams(Rpc[StreamRenewal]):
 class ReleaseStreams(Rpc[None]):
     """Commit cursors and give streams back."""
 
-    reader: StreamReader
+    reader: StreamHolder
     cursors: Mapping[int, Cursor]
     streams: tuple[int, ...] = ()
     all: bool = False

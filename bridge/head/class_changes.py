@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
 from geartrain.ams.values.placement import NUM_BUCKETS
@@ -37,7 +37,7 @@ def add_classes(
     rows: Tensor | None,
     examples: Iterable[tuple[Tensor, Tensor]] | None,
     backbone: nn.Module | None,
-) -> tuple[Ids, LivingClasses]:
+) -> tuple[Ids, LiveClasses]:
     """See ``ClassHead.add_classes``; returns the new ids and the living classes with them."""
     table = backend.table
 
@@ -71,15 +71,15 @@ def add_classes(
     return ids, backend.living.with_added(ids)
 
 
-def retire_classes(backend: RowBackend, ids: Tensor) -> LivingClasses:
+def retire_classes(backend: RowBackend, ids: Tensor) -> LiveClasses:
     """See ``ClassHead.retire_classes``; returns the living classes without them."""
     table = backend.table
 
-    def prepare() -> tuple[Ids, LivingClasses]:
+    def prepare() -> tuple[Ids, LiveClasses]:
         _require_ready(backend)
         return wanted_and_rest(backend.living, ids)
 
-    def summary(prepared: tuple[Ids, LivingClasses]) -> list[int]:
+    def summary(prepared: tuple[Ids, LiveClasses]) -> list[int]:
         return [len(prepared[0]), _digest(prepared[0].tobytes()), backend.living.fingerprint]
 
     wanted, living = _agreed(backend.peers, prepare, summary, f"the classes to retire of {table.spec.name!r}")
@@ -93,7 +93,7 @@ def retire_classes(backend: RowBackend, ids: Tensor) -> LivingClasses:
     return living
 
 
-def wanted_and_rest(living: LivingClasses, ids: Tensor) -> tuple[Ids, LivingClasses]:
+def wanted_and_rest(living: LiveClasses, ids: Tensor) -> tuple[Ids, LiveClasses]:
     """Checked ids [N], rising, and the living classes without them. Raises InvalidIds, InvalidArgument."""
     if not isinstance(ids, Tensor) or ids.ndim != 1:
         raise InvalidIds(f"ids are {ids!r:.80}; they must be a torch.int64 tensor [N]")

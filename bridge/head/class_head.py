@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import PartialFC, Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
@@ -241,7 +241,7 @@ class ClassHead(nn.Module):
         """
         self._follow(retire_classes(self._backend, ids), np.empty(0, np.int64))
 
-    def _follow(self, living: LivingClasses, added: Ids) -> None:
+    def _follow(self, living: LiveClasses, added: Ids) -> None:
         self._backend.living = living
         self.row_update.generation += 1
         self.select.follow(living, added)
@@ -407,7 +407,7 @@ class ClassHead(nn.Module):
         """
         self._require_same_size(state)
         self._backend.require_step(int(state["step"]))
-        living = LivingClasses(self.num_classes, state.get("retired_runs", []))
+        living = LiveClasses(self.num_classes, state.get("retired_runs", []))
         self.row_update.discard()
         self.row_update.step = int(state["step"])
         self.row_update.generation += 1

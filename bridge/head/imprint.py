@@ -16,7 +16,7 @@ import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor, nn
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import Peers
@@ -41,7 +41,7 @@ def imprint_rows(
     backbone: nn.Module,
     memory_bytes: int,
     progress: Callable[[int], None] | None,
-    living: LivingClasses,
+    living: LiveClasses,
 ) -> int:
     """See ``ClassHead.imprint``."""
     num_classes, dim = living.num_classes, table.spec.dim
@@ -83,7 +83,7 @@ def _read_all(
     loader: Loader,
     backbone: nn.Module,
     dim: int,
-    living: LivingClasses,
+    living: LiveClasses,
     report: Callable[[int], None],
 ) -> None:
     images_read = 0
@@ -105,12 +105,12 @@ def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int
     """Sum [C, D] of the features of each of ``num_classes`` classes; ``backbone`` runs as in :func:`imprint_rows`."""
     sums_CD = torch.zeros(num_classes, dim)
     with _in_eval_mode(backbone):
-        for features_ND, labels_N in _features(loader, backbone, dim, LivingClasses(num_classes)):
+        for features_ND, labels_N in _features(loader, backbone, dim, LiveClasses(num_classes)):
             sums_CD.index_add_(0, labels_N, features_ND)
     return sums_CD
 
 
-def _features(loader: Loader, backbone: nn.Module, dim: int, living: LivingClasses) -> Iterator[tuple[Tensor, Tensor]]:
+def _features(loader: Loader, backbone: nn.Module, dim: int, living: LiveClasses) -> Iterator[tuple[Tensor, Tensor]]:
     """Features [N, D] float32 and labels [N], on the host, batch after batch."""
     parameter = next(backbone.parameters(), None)
     for images, labels in loader:

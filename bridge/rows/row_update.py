@@ -16,7 +16,7 @@ from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.tables import HeadTable, HeadWrite
 
 
-class Writer(Protocol):
+class PushWriter(Protocol):
     """Makes pushes one after the other, each applied once."""
 
     def prepare(
@@ -44,7 +44,7 @@ class Writer(Protocol):
 class RowGradient(CollectedGradient, Protocol):
     """Those of rows in a cluster."""
 
-    def push(self, writer: Writer) -> None:
+    def push(self, writer: PushWriter) -> None:
         """Send all of it; a second call after an error goes on behind what was prepared."""
         ...
 
@@ -101,7 +101,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
 
 
 class _PushWriter:
-    """The pushes of one step; implements :class:`Writer`."""
+    """The pushes of one step; implements :class:`PushWriter`."""
 
     def __init__(self, table: HeadTable, ranks: Ranks | None, lr: float, scale: float, samples: int) -> None:
         self._table = table

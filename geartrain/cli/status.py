@@ -63,8 +63,8 @@ def status(
 
 def _pongs(scheduler: str, found: ClusterStatus, gears: list[GearState], config: ClientConfig) -> dict[str, Pong]:
     """What each role says of itself, by address; all are asked at once. One of an earlier version says nothing."""
-    from geartrain.ams.rpc.calls import GrpcCalls
     from geartrain.ams.rpc.carrier import AttemptFailed
+    from geartrain.ams.rpc.client.calls import GrpcCalls
     from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD
     from geartrain.ams.values.errors import GeartrainError
     from geartrain.ams.values.rpc import Ping
@@ -151,7 +151,7 @@ def health(
     as_json: Json = False,
 ) -> None:
     """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not."""
-    from geartrain.ams.rpc.health import is_serving
+    from geartrain.ams.rpc.client.health import is_serving
     from geartrain.ams.values.config import split_address
 
     split_address(address)

@@ -140,7 +140,7 @@ def check_port(check: str, listen: str) -> Finding:
             probe.bind(address)
             probe.listen()
     except OSError as exc:
-        from geartrain.ams.rpc.health import is_serving
+        from geartrain.ams.rpc.client.health import is_serving
 
         if is_serving(listen, _ANSWER_SECONDS):
             return Finding(check, "ok", f"{listen}: a role of Geartrain serves there")

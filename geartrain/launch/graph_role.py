@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.client.cluster_status import ClusterStatus, cluster_status
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
-from geartrain.ams.rpc.dial import dial
+from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import SchedulerUnavailable
 from geartrain.ams.values.scheduler_messages import DescribeCluster

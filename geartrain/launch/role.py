@@ -23,7 +23,7 @@ _LOOK_SECONDS = 1.0
 """Longest that a signal is not noticed."""
 
 
-class Service(Protocol):
+class RunningRole(Protocol):
     """What can be served until it is stopped."""
 
     end_reason: str | None
@@ -65,7 +65,7 @@ def warn_if_open(listen: str) -> None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 
-def serve(role: str, service: Service, **facts: object) -> None:
+def serve(role: str, service: RunningRole, **facts: object) -> None:
     """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
 
     The same signal once more ends the process at once.

@@ -14,7 +14,7 @@ from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.service.role import GearServer
-from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.config import ClientConfig, SlowGearConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch

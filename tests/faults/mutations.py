@@ -17,7 +17,7 @@ import xxhash
 
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
 from geartrain.ams.server import completed_writes as marks
-from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot import folder as snapshot_folder
@@ -26,13 +26,13 @@ from geartrain.ams.values.messages import CallContext, Done
 
 def _dedup(patch: pytest.MonkeyPatch) -> None:
     """A shard forgets what it applied."""
-    whole = WriteMarks.applied
+    whole = CompletedWrites.applied
 
-    def forgetting(self: WriteMarks, context: CallContext, done: Done, table: str) -> None:
+    def forgetting(self: CompletedWrites, context: CallContext, done: Done, table: str) -> None:
         whole(self, context, done, table)
         self._streams[context.stream].done.clear()
 
-    patch.setattr(WriteMarks, "applied", forgetting)
+    patch.setattr(CompletedWrites, "applied", forgetting)
 
 
 def _shard_fence(patch: pytest.MonkeyPatch) -> None:
@@ -43,10 +43,10 @@ def _shard_fence(patch: pytest.MonkeyPatch) -> None:
 def _client_fence(patch: pytest.MonkeyPatch) -> None:
     """A shard takes writes of a process that was replaced."""
 
-    def unfenced(self: WriteMarks, context: CallContext) -> Any:
+    def unfenced(self: CompletedWrites, context: CallContext) -> Any:
         return self._streams.setdefault(context.stream, marks._Stream())
 
-    patch.setattr(WriteMarks, "_current", unfenced)
+    patch.setattr(CompletedWrites, "_current", unfenced)
 
 
 class _EqualToAll(str):

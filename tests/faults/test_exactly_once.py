@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.rpc import shard_client as grpc_client
+from geartrain.ams.rpc.client import shard as grpc_client
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.payload import bulk, shared_memory
 from geartrain.ams.rpc.payload.bulk import BulkPort
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
-from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig

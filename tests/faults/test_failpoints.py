@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.observe.failpoints import FAILPOINTS
-from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.storage.snapshot import store as snapshot_store
 from geartrain.ams.storage.snapshot.manifest import MANIFEST
 from geartrain.ams.values.messages import CallContext, Done
@@ -39,13 +39,13 @@ def test_nothing_is_lost_or_doubled_when_something_fails_or_stalls_at(name: str,
 def test_the_scenarios_find_a_shard_that_forgets_what_it_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = WriteMarks.applied
+    whole = CompletedWrites.applied
 
-    def forgetting(self: WriteMarks, context: CallContext, done: Done, table: str) -> None:
+    def forgetting(self: CompletedWrites, context: CallContext, done: Done, table: str) -> None:
         whole(self, context, done, table)
         self._streams[context.stream].done.clear()
 
-    monkeypatch.setattr(WriteMarks, "applied", forgetting)
+    monkeypatch.setattr(CompletedWrites, "applied", forgetting)
     outcome = run_scenario("client.reply.after", OTHER, tmp_path / "answered")
     assert outcome.held, outcome  # what was answered is not sent again
     outcome = run_scenario("shard.reply.before", OTHER, tmp_path / "unanswered")

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.observe import failpoints
-from geartrain.ams.rpc import server as grpc_server
-from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
+from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
+from geartrain.ams.rpc.server import server as grpc_server
 from geartrain.ams.scheduler import service as scheduler_service
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer

@@ -19,7 +19,7 @@ import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect, local
 from geartrain.ams.client.cluster_status import cluster_status
-from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer

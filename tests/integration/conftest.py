@@ -11,10 +11,10 @@ import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.models import hosted_models
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.payload import bulk, shared_memory
 from geartrain.ams.rpc.payload.shared_memory import SegmentPool
-from geartrain.ams.rpc.server import Bound
-from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.rpc.server.server import Bound
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.server.service import ShardService

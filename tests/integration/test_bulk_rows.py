@@ -15,13 +15,14 @@ import pytest
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import codec, framing
-from geartrain.ams.rpc import shard_client as grpc_client
 from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.client import shard as grpc_client
+from geartrain.ams.rpc.client.shard import GrpcCarrier
+from geartrain.ams.rpc.codec import framing
+from geartrain.ams.rpc.codec import shared as codec
 from geartrain.ams.rpc.payload import bulk
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort
 from geartrain.ams.rpc.registry import context_to_pb
-from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
@@ -86,7 +87,7 @@ def test_shared_memory_goes_first(cluster: ServedCluster) -> None:
 def test_a_shard_that_shares_no_memory_has_bulk_connections(
     cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, messages: list[int]
 ) -> None:
-    log = "geartrain.ams.rpc.shard_client"
+    log = "geartrain.ams.rpc.client.shard"
     caplog.set_level("INFO", logger=log)
     monkeypatch.setattr("geartrain.ams.rpc.payload.shared_memory.HeldSegments.open", lambda *_: "on another machine")
     with connected(cluster) as ours:
@@ -112,7 +113,7 @@ def test_a_shard_without_bulk_connections_is_asked_once(
     caplog: pytest.LogCaptureFixture,
     way: str,
 ) -> None:
-    caplog.set_level("INFO", logger="geartrain.ams.rpc.shard_client")
+    caplog.set_level("INFO", logger="geartrain.ams.rpc.client.shard")
     asked: list[object] = []
     open_bulk = GrpcCarrier._open_bulk
     monkeypatch.setattr(GrpcCarrier, "_open_bulk", lambda self: (asked.append(self), open_bulk(self))[1])

@@ -11,8 +11,8 @@ import pytest
 
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.shard_calls import _Patience
-from geartrain.ams.rpc.health import is_serving
-from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.rpc.client.health import is_serving
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import RankMissing, StepPending
 from geartrain.ams.values.messages import CallContext, Done, Push, Reply, SyncGroup
@@ -109,7 +109,7 @@ def test_a_rank_that_asks_again_still_learns_that_another_is_missing(one_shard: 
 def test_callers_that_do_not_say_that_they_wait_leave_threads_to_others(
     one_shard: Callable[..., OneShard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("geartrain.ams.rpc.shard_client._WAITS", ())
+    monkeypatch.setattr("geartrain.ams.rpc.client.shard._WAITS", ())
     shard, ranks = one_shard(), 150
     pushed = [shard.push(rank, ranks) for rank in range(ranks - 1)]
     assert is_serving(shard.address, 10)

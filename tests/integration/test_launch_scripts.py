@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from geartrain.ams.rpc.health import is_serving
+from geartrain.ams.rpc.client.health import is_serving
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SETTINGS = (

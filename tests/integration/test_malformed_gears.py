@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.pb.v1 import gear_pb2
-from geartrain.ams.rpc import gear_codec as codec
-from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.client.gear import GrpcGearCarrier
+from geartrain.ams.rpc.codec import gear as codec
 from geartrain.ams.rpc.registry import GEAR
 from geartrain.ams.values.errors import GeartrainError, InvalidRows, ProtocolError
 from geartrain.ams.values.gear_messages import Failure, FeatureReply, Freshness

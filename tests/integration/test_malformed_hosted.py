@@ -16,8 +16,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import framing
-from geartrain.ams.rpc import hosted_codec as hosted
+from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.registry import SHARD
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (

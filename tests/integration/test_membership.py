@@ -14,7 +14,7 @@ import pytest
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
-from geartrain.ams.rpc.dial import dial
+from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors

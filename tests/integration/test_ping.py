@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from geartrain.ams.graph.service.role import GraphServer
-from geartrain.ams.rpc.calls import GrpcCalls
+from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD, Service
 from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import ShardUnavailable

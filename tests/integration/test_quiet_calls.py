@@ -10,7 +10,7 @@ import numpy as np
 
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.observe.failpoints import armed
-from geartrain.ams.rpc.shard_client import GrpcCarrier
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.storage.snapshot.folder import new_staging
 from geartrain.ams.values.messages import CallContext, Done, Freeze, Restore, WriteFrozen, Written
 from geartrain.ams.values.optimizers.registry import SGD

@@ -17,8 +17,9 @@ import pytest
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
-from geartrain.ams.rpc import shard_client as grpc_client
 from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.client import shard as grpc_client
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.payload import shared_memory
 from geartrain.ams.rpc.payload.shared_memory import (
     HeldSegments,
@@ -28,7 +29,6 @@ from geartrain.ams.rpc.payload.shared_memory import (
     bytes_needed,
 )
 from geartrain.ams.rpc.registry import SHARD
-from geartrain.ams.rpc.shard_client import GrpcCarrier
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
@@ -191,7 +191,7 @@ def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -
 def test_the_log_says_once_which_way_rows_go(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carrier_log = "geartrain.ams.rpc.shard_client"
+    carrier_log = "geartrain.ams.rpc.client.shard"
     caplog.set_level("INFO", logger=carrier_log)
     cluster = served(1)
     with connected(cluster) as ours:

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.rpc import silence
-from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
+from geartrain.ams.rpc.client import silence
+from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
@@ -297,7 +297,7 @@ def test_clients_that_wait_for_nothing_have_no_thread_that_looks_for_silent_role
 
 
 def test_a_scheduler_that_serves_is_answered_for() -> None:
-    from geartrain.ams.rpc.health import answers
+    from geartrain.ams.rpc.client.health import answers
     from geartrain.ams.values.config import SchedulerConfig
 
     server = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.values.errors import (
     ConfigError,
     GearUnavailable,

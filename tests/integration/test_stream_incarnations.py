@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import connect
-from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
+from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig

@@ -22,10 +22,10 @@ from geartrain.ams.client import snapshot as snapshot_module
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.embedded import LocalScheduler
 from geartrain.ams.client.writes import ClientStream, WriteStream
-from geartrain.ams.rpc.shard_client import GrpcCarrier
-from geartrain.ams.rpc.silence import SilenceLog
+from geartrain.ams.rpc.client.shard import GrpcCarrier
+from geartrain.ams.rpc.client.silence import SilenceLog
 from geartrain.ams.rpc.status import abort
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.server.parts import PartBuffer
@@ -275,7 +275,7 @@ class Client:
     """One process that writes: a cluster handle with a stream of its own, whose background work waits to be stepped."""
 
     def __init__(self, cluster: SimulatedCluster, stream: str, incarnation: int) -> None:
-        carrier = LocalScheduler(SchedulerHandlers(cluster.scheduler, DataStreams(MemoryStore(), 1e9)))
+        carrier = LocalScheduler(SchedulerHandlers(cluster.scheduler, StreamLeases(MemoryStore(), 1e9)))
         view = carrier.call(DescribeCluster(), None)
         self.cluster = Cluster(carrier, view, cluster.open_carrier, CONFIG, stream=ClientStream(8), remote=True)
         self.stream = OneStream(8, stream, incarnation)

@@ -34,7 +34,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cursor:
+class ReadingPosition:
     """What was consumed of all streams, and of which data."""
 
     num_samples: int | None
@@ -49,7 +49,7 @@ class Cursor:
         return {"num_samples": self.num_samples, "seed": self.seed, "positions": positions}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Cursor:
+    def from_json(cls, values: Mapping[str, Any]) -> ReadingPosition:
         """What :meth:`to_json` returned. Raises ConfigError."""
         try:
             positions = tuple(Position(epoch, consumed) for epoch, consumed in values["positions"])
@@ -88,7 +88,7 @@ class StreamOrder:
         mine = self._assigned[stream :: self.num_streams]
         return mine[torch.randperm(len(mine), generator=_generator(self.seed, epoch, stream))]
 
-    def require(self, cursor: Cursor) -> None:
+    def require(self, cursor: ReadingPosition) -> None:
         """Raise ConfigError unless ``cursor`` was made for these data, this seed and this number of streams."""
         made_for = (cursor.num_samples, cursor.seed, len(cursor.positions))
         if made_for != (self.num_samples, self.seed, self.num_streams):
@@ -128,14 +128,14 @@ class JointOrder:
         """The epoch of the first sample of ``step``."""
         return step * self._batch_size // self._streams.num_samples
 
-    def cursor(self, step: int) -> Cursor:
+    def cursor(self, step: int) -> ReadingPosition:
         """What is consumed when ``step`` steps are done."""
         streams = self._streams
         epoch, consumed = divmod(step * self._batch_size, streams.num_samples)
         positions = stream_sizes(consumed, streams.num_streams)
-        return Cursor(streams.num_samples, streams.seed, tuple(Position(epoch, at) for at in positions))
+        return ReadingPosition(streams.num_samples, streams.seed, tuple(Position(epoch, at) for at in positions))
 
-    def require(self, cursor: Cursor, step: int) -> None:
+    def require(self, cursor: ReadingPosition, step: int) -> None:
         """Raise ConfigError unless ``cursor`` is where these data stand after ``step`` steps."""
         self._streams.require(cursor)
         if cursor != self.cursor(step):

@@ -11,7 +11,7 @@ from typing import Any
 
 from geartrain.ams.gear.service.held_partitions import HeldPartitions
 from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.values.errors import GeartrainError, NotHolder
 from geartrain.ams.values.gear_messages import (
     Delivery,

@@ -23,7 +23,7 @@ from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
 from geartrain.workers.job.interruption import interruption
-from geartrain.workers.job.ranks import Ranks, joined_ranks
+from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
 
 _CLOCKS_DIFFER_SECONDS = 5.0
@@ -79,7 +79,7 @@ def _run_once(
         return run.execute(stop, {"data": time.perf_counter() - started})
 
 
-def _open_cluster(options: JobOptions, ranks: Ranks, job: str, *, goes_on: bool) -> Cluster:
+def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:
     """The cluster of the job, or one in this process; all ranks have the incarnation that the first one was given."""
     if options.scheduler is None:
         return local(num_shards=1, models=hosted_models())
@@ -105,14 +105,14 @@ def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
     return config.model_copy(update={"connect_timeout_seconds": seconds, "refused_timeout_seconds": seconds})
 
 
-def _job_name(options: JobOptions, ranks: Ranks) -> str:
+def _job_name(options: JobOptions, ranks: JobRanks) -> str:
     """The job of the run that is gone on with, or a name that no other job has."""
     if options.resume:
         return read_run(options.out).job
     return f"{options.out.name or 'run'}-{ranks.new_job_id()}"
 
 
-def _load_in_turn(load: Callable[[Console], JobData], ranks: Ranks, console: Console) -> JobData:
+def _load_in_turn(load: Callable[[Console], JobData], ranks: JobRanks, console: Console) -> JobData:
     """The data; the first rank fills the caches, the others find them filled."""
     if not ranks.is_first:
         ranks.any(False)
@@ -144,7 +144,7 @@ def _is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _after_restart(options: JobOptions, ranks: Ranks) -> JobOptions:
+def _after_restart(options: JobOptions, ranks: JobRanks) -> JobOptions:
     """Go on with what this very torchrun began, if it started us again. Any other run stays as it is."""
     if options.resume or not _is_restart():
         return options

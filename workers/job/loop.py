@@ -24,10 +24,10 @@ from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import set_random_state
 from geartrain.workers.data.images import ImageSet
-from geartrain.workers.data.streams import Cursor, JointOrder
+from geartrain.workers.data.streams import JointOrder, ReadingPosition
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.live import Events, LiveLine
-from geartrain.workers.job.ranks import Ranks
+from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState, Progress
 from geartrain.workers.models.backbones import Projected, StrokeNet
@@ -65,7 +65,7 @@ class Trainer:
         recipe: Recipe,
         images: ImageSet,
         progress: Progress,
-        ranks: Ranks,
+        ranks: JobRanks,
         device: torch.device,
         row_times: RowTimes,
     ) -> None:
@@ -111,7 +111,7 @@ class Trainer:
     def restore(self, state: JobState) -> None:
         """Go on from a state whose parameters and rows are in place already.
 
-        Ranks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
+        JobRanks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
         state is that of other images.
         """
         self._order.require(state.cursor, self.progress.step)
@@ -127,7 +127,7 @@ class Trainer:
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]) >> 1)
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> ReadingPosition:
         """Which images are consumed."""
         return self._order.cursor(self.progress.step)
 

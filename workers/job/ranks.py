@@ -17,7 +17,7 @@ from geartrain.ams.values.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Ranks:
+class JobRanks:
     """This process among those of its job."""
 
     rank: int = 0
@@ -75,17 +75,17 @@ class Ranks:
 
 
 @contextmanager
-def joined_ranks(device: str) -> Iterator[Ranks]:
+def joined_ranks(device: str) -> Iterator[JobRanks]:
     """Join the process group that torchrun set up, and leave it at the end; alone without torchrun.
 
     Raises ConfigError if torchrun's variables are incomplete.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
-        yield Ranks()
+        yield JobRanks()
         return
     try:
-        ranks = Ranks(int(os.environ["RANK"]), world_size, int(os.environ.get("LOCAL_RANK", "0")))
+        ranks = JobRanks(int(os.environ["RANK"]), world_size, int(os.environ.get("LOCAL_RANK", "0")))
     except KeyError as exc:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but {exc} is not set; start the worker with torchrun") from exc
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
@@ -99,7 +99,7 @@ def joined_ranks(device: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _store_of_this_start(ranks: Ranks) -> Any:
+def _store_of_this_start(ranks: JobRanks) -> Any:
     """The store through which the ranks find each other, without what earlier starts left in it.
 
     torchrun keeps one store over its restarts, so that a rank may find the address that a dead one wrote and wait for

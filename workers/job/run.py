@@ -27,7 +27,7 @@ from geartrain.workers.devices import choose_device
 from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
 from geartrain.workers.job.live import Events, LiveLine
 from geartrain.workers.job.loop import Trainer
-from geartrain.workers.job.ranks import Ranks
+from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.report import Evaluation, write_report
 from geartrain.workers.job.row_timing import TimedCluster
 from geartrain.workers.job.snapshots import JobSnapshots, Moment
@@ -141,7 +141,7 @@ class TrainingRun:
         options: JobOptions,
         data: JobData,
         cluster: Cluster,
-        ranks: Ranks,
+        ranks: JobRanks,
         console: Console,
         *,
         launch: str | None,

@@ -19,7 +19,7 @@ from geartrain.ams.storage.snapshot.store import place, within
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.data.streams import Cursor
+from geartrain.workers.data.streams import ReadingPosition
 from geartrain.workers.recipes.recipe import Recipe
 
 FORMAT = 1
@@ -60,7 +60,7 @@ class JobState:
     preprocessing: Preprocessing
     progress: Progress
     """Its step is also the position in the learning rate's schedule."""
-    cursor: Cursor
+    cursor: ReadingPosition
     data: dict[str, Any]
     """Where the images came from."""
     class_names: list[str]
@@ -113,7 +113,7 @@ class JobState:
                 recipe=Recipe.from_json(values["recipe"]),
                 preprocessing=Preprocessing(**values["preprocessing"]),
                 progress=Progress(**values["progress"]),
-                cursor=Cursor.from_json(values["cursor"]),
+                cursor=ReadingPosition.from_json(values["cursor"]),
                 data=values["data"],
                 class_names=json.loads(files[_CLASSES]),
                 backbone_settings=values["backbone_settings"],

@@ -27,7 +27,7 @@ def routes(ids: Ids, positions: Positions, holders: Holders, max_ids: int) -> It
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class DeliveryPart:
     """What of one delivery goes to one slow gear, under a name and number of its own."""
 
     source: str
@@ -47,14 +47,14 @@ class PendingDelivery:
         """The (address, source) of all parts that there were: no two have the same."""
         self.parts = self._cut(delivery.source, np.arange(len(delivery.ids)), holders, max_ids)
 
-    def cut_anew(self, part: Part, holders: Holders, max_ids: int) -> list[Part]:
+    def cut_anew(self, part: DeliveryPart, holders: Holders, max_ids: int) -> list[DeliveryPart]:
         """Give what nobody can have taken to those who hold its ids now."""
         if part.address is None:
             return self._cut(part.source, part.positions, holders, max_ids)
         anew = self._cut(_series(part.source, f"@{part.address}"), part.positions, holders, max_ids)
         return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
 
-    def _cut(self, source: str, positions: Positions, holders: Holders, max_ids: int) -> list[Part]:
+    def _cut(self, source: str, positions: Positions, holders: Holders, max_ids: int) -> list[DeliveryPart]:
         """Parts for each slow gear; a second one to the same has a name, and so numbers, of its own."""
         parts = []
         for address, mine in routes(self._ids, positions, holders, max_ids):
@@ -64,7 +64,7 @@ class PendingDelivery:
                 name = _series(source, f"+{nth}")
             if address is not None:
                 self._names.add((address, name))
-            parts.append(Part(name, address, mine))
+            parts.append(DeliveryPart(name, address, mine))
         return parts
 
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from geartrain.ams.gear.client.ledger import GearLedger
 from geartrain.ams.gear.client.patience import Patience
-from geartrain.ams.gear.client.pending_delivery import Part, PendingDelivery, routes
+from geartrain.ams.gear.client.pending_delivery import DeliveryPart, PendingDelivery, routes
 from geartrain.ams.gear.partitions import NUM_PARTITIONS
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
-from geartrain.ams.rpc.gear_client import GrpcGearCarrier
+from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -159,7 +159,7 @@ class RemoteGears:
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
                 parts[:] = map(self._sent, parts)  # from now on they may be counted, until somebody says they are not
-                left: list[tuple[Part, Part, Exception]] = []
+                left: list[tuple[DeliveryPart, DeliveryPart, Exception]] = []
                 for (before, call), part in zip(calls, list(parts), strict=True):
                     try:
                         self._taken(before, call(), delivery.sequence)
@@ -239,7 +239,7 @@ class RemoteGears:
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )
 
-    def _send(self, delivery: Delivery, part: Part) -> Pending[Taken]:
+    def _send(self, delivery: Delivery, part: DeliveryPart) -> Pending[Taken]:
         sent = replace(
             delivery,
             source=part.source,
@@ -256,7 +256,7 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, part: Part, taken: Taken, sequence: int) -> None:
+    def _taken(self, part: DeliveryPart, taken: Taken, sequence: int) -> None:
         self._heard(part.address, taken.dense_version)
         if taken.is_repeat and not part.process:
             logger.warning(
@@ -267,17 +267,17 @@ class RemoteGears:
             )
         self._ledger.note(taken.process, taken.account)
 
-    def _sent(self, part: Part) -> Part:
+    def _sent(self, part: DeliveryPart) -> DeliveryPart:
         """A part, when it is under way."""
         return part if part.process or part.address is None else replace(part, process=self._process(part.address))
 
-    def _known(self, before: Part, part: Part, error: Exception) -> Part:
+    def _known(self, before: DeliveryPart, part: DeliveryPart, error: Exception) -> DeliveryPart:
         """A part, after an error: who may have counted it."""
         if isinstance(error, NotHolder) and part.process == self._process(before.address or ""):
             return replace(part, process="")  # who knows has said that it is not there
         return before if isinstance(error, NotSent | NotHolder) else part
 
-    def _again(self, pending: PendingDelivery, part: Part) -> list[Part]:
+    def _again(self, pending: PendingDelivery, part: DeliveryPart) -> list[DeliveryPart]:
         """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
         if not part.process:
             return pending.cut_anew(part, self._holders, self._max_ids)

@@ -21,7 +21,7 @@ def describe_gears(names: Iterable[str], holders: Callable[[str], StreamHolders]
 
     One call to the scheduler per name, one to each slow gear.
     """
-    from geartrain.ams.rpc.gear_client import GrpcGearCarrier  # only where slow gears are asked: it loads gRPC
+    from geartrain.ams.rpc.client.gear import GrpcGearCarrier  # only where slow gears are asked: it loads gRPC
 
     states, complaints = [], []
     for name in names:

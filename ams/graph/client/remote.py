@@ -10,7 +10,7 @@ from typing import TypeVar
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.client.calls import Progress
 from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.rpc.graph_client import GrpcGraphCarrier
+from geartrain.ams.rpc.client.graph import GrpcGraphCarrier
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Cancelled, GraphUnavailable, InvalidArgument, InvalidIds

@@ -49,7 +49,7 @@ PROGRESS_SECONDS = 0.2
 """How often whoever waits for a build is told of it."""
 
 
-class TableState(Protocol):
+class DescribedTable(Protocol):
     """A table, as the cluster describes it."""
 
     @property
@@ -58,7 +58,7 @@ class TableState(Protocol):
     def pushes(self) -> int: ...
 
 
-class ShardState(Protocol):
+class DescribedShard(Protocol):
     """A shard, as the cluster describes it."""
 
     @property
@@ -69,9 +69,9 @@ class ClusterState(Protocol):
     """A cluster, as it describes itself."""
 
     @property
-    def shards(self) -> Sequence[ShardState]: ...
+    def shards(self) -> Sequence[DescribedShard]: ...
     @property
-    def tables(self) -> Sequence[TableState]: ...
+    def tables(self) -> Sequence[DescribedTable]: ...
 
 
 class TableReader(Protocol):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels.reference.ops import Floats
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.values.optimizers.spec import Drift, Push
+from geartrain.ams.values.optimizers.spec import Drift, UpdateStep
 from geartrain.ams.values.specs import DTYPES, Ids
 
 Matrix = tuple[float, float, float, float]
@@ -93,7 +93,7 @@ class ElapsedTable(ReferenceTable):
                 direction = gradient.astype(np.float32) * np.float32(scale)
                 row, slot = row - np.float32(lr) * direction, slot + direction
             else:
-                row, slot = self.optimizer.updated(row, slot, gradient, Push(lr, scale))
+                row, slot = self.optimizer.updated(row, slot, gradient, UpdateStep(lr, scale))
             self.store(row_id, row, slot, now + 1, late=late)
             self.last[row_id] = now + 1
         if ends_step:

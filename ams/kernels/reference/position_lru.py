@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 
-class PositionLru:
-    """What :class:`geartrain.ams.kernels.position_lru.PositionLru` does; it may take any free position."""
+class ReferencePositionLru:
+    """What :class:`geartrain.ams.kernels.position_lru.ReferencePositionLru` does; it may take any free position."""
 
     def __init__(self, capacity: int) -> None:
         self.positions: OrderedDict[int, int] = OrderedDict()

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import codec, framing
+from geartrain.ams.rpc.codec import framing
+from geartrain.ams.rpc.codec import shared as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool
 from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in
 from geartrain.ams.rpc.status import is_answer
 from geartrain.ams.values.errors import BulkConnectionLost, ProtocolError
-from geartrain.ams.values.interrupts import Leave, held
+from geartrain.ams.values.interrupts import BufferLease, held
 from geartrain.ams.values.messages import Done, Pull, Reply
 
 _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -57,7 +58,7 @@ class BulkUse:
         self.named = shard_pb2.BulkBytes(connection=connection.number, use=connection.num_uses)
         self.move: Callable[[BulkConnection, int, float | None], None]
         """Sends or receives the rows; in so many seconds, for an answer that is there ends nothing."""
-        self.leave: Leave | None = None
+        self.buffer_lease: BufferLease | None = None
         """Needed for that."""
         self._has_moved = self._has_left = False
 
@@ -68,11 +69,11 @@ class BulkUse:
         call.add_done_callback(self._break_off)
         lost: BulkConnectionLost | None = None
         try:
-            with held(self.leave, self._connection.abort):
+            with held(self.buffer_lease, self._connection.abort):
                 self.move(self._connection, self.named.use, timeout_seconds)
         except BulkConnectionLost as exc:
             lost = exc  # which may be for the call's error: that says more
-            if self.leave is not None and self.leave.has_ended:
+            if self.buffer_lease is not None and self.buffer_lease.has_ended:
                 call.cancel()
         except BaseException:
             call.cancel()
@@ -122,7 +123,7 @@ class Unpack:
 
     def __call__(self, data: bytes) -> Reply:
         _, raw = framing.decode_framed(data, shard_pb2.PullReply)
-        with held(self._pull.leave):
+        with held(self._pull.buffer_lease):
             self._unpack(raw)
         return Done()
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from geartrain.ams.server.completed_writes import MarkedStream, MarkedWrite, WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites, MarkedStream, MarkedWrite
 from geartrain.ams.server.sync_groups import GroupStep, SyncGroups
 from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
@@ -47,7 +47,7 @@ class ShardMarks(BaseModel):
 
 
 def held_marks(
-    marks: WriteMarks,
+    marks: CompletedWrites,
     groups: SyncGroups,
     tables: Collection[str],
     steps: Mapping[str, TableSteps] | None = None,
@@ -64,7 +64,7 @@ def held_marks(
 
 
 def restore_marks(
-    sources: Sequence[dict[str, Any]], tables: Collection[str], marks: WriteMarks, groups: SyncGroups
+    sources: Sequence[dict[str, Any]], tables: Collection[str], marks: CompletedWrites, groups: SyncGroups
 ) -> None:
     """Merge what the source shards knew of ``tables`` into a shard that has their rows now. Raises SnapshotDamaged."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.server.completed_writes import WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
 from geartrain.ams.server.sync_groups import SyncGroups
@@ -34,7 +34,7 @@ class Restores:
         owned_buckets: Ids,
         tables: ShardTables,
         freezes: Freezes,
-        marks: WriteMarks,
+        marks: CompletedWrites,
         groups: SyncGroups,
         *,
         turn: threading.Lock,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from geartrain.ams.values.optimizers.adam import require_epsilon
-from geartrain.ams.values.optimizers.spec import Floats, Push, RowOptimizerSpec, Slot, require_rate
+from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, Slot, UpdateStep, require_rate
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Adagrad(RowOptimizerSpec):
         """See the base class."""
         return self.lr_decay != 0
 
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """See the base class."""
         dtype = push.dtype
         w, total = row.astype(dtype), slots.astype(dtype)

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from geartrain.ams.values.arguments import real_number
-from geartrain.ams.values.optimizers.spec import Floats, Push, RowOptimizerSpec, Slot, require, require_rate
+from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, Slot, UpdateStep, require, require_rate
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Adam(RowOptimizerSpec):
         rest = dict(scalars)
         return cls(betas=(rest.pop("beta1", 0.9), rest.pop("beta2", 0.999)), **rest)
 
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """See the base class."""
         dim, dtype = row.shape[-1], push.dtype
         w, m, v = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from geartrain.ams.values.optimizers.adam import Adam
-from geartrain.ams.values.optimizers.spec import Floats, Push
+from geartrain.ams.values.optimizers.spec import Floats, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class AdamW(Adam):
 
     name: ClassVar[str] = "adamw"
 
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """See the base class."""
         dtype = push.dtype
         kept = dtype(1 - float(dtype(push.lr)) * self.weight_decay)

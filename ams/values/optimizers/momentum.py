@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from geartrain.ams.values.arguments import real_number
-from geartrain.ams.values.optimizers.spec import Floats, Push, RowOptimizerSpec, Slot, flag, require, require_rate
+from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, Slot, UpdateStep, flag, require, require_rate
 
 
 def require_momentum(momentum: float) -> None:
@@ -47,7 +47,7 @@ class Momentum(RowOptimizerSpec):
         rest = dict(scalars)
         return cls(nesterov=flag("nesterov", rest.pop("nesterov", 0)), **rest)
 
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """See the base class."""
         dtype = push.dtype
         w, momentum = row.astype(dtype), dtype(self.momentum)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from geartrain.ams.values.optimizers.spec import Floats, Push, RowOptimizerSpec, require_rate
+from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, UpdateStep, require_rate
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class SGD(RowOptimizerSpec):
         require_rate("lr", self.lr)
         require_rate("weight_decay", self.weight_decay)
 
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """See the base class."""
         dtype = push.dtype
         w, g = row.astype(dtype), gradient.astype(dtype)

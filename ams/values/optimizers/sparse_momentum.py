@@ -10,9 +10,9 @@ from geartrain.ams.values.optimizers.momentum import Momentum, require_momentum
 from geartrain.ams.values.optimizers.spec import (
     Drift,
     Floats,
-    Push,
     RowOptimizerSpec,
     Slot,
+    UpdateStep,
     flag,
     require,
     require_rate,
@@ -79,6 +79,6 @@ class SparseMomentum(RowOptimizerSpec):
         rest = dict(scalars)
         return cls(untouched="elapsed" if flag("elapsed", rest.pop("elapsed", 0)) else "freeze", **rest)
 
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """See the base class. What steps without a gradient do is in ``ams/kernels/reference/elapsed_momentum.py``."""
         return Momentum(self.lr, self.momentum, self.weight_decay).updated(row, slots, gradient, push)

@@ -36,7 +36,7 @@ class Drift(NamedTuple):
     weight_decay: float
 
 
-class Push(NamedTuple):
+class UpdateStep(NamedTuple):
     """What an update of a row depends on beside row, slots and gradient."""
 
     lr: float
@@ -85,7 +85,7 @@ class RowOptimizerSpec(ABC):
         return cls(**scalars)
 
     @abstractmethod
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: Push) -> tuple[Floats, Floats]:
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
         """Return row [..., D] and slots [..., S · D] after one update, computed in ``push.dtype``.
 
         This is the specification: compiled code has its bits in float32, and float64 is the truth.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
@@ -131,7 +131,7 @@ class GraphRows(Protocol):
 class GraphSource(Protocol):
     """Gives the rows of one head for its graphs."""
 
-    def rows(self, living: LivingClasses, step: int) -> GraphRows:
+    def rows(self, living: LiveClasses, step: int) -> GraphRows:
         """Those of the living classes, as they are at ``step``."""
         ...
 
@@ -143,7 +143,7 @@ class RowBackend(Protocol):
     """In a few words, for error messages."""
     needs_cluster: ClassVar[bool]
     """Whether its rows are in a cluster."""
-    living: LivingClasses
+    living: LiveClasses
     """The classes that are not retired; a step is over these."""
     margin: Margin | None
     """Of the next forward passes."""

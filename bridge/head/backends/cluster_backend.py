@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, InvalidRows
 from geartrain.ams.values.messages import SyncGroup
 from geartrain.ams.values.specs import Ids
@@ -45,7 +45,7 @@ class ClusterBackend(ABC):
                 f"cluster is {quoted(cluster)}; rows in a cluster need one (gt.local(), gt.connect(...)), "
                 "rows='ranks' none"
             )
-        self.living = LivingClasses.first(settings.num_classes, settings.num_living)
+        self.living = LiveClasses.first(settings.num_classes, settings.num_living)
         joined = settings.process_group is not None or (settings.sync and dist.is_initialized())
         self.peers = ranks = Ranks(settings.name, settings.process_group) if joined else None
 

@@ -25,7 +25,7 @@ from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.head.loss.scratch import Buffer, BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import Ranks
-from geartrain.bridge.rows.row_update import RowGradient, Writer
+from geartrain.bridge.rows.row_update import PushWriter, RowGradient
 from geartrain.bridge.rows.tables import HeadTable, as_numpy, gradient_view
 
 _ROWS_PER_SUM = 4096
@@ -104,7 +104,7 @@ class HeldGradient:
         self._pool.give_back(self._buffer)
         self._active, self._gradients_AD, self._buffer = active, wider_AD, buffer
 
-    def push(self, writer: Writer) -> None:
+    def push(self, writer: PushWriter) -> None:
         """Send everything as one push; nothing more once it is prepared."""
         if self._prepared:
             return
@@ -182,7 +182,7 @@ class FactoredGradient:
         if not _are_same(self._active, other._active):
             self._active = _union(self._active, other._active)
 
-    def push(self, writer: Writer) -> None:
+    def push(self, writer: PushWriter) -> None:
         """Send block after block; a second call goes on behind the last block that was prepared."""
         stream = self._stream()
         with closing(self._blocks(stream, self._prepared)) as blocks:

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable, id_dtype
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
 
 Floats = npt.NDArray[np.float32]
 BLOCK_BYTES = 8 << 20
 
 
-def renumbered(table: NeighbourTable, before: LivingClasses, after: LivingClasses) -> NeighbourTable:
+def renumbered(table: NeighbourTable, before: LiveClasses, after: LiveClasses) -> NeighbourTable:
     """The same lists in the numbers of ``after``, without the classes retired since; new ones have empty lists.
 
     O(E) time, 5 · E bytes beside the table.

@@ -20,7 +20,7 @@ import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.table_rows import TableRows
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
@@ -124,7 +124,7 @@ class KNNSelection(Selection):
         Every rank makes the same calls in the same order.
         """
         self.settings = settings
-        self.living = LivingClasses(table.spec.num_rows or 0)
+        self.living = LiveClasses(table.spec.num_rows or 0)
         """The classes that the head has; :meth:`follow` changes them."""
         self.graph: Graph | None = None
         """The one in use; None before the first training step."""
@@ -221,7 +221,7 @@ class KNNSelection(Selection):
 
         self._install(built_for_all(self._ranks, build), building.step)
 
-    def follow(self, living: LivingClasses, added: Ids) -> None:
+    def follow(self, living: LiveClasses, added: Ids) -> None:
         """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
 
         Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
@@ -295,7 +295,7 @@ class KNNSelection(Selection):
             found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
         return {**found, "is_due": is_due}
 
-    def resume(self, state: Mapping[str, Any] | None, living: LivingClasses) -> None:
+    def resume(self, state: Mapping[str, Any] | None, living: LiveClasses) -> None:
         """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
         self.living = living
         if state is None:

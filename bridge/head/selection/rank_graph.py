@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 
@@ -28,7 +28,7 @@ class RankGraphs:
         self._link = table.link.apart()
         self._one_at_a_time = threading.Lock()
 
-    def rows(self, living: LivingClasses, step: int) -> FrozenRows:
+    def rows(self, living: LiveClasses, step: int) -> FrozenRows:
         """See :class:`geartrain.bridge.head.backends.backend.GraphSource`."""
         del step
         return self.freeze(None if living.are_all else living.all_ids)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.table_rows import TableRows
 from geartrain.ams.graph.client.calls import GraphCalls
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch, TableNotFound
 from geartrain.ams.values.graph_messages import GraphBuilding
 from geartrain.ams.values.specs import TableSpec
@@ -26,7 +26,7 @@ class TableGraphs:
         """``service``: that of the cluster; None: there is none."""
         self._table, self._service = table, service
 
-    def rows(self, living: LivingClasses, step: int) -> GraphRows:
+    def rows(self, living: LiveClasses, step: int) -> GraphRows:
         """See :class:`GraphSource`."""
         if self._service is not None and living.are_all:
             return ServedRows(self._service, self._table.spec, step)

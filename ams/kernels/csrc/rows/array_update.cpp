@@ -29,11 +29,11 @@ bool stays_finite(float value, DType dtype) {
   return std::bit_cast<uint32_t>(back) < kInfinityBits;
 }
 
-Ranges ranges_of(const GivenRows& given) { return {largest_of(given.dtype), largest_of(given.slot_dtype)}; }
+Ranges ranges_of(const ArrayUpdate& given) { return {largest_of(given.dtype), largest_of(given.slot_dtype)}; }
 
 }  // namespace
 
-void read_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const CatchUp& catch_up, float* out) {
+void read_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const CatchUp& catch_up, float* out) {
   DefaultFloatMode float_mode;
   const Kernels& k = kernels();
   const size_t width = static_cast<size_t>(given.dim);
@@ -65,7 +65,7 @@ void read_rows(const GivenRows& given, const int64_t* numbers, int64_t count, co
       });
 }
 
-int64_t update_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step) {
+int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step) {
   DefaultFloatMode float_mode;
   const Kernels& k = kernels();
   const size_t width = static_cast<size_t>(given.dim), slot_width = width * static_cast<size_t>(step.optimizer.num_slots());

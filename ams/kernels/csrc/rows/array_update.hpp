@@ -10,7 +10,7 @@
 
 namespace geartrain {
 
-struct GivenRows {
+struct ArrayUpdate {
   char* rows;        // [L, D] of dtype
   char* slots;       // [L, num_slots * D] of slot_dtype; null: there are none
   int64_t* steps;    // [L], how often each row was updated, with a CatchUp its last step; null where nothing counts
@@ -31,10 +31,10 @@ struct GivenStep {
 void gather_rows(const float* rows, int64_t dim, const int64_t* numbers, int64_t count, float* out);
 
 // out[i] = what the row numbers[i] (null: i) has become, as the table would store it, [N, D].
-void read_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const CatchUp& catch_up, float* out);
+void read_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const CatchUp& catch_up, float* out);
 
 // One push to distinct rows and their slots; numbers null: rows 0 .. count-1. What would not be finite afterwards, or has a
 // gradient that is not, stays as it is, row, slot and step. Returns how many rows did.
-int64_t update_rows(const GivenRows& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step);
+int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step);
 
 }  // namespace geartrain

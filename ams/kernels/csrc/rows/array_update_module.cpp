@@ -47,7 +47,7 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
   require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
   nb::gil_scoped_release release;
   if (numbers) require_within(*numbers, rows.shape(0));
-  const GivenRows given{static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
+  const ArrayUpdate given{static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
                         steps ? steps->data() : nullptr, static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype,
                         first_id, rounding_key(seed, table_hash)};
   return update_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), gradients.data(),
@@ -63,7 +63,7 @@ void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& 
   require(out.shape(0) == count && out.shape(1) == rows.shape(1), "out must be [N, D]");
   nb::gil_scoped_release release;
   if (numbers) require_within(*numbers, rows.shape(0));
-  const GivenRows given{static_cast<char*>(rows.data()), static_cast<char*>(slots.data()), steps.data(),
+  const ArrayUpdate given{static_cast<char*>(rows.data()), static_cast<char*>(slots.data()), steps.data(),
                         static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype, 0, 0};
   read_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), catch_up, out.data());
 }

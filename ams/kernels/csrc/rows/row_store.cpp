@@ -226,7 +226,7 @@ RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, con
     }
   }
   reach_back(now, found.positions.data(), count);
-  if (count > 0 && !cannot_overflow(largest, push, now)) rehearse(ids, found, values, dtype, push, now);
+  if (count > 0 && !none_overflows(largest, push, now)) rehearse(ids, found, values, dtype, push, now);
   return found;
 }
 
@@ -237,13 +237,13 @@ void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradien
   resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale}, now);
 }
 
-bool RowStore::surely_takes(float largest, float lr, float scale) const {
+bool RowStore::cannot_overflow(float largest, float lr, float scale) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   const float product = std::fabs(largest * scale);
   Now now = this->now();
   if (now) now->reach_back(1);
-  return std::isfinite(product) && cannot_overflow(product, {lr, scale}, now);
+  return std::isfinite(product) && none_overflows(product, {lr, scale}, now);
 }
 
 void RowStore::make_room(const int64_t* ids, int64_t count) {
@@ -322,7 +322,7 @@ int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& posit
   return created;
 }
 
-bool RowStore::cannot_overflow(float largest_gradient, const PushFactors& push, const Now& now) const {
+bool RowStore::none_overflows(float largest_gradient, const PushFactors& push, const Now& now) const {
   const Magnitudes most = spec_.optimizer->worst(largest_gradient, push, bounds_at(now));
   const auto fits = [this](float slot) { return std::isfinite(rounded(slot, spec_.slot_dtype)); };
   return std::isfinite(rounded(most.row, spec_.dtype)) && std::all_of(most.slots.begin(), most.slots.end(), fits);

@@ -61,7 +61,7 @@ class RowStore {
   // Refuses what a push of these would refuse; changes nothing.
   void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const;
   // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.
-  bool surely_takes(float largest, float lr, float scale) const;
+  bool cannot_overflow(float largest, float lr, float scale) const;
   // Reserves the memory of those rows that are not there.
   void make_room(const int64_t* ids, int64_t count);
   // Reserves what a step that writes `count` rows takes beside them: a freeze under way keeps what they were, and where untouched
@@ -108,7 +108,7 @@ class RowStore {
   void reserve(const std::vector<int64_t>& missing);
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
-  bool cannot_overflow(float largest_gradient, const PushFactors& push, const Now& now) const;
+  bool none_overflows(float largest_gradient, const PushFactors& push, const Now& now) const;
   void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, const PushFactors& push,
                 const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;

@@ -166,7 +166,7 @@ void bind_row_store(nb::module_& m) {
            nb::arg("scale"), nb::arg("ends_step"))
       .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("lr"), nb::arg("scale"))
-      .def("surely_takes", &RowStore::surely_takes, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
+      .def("cannot_overflow", &RowStore::cannot_overflow, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())

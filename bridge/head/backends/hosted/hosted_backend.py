@@ -12,7 +12,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.hosted.hosted_predict import hosted_top_classes
-from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, HostedRows
+from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.head_loss import RowsPass
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
@@ -54,7 +54,7 @@ class HostedBackend(ClusterBackend):
     def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
         is_corrected = self.select.corrects(self.margin)
         chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
-        return HostedRows(self._calls, features, labels_B, self.margin, chosen, required)
+        return RowsOnShards(self._calls, features, labels_B, self.margin, chosen, required)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import TOP
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.top_classes import MOST_ANSWERS
 from geartrain.ams.values.messages import HostedInputs
 from geartrain.bridge.head.batch import Arithmetic, normalise_
@@ -19,7 +19,7 @@ _BYTES_PER_ANSWER = 12
 
 
 def hosted_top_classes(
-    calls: HeadCalls, features: Tensor, k: int, *, living: LivingClasses, normalised: bool
+    calls: HeadCalls, features: Tensor, k: int, *, living: LiveClasses, normalised: bool
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, k] (computed in float32; float64 for float64 features) and class ids [B, k] of the best living
     classes.

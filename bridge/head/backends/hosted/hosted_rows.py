@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import FORWARD, SQUARED_NORM
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.messages import HostedInputs, SyncGroup
@@ -32,7 +32,7 @@ from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.rows.ranks import Ranks
-from geartrain.bridge.rows.row_update import RowGradient, Writer
+from geartrain.bridge.rows.row_update import PushWriter, RowGradient
 from geartrain.bridge.rows.tables import HeadCalls
 
 _BYTES_PER_NUMBER = 8
@@ -44,7 +44,7 @@ class Chosen:
     """The selection of one step, as the shards are told of it."""
 
     select: Selection
-    living: LivingClasses
+    living: LiveClasses
     step: int
     labels: Ids
     """Of all samples of all ranks."""
@@ -77,7 +77,7 @@ class Chosen:
         return self.living.select(self.select, self.labels, self.step).ids
 
 
-class HostedRows:
+class RowsOnShards:
     """The rows of one forward pass. Costs one request per shard (more for a batch that exceeds ``part_bytes``)."""
 
     def __init__(
@@ -129,14 +129,14 @@ class HostedRows:
     def discard(self) -> None:
         """Nothing is held."""
 
-    def samples(self) -> Samples:
+    def samples(self) -> SummedBatch:
         """What an update is made of."""
         lse2_B, target_weight_B = (
             values.float().cpu().numpy() for values in (self._batch.lse2_B, self._batch.target_weight_B)
         )
-        return Samples(self._features_BD, self._labels_B, lse2_B, target_weight_B)
+        return SummedBatch(self._features_BD, self._labels_B, lse2_B, target_weight_B)
 
-    def update_inputs(self, weight: float, samples: Samples | None = None) -> list[tuple[HostedInputs, ...]]:
+    def update_inputs(self, weight: float, samples: SummedBatch | None = None) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
         samples = self.samples() if samples is None else samples
         more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
@@ -149,7 +149,7 @@ class HostedRows:
         more: dict[str, npt.NDArray[Any]] | None = None,
         weight: float = 1.0,
         *,
-        samples: Samples | None = None,
+        samples: SummedBatch | None = None,
     ) -> Iterator[_Part]:
         """The batch, in as few calls as its size allows; the sums over samples of different calls are apart anyway.
 
@@ -188,7 +188,7 @@ class HostedRows:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SummedBatch:
     """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B]."""
 
     features_BD: npt.NDArray[np.float32]
@@ -196,7 +196,7 @@ class Samples:
     lse2_B: npt.NDArray[np.float32]
     target_weight_B: npt.NDArray[np.float32]
 
-    def of_ranks(self, ranks: Ranks) -> list[Samples]:
+    def of_ranks(self, ranks: Ranks) -> list[SummedBatch]:
         """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 2) + 8 bytes a sample."""
         packed = np.concatenate(
             [self.features_BD, self.lse2_B[:, None], self.target_weight_B[:, None]], axis=1, dtype=np.float32
@@ -205,13 +205,15 @@ class Samples:
         gathered = []
         for rows in ranks.gather_rows(packed):
             its, labels = labels[: len(rows)], labels[len(rows) :]
-            gathered.append(Samples(np.ascontiguousarray(rows[:, :-2]), its, rows[:, -2].copy(), rows[:, -1].copy()))
+            gathered.append(
+                SummedBatch(np.ascontiguousarray(rows[:, :-2]), its, rows[:, -2].copy(), rows[:, -1].copy())
+            )
         return gathered
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Samples ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
+    """SummedBatch ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
 
     start: int
     stop: int
@@ -235,7 +237,7 @@ def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
 class _Pending:
     """One batch, and what its row gradients are multiplied by."""
 
-    rows: HostedRows
+    rows: RowsOnShards
     factor: Tensor
     """upstream gradient · scale / B, 0-dim."""
 
@@ -262,7 +264,7 @@ class HostedGradient:
             )
         self._pending += other._pending
 
-    def push(self, writer: Writer) -> None:
+    def push(self, writer: PushWriter) -> None:
         """Send one update to each shard; nothing more once it is prepared."""
         if self._prepared:
             return

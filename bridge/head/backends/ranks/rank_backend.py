@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
@@ -54,7 +54,7 @@ class RankBackend:
         the hosts, and for KNN softmax a process group for its builds.
         """
         self._logits_cache_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
-        self.living = LivingClasses.first(settings.num_classes, settings.num_living)
+        self.living = LiveClasses.first(settings.num_classes, settings.num_living)
         self.table = _open_table(settings, RankLink(settings.process_group))
         self.peers = self.table.link
         self.update = RankUpdate(self.table)

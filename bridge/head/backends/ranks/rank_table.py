@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.tables import array_update as given_rows
+from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.messages import Done, SyncGroup
@@ -217,7 +217,7 @@ class RankTable:
         assert slots_LD is not None and steps_L is not None
         num = len(rows_LD) if numbers is None else len(numbers)
         out_ND = work.empty(name, num, self.spec.dim)
-        given_rows.read(rows_LD, slots_LD, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
+        array_update.read(rows_LD, slots_LD, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
         return out_ND
 
     def _loaded(self, work: Workspace, stored_LD: Tensor, place: Place, name: str) -> Tensor:
@@ -229,7 +229,7 @@ class RankTable:
             out_ND = work.empty(name, *shape)
             if not _is_compiled(stored_LD):
                 return torch.index_select(stored_LD, 0, place, out=out_ND)
-            given_rows.gather(stored_LD.numpy(), place.numpy(), out_ND.numpy())
+            array_update.gather(stored_LD.numpy(), place.numpy(), out_ND.numpy())
             return out_ND
         narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
         return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, place, out=narrow_ND))
@@ -302,7 +302,7 @@ class RankTable:
 
     def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
         rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(place)
-        refused = given_rows.update(
+        refused = array_update.update(
             self.spec,
             rows_LD,
             slots_LD,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Ranking, Selection
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
@@ -56,7 +56,7 @@ class RankSelector:
         formula = "40·(B·R·(1 + k) + A) + 75·(A + O)"
         return [graph, *in_step("rank", ("choosing of the active classes", size, formula))]
 
-    def choose(self, labels_B: Ids, living: LivingClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
+    def choose(self, labels_B: Ids, living: LiveClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
         """How many classes are active on all ranks together, and which of them are this rank's.
 
         ``labels_B`` live. On a device with several ranks the host waits for two numbers, and for nothing else there.
@@ -106,7 +106,7 @@ class RankSelector:
             self._graph = kept = (graph, TorchGraph.of(graph, self._table.device))
         return kept[1]
 
-    def _living_ids(self, living: LivingClasses) -> LivingIds:
+    def _living_ids(self, living: LiveClasses) -> LivingIds:
         kept = self._living
         if kept is None or kept.living is not living or kept.device != self._table.device:
             self._living = kept = LivingIds(living, self._table.device)
@@ -129,13 +129,13 @@ class RankSelector:
 class LivingIds:
     """The ids of living classes, on a device."""
 
-    def __init__(self, living: LivingClasses, device: torch.device) -> None:
+    def __init__(self, living: LiveClasses, device: torch.device) -> None:
         self.living, self.device = living, device
         self._jumps, self._before = upload(living.jumps, device), upload(living.retired_before, device)
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
-        """See :meth:`LivingClasses.ids`."""
+        """See :meth:`LiveClasses.ids`."""
         if self.living.are_all:
             return numbers
         return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]

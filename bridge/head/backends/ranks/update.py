@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import SamplingCorrection, Selection
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -98,7 +98,7 @@ class RankStep:
     update: RankUpdate
     select: Selection
     selector: RankSelector
-    living: LivingClasses
+    living: LiveClasses
     margin: Margin | None
     training: bool
 

@@ -10,7 +10,7 @@ import pytest
 
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of, partitions_of
 from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import NotHolder, SchedulerUnavailable, StaleClient
 from geartrain.ams.values.scheduler_messages import StreamLease, StreamRenewal
@@ -22,7 +22,7 @@ IDS = np.arange(10_000)
 class Scheduler:
     def __init__(self) -> None:
         self.now = 0.0
-        self.streams = DataStreams(MemoryStore(), LEASE, lambda: self.now)
+        self.streams = StreamLeases(MemoryStore(), LEASE, lambda: self.now)
         self.is_down = False
 
     def gear(self, name: str, incarnation: int = 1, flushed: list[str] | None = None) -> HeldPartitions:
@@ -38,7 +38,7 @@ class _Leases:
         self._scheduler = scheduler
         self._who = job_of("image"), worker, incarnation
 
-    def _streams(self) -> DataStreams:
+    def _streams(self) -> StreamLeases:
         if self._scheduler.is_down:
             raise SchedulerUnavailable("no reply")
         return self._scheduler.streams

@@ -219,10 +219,10 @@ def test_what_nobody_held_is_not_mistaken_for_what_its_new_holder_has() -> None:
     port = remote(gears)
     gears.holders = [None if holder in "bc" else holder for holder in gears.holders]
     port.account("fast")  # it has heard of that
-    looks: list[int] = []
+    check_finite: list[int] = []
 
     def on_look() -> None:
-        looks.append(1)
+        check_finite.append(1)
         for _ in range(10):
             if None in gears.holders:
                 gears.holders[gears.holders.index(None)] = "a"
@@ -230,7 +230,7 @@ def test_what_nobody_held_is_not_mistaken_for_what_its_new_holder_has() -> None:
     gears.on_look = on_look
     port.deliver(delivery(1))
     port.deliver(delivery(2))
-    assert gears.counts() == [2] * len(IDS) and len(looks) > 3
+    assert gears.counts() == [2] * len(IDS) and len(check_finite) > 3
 
 
 def test_one_that_lost_the_answer_but_lives_counts_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,11 +354,11 @@ def test_another_process_at_the_same_address_refuses_what_its_predecessor_may_ha
     gears = Gears("a", "b")
     port = remote(gears)
     gears.leaves_unanswered.add("b")
-    looks = [0]
+    check_finite = [0]
 
     def on_look() -> None:
-        looks[0] += 1
-        if looks[0] == 1:  # the scheduler is slower than the new process
+        check_finite[0] += 1
+        if check_finite[0] == 1:  # the scheduler is slower than the new process
             gears.dead.clear()
         else:
             gears.incarnations["b"] = 2

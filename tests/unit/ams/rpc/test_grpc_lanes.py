@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from geartrain.ams.rpc import server as grpc_server
-from geartrain.ams.rpc.server import Bound, GrpcServer
+from geartrain.ams.rpc.server import server as grpc_server
+from geartrain.ams.rpc.server.server import Bound, GrpcServer
 
 DEADLINE_SECONDS = 30.0
 THREADS = 2

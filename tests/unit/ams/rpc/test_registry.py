@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
-from geartrain.ams.rpc.binding import bind
-from geartrain.ams.rpc.message_codec import MessageCodec
+from geartrain.ams.rpc.codec.messages import MessageCodec
 from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD, Service
+from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount, HandOver
 from geartrain.ams.values.graph_messages import GraphInfo, SelectClasses, WriteGraphs
@@ -32,8 +32,8 @@ from geartrain.ams.values.scheduler_messages import (
     Registration,
     RenewStreams,
     ShardEntry,
+    StreamHolder,
     StreamHolders,
-    StreamReader,
 )
 from geartrain.ams.values.specs import TableSpec
 
@@ -66,7 +66,7 @@ def view(bucket_shards: Any) -> ClusterView:
         (SCHEDULER, CreateClusterTable(spec=SPEC, reuse=True, caller=CALLER)),
         (SCHEDULER, CreateClusterTable(spec=SPEC)),
         (SCHEDULER, CheckCaller(caller=CALLER)),
-        (SCHEDULER, RenewStreams(reader=StreamReader("j", "w", 4), cursors={3: Cursor(1, 2), 0: Cursor(0, 0)})),
+        (SCHEDULER, RenewStreams(reader=StreamHolder("j", "w", 4), cursors={3: Cursor(1, 2), 0: Cursor(0, 0)})),
         (GRAPH, WriteGraphs(snapshot_id="x", folder="/f", tables={"t": 9, "u": 0})),
         (GEAR, HandOver(name="n", process="p", accounts={"s": GearAccount(received=4, applied=4)})),
     ],

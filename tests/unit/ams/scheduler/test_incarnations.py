@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.client.cluster import local
-from geartrain.ams.scheduler.data_streams import MOST_READ, DataStreams
+from geartrain.ams.scheduler.data_streams import MOST_READ, StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
@@ -70,7 +70,7 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_what_was_used(monk
 def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     set_clock(monkeypatch, 1)
     fresh = scheduler(MemoryStore())
-    handlers, registered, taken = SchedulerHandlers(fresh, DataStreams(MemoryStore(), 10)), fresh.register, []
+    handlers, registered, taken = SchedulerHandlers(fresh, StreamLeases(MemoryStore(), 10)), fresh.register, []
 
     def somebody_connects_at_once(*arguments: Any, **keywords: Any) -> Any:
         registration = registered(*arguments, **keywords)
@@ -85,20 +85,20 @@ def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pyte
 
 def test_numbers_kept_by_an_earlier_version_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    streams = DataStreams(store, 10)
+    streams = StreamLeases(store, 10)
     streams.fence("job", 7)
     streams.lease("other", "w", 9, num_streams=1)
     store.write({"incarnations": None})
     set_clock(monkeypatch, 1)
     given = Incarnations(store)
-    DataStreams(store, 10, incarnations=given)
+    StreamLeases(store, 10, incarnations=given)
     assert given.next() == 10
 
 
 @pytest.mark.parametrize("number", [MOST_GIVEN + 1, 2**63, 2**64 - 1])
 def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int) -> None:
     store = MemoryStore()
-    cluster, streams = scheduler(store), DataStreams(store, 10)
+    cluster, streams = scheduler(store), StreamLeases(store, 10)
     before = store.read_all()
     with pytest.raises(InvalidArgument, match=rf"incarnation is {number}; it must be at most 2\^62"):
         cluster.take_incarnation(number)
@@ -147,7 +147,7 @@ def test_after_the_highest_choice_of_a_caller_there_is_room_for_successors() -> 
     store = MemoryStore()
     given = Incarnations(store)
     given.note("incarnation", MOST_GIVEN)
-    streams = DataStreams(store, 10, incarnations=given)
+    streams = StreamLeases(store, 10, incarnations=given)
     higher = given.next()
     assert higher == MOST_GIVEN + 1
     streams.fence("job", MOST_GIVEN)
@@ -160,7 +160,7 @@ def test_after_the_highest_choice_of_a_caller_there_is_room_for_successors() -> 
 
 @pytest.mark.parametrize("cursor", [Cursor(0, MOST_READ + 1), Cursor(2**64 - 1, 0)])
 def test_a_cursor_beyond_all_data_is_refused(cursor: Cursor) -> None:
-    streams = DataStreams(MemoryStore(), 10)
+    streams = StreamLeases(MemoryStore(), 10)
     with pytest.raises(InvalidArgument, match=r"beyond 2\^62"):
         streams.restore("job", 1, {0: cursor})
     streams.lease("job", "w", 1, num_streams=1)
@@ -170,7 +170,7 @@ def test_a_cursor_beyond_all_data_is_refused(cursor: Cursor) -> None:
 
 def test_fences_of_the_parts_of_a_job_go_with_that_of_the_whole() -> None:
     store = MemoryStore()
-    streams = DataStreams(store, 10)
+    streams = StreamLeases(store, 10)
     for rank in range(100):
         streams.fence(f"job/rank{rank}", 5)
     streams.fence("job/rank7", 9)
@@ -181,7 +181,7 @@ def test_fences_of_the_parts_of_a_job_go_with_that_of_the_whole() -> None:
         "fence/job/rank7",
         "fence/jobs",
     }
-    for again in (streams, DataStreams(store, 10)):
+    for again in (streams, StreamLeases(store, 10)):
         with pytest.raises(StaleClient):
             again.lease("job/rank0", "w", 7, num_streams=1)
         with pytest.raises(StaleClient):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
 from geartrain.ams.values.scheduler_messages import Cursor, StreamLease, StreamRenewal
@@ -22,7 +22,7 @@ class Clocked:
         self.restart()
 
     def restart(self) -> None:
-        self.streams = DataStreams(self.store, LEASE, clock=lambda: self.now)
+        self.streams = StreamLeases(self.store, LEASE, clock=lambda: self.now)
 
     def lease(self, worker: str, incarnation: int = 1) -> StreamLease:
         return self.streams.lease(

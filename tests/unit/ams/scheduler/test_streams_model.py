@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from geartrain.ams.scheduler.data_streams import DataStreams
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import StaleClient
 from geartrain.ams.values.scheduler_messages import Cursor, StreamLease
@@ -59,7 +59,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.readers: dict[str, Reader] = {}
         self.zombies: list[tuple[str, Reader]] = []
         self.committed: Counter[tuple[int, int, int]] = Counter()
-        self.streams = DataStreams(self.store, LEASE, clock=lambda: self.now)
+        self.streams = StreamLeases(self.store, LEASE, clock=lambda: self.now)
 
     @rule(name=NAMES, num_workers=st.integers(1, 4))
     def lease(self, name: str, num_workers: int) -> None:
@@ -116,7 +116,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     @rule()
     def the_scheduler_restarts(self) -> None:
-        self.streams = DataStreams(self.store, LEASE, clock=lambda: self.now)
+        self.streams = StreamLeases(self.store, LEASE, clock=lambda: self.now)
 
     @invariant()
     def no_stream_is_with_two_workers(self) -> None:

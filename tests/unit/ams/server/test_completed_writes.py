@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from geartrain.ams.server.completed_writes import MarkedStream, MarkedWrite, WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites, MarkedStream, MarkedWrite
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, StaleClient
 from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Reply
 
@@ -20,7 +20,7 @@ def future() -> Future[Reply]:
 
 
 def test_a_duplicate_of_an_applied_write_gets_the_first_reply() -> None:
-    marks, first, again = WriteMarks(), future(), future()
+    marks, first, again = CompletedWrites(), future(), future()
     assert marks.admit(context(1), first)
     marks.applied(context(1), Done(created=3), "t")
     assert first.result(0) == Done(created=3)
@@ -29,7 +29,7 @@ def test_a_duplicate_of_an_applied_write_gets_the_first_reply() -> None:
 
 
 def test_a_duplicate_of_a_write_in_flight_joins_it() -> None:
-    marks, first, again = WriteMarks(), future(), future()
+    marks, first, again = CompletedWrites(), future(), future()
     assert marks.admit(context(1), first)
     assert not marks.admit(context(1), again)
     assert not again.done()
@@ -38,7 +38,7 @@ def test_a_duplicate_of_a_write_in_flight_joins_it() -> None:
 
 
 def test_a_failed_write_leaves_no_mark() -> None:
-    marks, first = WriteMarks(), future()
+    marks, first = CompletedWrites(), future()
     marks.admit(context(1), first)
     marks.failed(context(1), NonFinite("bad"))
     with pytest.raises(NonFinite):
@@ -47,7 +47,7 @@ def test_a_failed_write_leaves_no_mark() -> None:
 
 
 def test_an_acknowledged_write_is_forgotten_and_refused() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     marks.admit(context(1), future())
     marks.applied(context(1), Done(), "t")
     marks.admit(context(2, oldest=2), future())
@@ -56,7 +56,7 @@ def test_an_acknowledged_write_is_forgotten_and_refused() -> None:
 
 
 def test_the_key_is_the_stream_not_the_process() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     marks.admit(context(1, incarnation=1), future())
     marks.applied(context(1), Done(created=1), "t")
     retried = future()
@@ -65,7 +65,7 @@ def test_the_key_is_the_stream_not_the_process() -> None:
 
 
 def test_a_superseded_process_is_fenced() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     marks.admit(context(1, incarnation=2), future())
     with pytest.raises(StaleClient, match="superseded by 2"):
         marks.admit(context(2, incarnation=1), future())
@@ -73,13 +73,13 @@ def test_a_superseded_process_is_fenced() -> None:
 
 def test_a_client_may_not_run_further_ahead_than_the_window() -> None:
     with pytest.raises(InvalidArgument, match=str(WRITE_WINDOW)):
-        WriteMarks().admit(context(WRITE_WINDOW + 1), future())
+        CompletedWrites().admit(context(WRITE_WINDOW + 1), future())
 
 
 @pytest.mark.parametrize("nameless", [CallContext(), CallContext(stream="s"), CallContext(sequence=1)])
 def test_a_write_without_a_name_is_refused(nameless: CallContext) -> None:
     with pytest.raises(InvalidArgument, match="stream"):
-        WriteMarks().admit(nameless, future())
+        CompletedWrites().admit(nameless, future())
 
 
 def named(stream: str, sequence: int, incarnation: int, oldest: int = 0) -> CallContext:
@@ -87,7 +87,7 @@ def named(stream: str, sequence: int, incarnation: int, oldest: int = 0) -> Call
 
 
 def test_a_fence_shuts_out_lower_incarnations_of_the_job_and_nobody_else() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     marks.admit(named("job/rank0", 1, incarnation=1), future())
     marks.applied(named("job/rank0", 1, incarnation=1), Done(), "t")
     marks.fence("job", 5, forget=False)
@@ -102,7 +102,7 @@ def test_a_fence_shuts_out_lower_incarnations_of_the_job_and_nobody_else() -> No
 
 
 def test_a_job_that_goes_on_keeps_its_marks_and_one_that_goes_back_does_not() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     marks.admit(named("job/rank0", 3, incarnation=1, oldest=2), future())
     marks.applied(named("job/rank0", 3, incarnation=1), Done(created=7), "t")
     marks.fence("job", 2, forget=False)
@@ -115,7 +115,7 @@ def test_a_job_that_goes_on_keeps_its_marks_and_one_that_goes_back_does_not() ->
 
 
 def test_a_fence_that_arrives_late_forgets_nothing_of_those_it_let_in() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     for sequence, incarnation in ((1, 1), (2, 2)):
         marks.admit(named("job/rank0", sequence, incarnation), future())
         marks.applied(named("job/rank0", sequence, incarnation), Done(), "t")
@@ -125,7 +125,7 @@ def test_a_fence_that_arrives_late_forgets_nothing_of_those_it_let_in() -> None:
 
 
 def test_a_fence_that_arrives_twice_forgets_nothing_of_what_was_restored_meanwhile() -> None:
-    marks, again = WriteMarks(), future()
+    marks, again = CompletedWrites(), future()
     marks.fence("s", 2, forget=False)
     marks.fence("s", 2, forget=True)
     marks.restore("s", MarkedStream(1, 3, [MarkedWrite(4, 1, "t")]))
@@ -139,7 +139,7 @@ def test_a_fence_that_arrives_twice_forgets_nothing_of_what_was_restored_meanwhi
 
 
 def test_marks_of_another_cluster_shut_out_nobody_and_are_forgotten_with_the_next_return() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     marks.fence("s", 5, forget=True)  # the job goes back; it was numbered higher where the snapshot was taken
     marks.restore("s", MarkedStream(1000, 2, [MarkedWrite(2, 7, "t")]))
     again = future()
@@ -151,7 +151,7 @@ def test_marks_of_another_cluster_shut_out_nobody_and_are_forgotten_with_the_nex
 
 
 def test_a_stream_that_was_silent_for_too_many_others_is_refused_until_its_job_begins_anew() -> None:
-    marks = WriteMarks(max_streams=3)
+    marks = CompletedWrites(max_streams=3)
     written, again = named("job/rank0", 5, incarnation=1), future()
     marks.admit(written, future())
     marks.applied(written, Done(created=1), "t")
@@ -174,7 +174,7 @@ def test_a_stream_that_was_silent_for_too_many_others_is_refused_until_its_job_b
 
 
 def test_a_stream_that_goes_on_writing_is_not_forgotten_for_others() -> None:
-    marks, again = WriteMarks(max_streams=2, max_forgotten=5), future()
+    marks, again = CompletedWrites(max_streams=2, max_forgotten=5), future()
     marks.admit(named("mine", 1, incarnation=1), future())
     marks.applied(named("mine", 1, incarnation=1), Done(created=4), "t")
     for number in range(20):

@@ -8,14 +8,14 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from geartrain.ams.server.completed_writes import MarkedStream, MarkedWrite, WriteMarks
+from geartrain.ams.server.completed_writes import CompletedWrites, MarkedStream, MarkedWrite
 from geartrain.ams.server.freeze.marks import held_marks, merged_stream, restore_marks
 from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
 from geartrain.ams.values.messages import CallContext, Done, Push, Reply, SyncGroup
 
 
-def apply(marks: WriteMarks, sequence: int, *, table: str = "t", oldest: int = 1, incarnation: int = 1) -> bool:
+def apply(marks: CompletedWrites, sequence: int, *, table: str = "t", oldest: int = 1, incarnation: int = 1) -> bool:
     """Whether the write was new."""
     context = CallContext(stream="s", incarnation=incarnation, sequence=sequence, oldest_unacknowledged=oldest)
     future: Future[Reply] = Future()
@@ -26,15 +26,17 @@ def apply(marks: WriteMarks, sequence: int, *, table: str = "t", oldest: int = 1
     return False
 
 
-def restored(*sources: WriteMarks, tables: tuple[str, ...] = ("t",), into: WriteMarks | None = None) -> WriteMarks:
-    target = WriteMarks() if into is None else into
+def restored(
+    *sources: CompletedWrites, tables: tuple[str, ...] = ("t",), into: CompletedWrites | None = None
+) -> CompletedWrites:
+    target = CompletedWrites() if into is None else into
     held = [json.loads(json.dumps(held_marks(source, SyncGroups(1.0), tables))) for source in sources]
     restore_marks(held, tables, target, SyncGroups(1.0))
     return target
 
 
 def test_a_write_of_the_snapshot_is_a_duplicate_and_a_later_one_is_new() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     for sequence, oldest in ((1, 1), (2, 2), (4, 2)):
         assert apply(marks, sequence, oldest=oldest)
     copy = restored(marks)
@@ -44,19 +46,19 @@ def test_a_write_of_the_snapshot_is_a_duplicate_and_a_later_one_is_new() -> None
 
 
 def test_the_past_of_a_stream_stays_shut_out() -> None:
-    first, second = WriteMarks(), WriteMarks()
+    first, second = CompletedWrites(), CompletedWrites()
     apply(first, 1, incarnation=5)
     apply(second, 1, incarnation=3)
     with pytest.raises(StaleClient, match="superseded by 5"):
         apply(restored(first, second), 2, incarnation=4)
-    live = WriteMarks()
+    live = CompletedWrites()
     apply(live, 1, incarnation=9)
     with pytest.raises(StaleClient, match="superseded by 9"):
         apply(restored(first, into=live), 2, incarnation=8)
 
 
 def test_only_writes_to_the_restored_tables_count() -> None:
-    marks = WriteMarks()
+    marks = CompletedWrites()
     apply(marks, 1, table="t")
     apply(marks, 2, table="u")
     assert [apply(restored(marks), sequence) for sequence in (1, 2)] == [False, True]
@@ -90,17 +92,17 @@ def test_a_sync_group_goes_on_at_its_step() -> None:
         groups.join(CallContext(), push(rank, 7))
     groups.complete(push(0, 7))
     target = SyncGroups(1.0)
-    restore_marks([held_marks(WriteMarks(), groups, ["t"])], ["t"], WriteMarks(), target)
+    restore_marks([held_marks(CompletedWrites(), groups, ["t"])], ["t"], CompletedWrites(), target)
     assert target.is_applied(push(0, 7)), "a retry of the last step"
     assert not target.is_applied(push(0, 8))
     with pytest.raises(StepMismatch):
         target.is_applied(push(0, 9))
     assert not target.is_applied(push(0, 1, job="another"))  # begins at its own numbering
     nothing = SyncGroups(1.0)
-    restore_marks([held_marks(WriteMarks(), groups, ["u"])], ["u"], WriteMarks(), nothing)
+    restore_marks([held_marks(CompletedWrites(), groups, ["u"])], ["u"], CompletedWrites(), nothing)
     assert nothing.steps() == []
 
 
 def test_marks_of_another_version_are_a_typed_error() -> None:
     with pytest.raises(SnapshotDamaged, match="not of this version"):
-        restore_marks([{"streams": 1}], ["t"], WriteMarks(), SyncGroups(1.0))
+        restore_marks([{"streams": 1}], ["t"], CompletedWrites(), SyncGroups(1.0))

@@ -9,7 +9,7 @@ import pytest
 
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import ShardUnavailable
-from geartrain.ams.values.interrupts import Leave
+from geartrain.ams.values.interrupts import BufferLease
 from geartrain.ams.values.messages import CallContext, CreateTable, Pull, Push, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
@@ -35,16 +35,16 @@ def rows(shard: Shard) -> np.ndarray:
 
 
 def test_a_joint_push_does_not_read_what_an_interrupted_rank_holds_by_now(shard: Shard) -> None:
-    leave, gradients = Leave(), ONES.copy()
+    buffer_lease, gradients = BufferLease(), ONES.copy()
 
-    def push(rank: int, gradients: np.ndarray, leave: Leave | None = None) -> Push:
+    def push(rank: int, gradients: np.ndarray, buffer_lease: BufferLease | None = None) -> Push:
         group = SyncGroup(job="j", rank=rank, world_size=2, sequence=1, sample_count=1)
-        return Push(table="t", ids=IDS, gradients=gradients, group=group, leave=leave)
+        return Push(table="t", ids=IDS, gradients=gradients, group=group, buffer_lease=buffer_lease)
 
     contexts = [CallContext(stream=f"j/rank{rank}", incarnation=1, sequence=1) for rank in range(2)]
-    first = shard.submit(contexts[0], push(0, gradients, leave))
+    first = shard.submit(contexts[0], push(0, gradients, buffer_lease))
     rows(shard)  # it waits for the other rank
-    leave.end()
+    buffer_lease.end()
     gradients[:] = 1000
     second = shard.submit(contexts[1], push(1, ONES))
     for refused in (first, second):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels.reference.ops import initial_row
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.rpc.codec import spec_from_pb, spec_to_pb
+from geartrain.ams.rpc.codec.shared import spec_from_pb, spec_to_pb
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.adam import Adam, power
-from geartrain.ams.values.optimizers.spec import Push
+from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Normal, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
@@ -126,7 +126,7 @@ def test_rows_follow_torch_in_float64_while_the_learning_rate_changes(optimizer:
         weights.grad = torch.from_numpy(gradients).double() * 0.5
         torch_adam.param_groups[0]["lr"] = lr
         torch_adam.step()
-        exact, slots = optimizer.updated(exact, slots, gradients, Push(lr, 0.5, step + 1, np.float64))
+        exact, slots = optimizer.updated(exact, slots, gradients, UpdateStep(lr, 0.5, step + 1, np.float64))
     np.testing.assert_allclose(exact, weights.detach().numpy(), rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(pulled(ours, ids), weights.detach().numpy(), rtol=2e-4, atol=2e-5)
 
@@ -211,7 +211,7 @@ def test_a_promise_is_kept(
         table.push(ids, unit * np.float32(first), lr=lr)
     except NonFinite:
         return
-    if table.surely_takes(largest, lr=lr, scale=scale):
+    if table.cannot_overflow(largest, lr=lr, scale=scale):
         table.check_push(ids, unit * np.float32(largest), lr=lr, scale=scale)
         table.push(ids, unit * np.float32(largest), lr=lr, scale=scale)
     assert np.isfinite(pulled(table, ids).astype(np.float32)).all()
@@ -254,7 +254,7 @@ def test_restored_moments_count_where_a_push_could_overflow(place: int) -> None:
     slots[0, place] = 3.4e38
     table.restore(np.array([1]), np.ones((1, 5), np.float32), slots, np.array([4]))
     gradient = np.full((1, 5), 3.2e19 if place else 0.0, np.float32)  # 0.1 g² is 1.02e38
-    assert not table.surely_takes(float(gradient.max()))
+    assert not table.cannot_overflow(float(gradient.max()))
     with pytest.raises(NonFinite):
         table.push(np.array([1]), gradient, lr=1e30)
     assert frozen(table)[1] == (np.ones(5, np.float32).tobytes(), slots.tobytes(), 4)

@@ -11,7 +11,7 @@ from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.optimizers.spec import Push
+from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import DTYPES, DTypeName, Normal, TableSpec
 from tests.support.torch_twins import TORCH_TWINS
 
@@ -89,7 +89,7 @@ def test_any_sequence_of_calls_equals_the_reference_or_changes_nothing(
             theirs.assign(ids, values)
             continue
         before = state_of(ours)
-        takes_all = ours.surely_takes(float(np.abs(values).max(initial=0)), lr=lr)
+        takes_all = ours.cannot_overflow(float(np.abs(values).max(initial=0)), lr=lr)
         try:
             ours.push(ids, values, lr=lr)
         except NonFinite:
@@ -113,7 +113,7 @@ def test_a_row_moved_by_float32_stays_close_to_one_moved_by_float64(name: str) -
     for step in range(50):
         gradients = generator.standard_normal((10, 16)).astype(np.float32)
         ours.push(ids, gradients, lr=0.05, scale=0.5)
-        exact, slots = optimizer.updated(exact, slots, gradients, Push(0.05, 0.5, step + 1, np.float64))
+        exact, slots = optimizer.updated(exact, slots, gradients, UpdateStep(0.05, 0.5, step + 1, np.float64))
     ours.pull(ids, rows)
     np.testing.assert_allclose(rows, exact, rtol=1e-4, atol=1e-5)
 

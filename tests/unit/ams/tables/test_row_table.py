@@ -15,7 +15,7 @@ from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
-from geartrain.ams.values.optimizers.spec import Push
+from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import DTYPES, DTypeName, Normal, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
@@ -95,7 +95,7 @@ def test_many_updates_stay_close_to_float64(optimizer: RowOptimizerSpec) -> None
     for _ in range(50):
         gradients = generator.standard_normal(rows.shape).astype(np.float32)
         ours.push(ids, gradients, scale=0.5)
-        rows, slots = optimizer.updated(rows, slots, gradients, Push(optimizer.lr, 0.5, 1, np.float64))
+        rows, slots = optimizer.updated(rows, slots, gradients, UpdateStep(optimizer.lr, 0.5, 1, np.float64))
     np.testing.assert_allclose(pulled(ours, ids), rows, rtol=1e-4, atol=1e-5)
 
 

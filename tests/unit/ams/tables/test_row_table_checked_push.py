@@ -49,13 +49,13 @@ def test_making_room_creates_no_row() -> None:
 
 @pytest.mark.parametrize("largest", [np.inf, np.nan, 3.5e38, 1e300])
 def test_no_bound_means_no_promise(largest: float) -> None:
-    assert not make().surely_takes(largest)
+    assert not make().cannot_overflow(largest)
 
 
 @pytest.mark.parametrize(("lr", "scale"), [(np.nan, 1.0), (-1.0, 1.0), (1.0, np.inf)])
 def test_factors_out_of_range_are_refused(lr: float, scale: float) -> None:
     with pytest.raises(InvalidArgument):
-        make().surely_takes(1.0, lr=lr, scale=scale)
+        make().cannot_overflow(1.0, lr=lr, scale=scale)
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,7 +76,7 @@ def test_a_promise_is_kept(
         table.push(IDS, unit * np.float32(first), lr=1.0)
     except NonFinite:
         return
-    if table.surely_takes(largest, lr=1.0, scale=scale):
+    if table.cannot_overflow(largest, lr=1.0, scale=scale):
         gradients = unit * np.float32(largest)
         table.check_push(IDS, gradients, lr=1.0, scale=scale)
         table.push(IDS, gradients, lr=1.0, scale=scale)

@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 
 from geartrain.ams.values import interrupts as module
-from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, Leave, aside, held
+from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, held, shielded
 
 
 def interrupt() -> None:
@@ -31,16 +31,16 @@ def other() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_the_main_thread_leaves_work_to_another_and_others_do_it_themselves(other: ThreadPoolExecutor) -> None:
-    assert aside(threading.get_ident) != threading.get_ident()
+    assert shielded(threading.get_ident) != threading.get_ident()
 
     def there() -> bool:
-        return aside(threading.get_ident) == threading.get_ident()
+        return shielded(threading.get_ident) == threading.get_ident()
 
     assert other.submit(there).result(10)
 
 
 def test_one_thread_does_all_of_it() -> None:
-    assert len({aside(threading.get_ident) for _ in range(20)}) == 1
+    assert len({shielded(threading.get_ident) for _ in range(20)}) == 1
 
 
 def test_errors_come_back() -> None:
@@ -49,8 +49,8 @@ def test_errors_come_back() -> None:
 
     for _ in range(2):
         with pytest.raises(KeyError, match="lost"):
-            aside(fail)
-    assert aside(lambda: 7) == 7
+            shielded(fail)
+    assert shielded(lambda: 7) == 7
 
 
 def test_what_is_broken_off_goes_on_and_the_next_call_does_not_wait_for_it() -> None:
@@ -62,9 +62,9 @@ def test_what_is_broken_off_goes_on_and_the_next_call_does_not_wait_for_it() -> 
         done.set()
 
     with pytest.raises(KeyboardInterrupt):
-        aside(work, if_broken_off=lambda: told.append(done.is_set()))
+        shielded(work, if_broken_off=lambda: told.append(done.is_set()))
     assert told == [False]
-    assert aside(lambda: 7) == 7
+    assert shielded(lambda: 7) == 7
     go_on.set()
     assert done.wait(20)
 
@@ -84,12 +84,12 @@ def test_what_a_signal_handler_raises_is_no_reason_to_do_the_work_again() -> Non
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(RuntimeError, match="DataLoader"):
-            aside(work)
+            shielded(work)
     finally:
         signal.signal(signal.SIGUSR1, before)
     go_on.set()
     assert done.get(timeout=20) != threading.get_ident()
-    aside(lambda: None)
+    shielded(lambda: None)
     assert done.empty()
 
 
@@ -99,31 +99,31 @@ def test_without_threads_the_work_is_done_all_the_same(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "_idle", [])
     monkeypatch.setattr(module._thread, "start_new_thread", none)
-    assert aside(threading.get_ident) == threading.get_ident()
+    assert shielded(threading.get_ident) == threading.get_ident()
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    aside(lambda: None)
-    child = multiprocessing.get_context("fork").Process(target=aside, args=(lambda: os._exit(7),))
+    shielded(lambda: None)
+    child = multiprocessing.get_context("fork").Process(target=shielded, args=(lambda: os._exit(7),))
     child.start()
     child.join(20)
     assert child.exitcode == 7
 
 
 def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -> None:
-    leave, began, go_on = Leave(), threading.Semaphore(0), threading.Event()
+    buffer_lease, began, go_on = BufferLease(), threading.Semaphore(0), threading.Event()
     written = []
 
     def write() -> None:
-        with held(leave, go_on.set):  # a write that waits for something is told
+        with held(buffer_lease, go_on.set):  # a write that waits for something is told
             began.release()
             assert go_on.wait(20)
             written.append(1)
 
     both = [other.submit(write) for _ in range(2)]
     assert all(began.acquire(timeout=20) for _ in both)  # side by side: they touch different parts
-    leave.end()
-    leave.wait()
+    buffer_lease.end()
+    buffer_lease.wait()
     assert written == [1, 1]  # they were at it: the end has waited for them
     for one in both:
         one.result(20)
@@ -133,11 +133,11 @@ def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -
 
 
 def test_a_write_that_is_over_is_not_told_of_the_end() -> None:
-    leave, told = Leave(), []
-    with held(leave, lambda: told.append(1)):
+    buffer_lease, told = BufferLease(), []
+    with held(buffer_lease, lambda: told.append(1)):
         pass
-    leave.end()
-    leave.wait()
+    buffer_lease.end()
+    buffer_lease.wait()
     assert told == []
     with held(None):
         pass

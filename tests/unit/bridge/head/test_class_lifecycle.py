@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 
 
-def mask_of(living: LivingClasses) -> np.ndarray:
+def mask_of(living: LiveClasses) -> np.ndarray:
     mask = np.ones(living.num_classes, np.bool_)
     for start, stop in living.retired_runs:
         mask[start:stop] = False
@@ -21,7 +21,7 @@ def mask_of(living: LivingClasses) -> np.ndarray:
 
 @given(st.integers(1, 40), st.lists(st.lists(st.integers(0, 39), max_size=12), max_size=5))
 def test_runs_say_what_a_mask_would(num_classes: int, changes: list[list[int]]) -> None:
-    living, mask = LivingClasses(num_classes), np.ones(num_classes, np.bool_)
+    living, mask = LiveClasses(num_classes), np.ones(num_classes, np.bool_)
     for turn, change in enumerate(changes):
         wanted = np.unique([one for one in change if one < num_classes]).astype(np.int64)
         if turn % 2:
@@ -43,7 +43,7 @@ def test_runs_say_what_a_mask_would(num_classes: int, changes: list[list[int]]) 
         np.testing.assert_array_equal(living.all_ids, ids)
         np.testing.assert_array_equal(living.numbers(ids), np.arange(len(ids)))
         np.testing.assert_array_equal(living.free_ids(int((~mask).sum())), np.flatnonzero(~mask))
-        again = LivingClasses(num_classes, living.retired_runs.tolist())
+        again = LiveClasses(num_classes, living.retired_runs.tolist())
         assert again.fingerprint == living.fingerprint
         assert (living.fingerprint == 0) == mask.all()
 
@@ -53,31 +53,31 @@ def test_runs_say_what_a_mask_would(num_classes: int, changes: list[list[int]]) 
 )
 def test_runs_that_cannot_be_are_refused(runs: list[list[int]]) -> None:
     with pytest.raises(InvalidArgument):
-        LivingClasses(10, runs)
+        LiveClasses(10, runs)
 
 
 def test_a_retired_label_is_named_with_a_remedy() -> None:
-    living = LivingClasses(10, [[3, 5]])
+    living = LiveClasses(10, [[3, 5]])
     with pytest.raises(InvalidIds, match=r"label 4 at index 1 .*does not live.*add_classes"):
         living.require(np.array([2, 4]), "label")
     with pytest.raises(InvalidArgument, match="3 classes were to be added, and 2 of 10"):
         living.free_ids(3)
     with pytest.raises(InvalidArgument, match=r"num_living is 11; it must lie in \[1, 10\]"):
-        LivingClasses.first(10, 11)
+        LiveClasses.first(10, 11)
 
 
 @given(st.integers(0, 2**32), st.integers(0, 1000))
 def test_a_selection_is_of_the_living_and_a_function_of_its_arguments(seed: int, step: int) -> None:
-    living = LivingClasses(500, [[7, 9], [100, 220], [499, 500]])
+    living = LiveClasses(500, [[7, 9], [100, 220], [499, 500]])
     labels = np.array([6, 9, 220, 220, 498])
     active = living.select(PartialFC(0.2, seed=seed), labels, step)
     assert active.num == round(0.2 * living.num_living) == len(np.unique(active.ids))
     assert living.holds(active.ids).all()
     np.testing.assert_array_equal(active.ids[active.positions(labels)], labels)
-    again = LivingClasses(500, living.retired_runs).select(PartialFC(0.2, seed=seed), labels, step)
+    again = LiveClasses(500, living.retired_runs).select(PartialFC(0.2, seed=seed), labels, step)
     np.testing.assert_array_equal(again.ids, active.ids)
 
 
 def test_the_full_softmax_is_over_the_living() -> None:
-    living = LivingClasses(12, [[0, 3], [8, 9]])
+    living = LiveClasses(12, [[0, 3], [8, 9]])
     assert living.select(FullSoftmax(), np.array([3]), 0).ids.tolist() == [3, 4, 5, 6, 7, 9, 10, 11]

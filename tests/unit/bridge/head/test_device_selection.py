@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.kernels.sampling import sample_ids
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
@@ -71,7 +71,7 @@ def test_the_chosen_classes_are_those_of_the_specification(
     np.testing.assert_array_equal(found.numpy(), reference.select_neighbours(*lists, labels, wanted, seed, step))
 
 
-def knn_of(table: NeighbourTable, budget: float, living: LivingClasses, seed: int) -> KNNSelection:
+def knn_of(table: NeighbourTable, budget: float, living: LiveClasses, seed: int) -> KNNSelection:
     """A selection that has this graph."""
     knn = KNNSelection(
         KNNSoftmax(budget, k=table.k, seed=seed),
@@ -90,7 +90,7 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
     data: st.DataObject, num_classes: int, world_size: int, step: int
 ) -> None:
     retired = np.array(sorted(data.draw(st.sets(st.integers(0, num_classes - 1), max_size=num_classes - 1))), np.int64)
-    living = LivingClasses(num_classes).without(retired)
+    living = LiveClasses(num_classes).without(retired)
     labels = np.array(data.draw(st.lists(st.sampled_from(living.all_ids.tolist()), max_size=20)), np.int64)
     share, seed = data.draw(st.floats(0.01, 1)), data.draw(st.integers(0, 2**64 - 1))
     for select in (
@@ -139,7 +139,7 @@ class NoAnswers(TorchDispatchMode):
 def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
     random = np.random.default_rng(0)
     graph = NeighbourTable(np.arange(1001) * 5, random.integers(0, 1000, 5000), 5)
-    living = LivingClasses(1010, [[300, 310]])
+    living = LiveClasses(1010, [[300, 310]])
     table: Any = SimpleNamespace(device=CPU, link=SimpleNamespace(world_size=1), first=0, stop=1010, num_local=1010)
     labels = random.integers(0, 300, 64)
     for select in (FullSoftmax(), PartialFC(0.2), knn_of(graph, 0.2, living, 1)):

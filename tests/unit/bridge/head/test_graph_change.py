@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.programs.class_lifecycle import LivingClasses
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 
 K = 3
 
 
-def lists_of(table: NeighbourTable, living: LivingClasses) -> dict[int, list[int]]:
+def lists_of(table: NeighbourTable, living: LiveClasses) -> dict[int, list[int]]:
     ids = living.all_ids.tolist()
     return {ids[number]: [ids[one] for one in table.row(number)] for number in range(table.num_classes)}
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[LivingClasses, list[list[int]], list[int], list[int]]:
+def cases(draw: st.DrawFn) -> tuple[LiveClasses, list[list[int]], list[int], list[int]]:
     """Living classes, a list of numbers for each, ids to retire, and how many then to add."""
     num = draw(st.integers(6, 14))
     free = draw(st.lists(st.integers(0, num - 1), max_size=num - 5, unique=True))
-    living = LivingClasses(num).without(np.array(sorted(free), np.int64))
+    living = LiveClasses(num).without(np.array(sorted(free), np.int64))
     count = living.num_living
     rows = [
         draw(st.lists(st.integers(0, count - 1).filter(lambda one, me=me: one != me), max_size=K, unique=True))
@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[LivingClasses, list[list[int]], list[int], l
 
 @given(cases(), st.randoms(use_true_random=False))
 def test_lists_change_as_plain_lists_do(
-    case: tuple[LivingClasses, list[list[int]], list[int], list[int]], random: Any
+    case: tuple[LiveClasses, list[list[int]], list[int], list[int]], random: Any
 ) -> None:
     before, rows, retired, new = case
     table = NeighbourTable.of_lists(rows, K)

@@ -15,7 +15,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.pending import RowModule
 from geartrain.bridge.rows.ranks import Ranks
-from geartrain.bridge.rows.row_update import RowUpdate, Writer
+from geartrain.bridge.rows.row_update import PushWriter, RowUpdate
 from geartrain.bridge.rows.tables import as_numpy
 
 NUM, DIM = 40, 6
@@ -43,7 +43,7 @@ class VectorGradient:
     def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
         raise NotImplementedError("one process")
 
-    def push(self, writer: Writer) -> None:
+    def push(self, writer: PushWriter) -> None:
         writer.prepare(self.ids, as_numpy(self.gradients_KD))
         writer.settle()
 

@@ -46,9 +46,9 @@ def test_an_optimizer_goes_on_as_if_it_had_never_been_saved() -> None:
         assert torch.equal(expected, found)
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+buffer_leases = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 trees = st.recursive(
-    leaves,
+    buffer_leases,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)

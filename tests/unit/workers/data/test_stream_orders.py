@@ -16,9 +16,9 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.streams import (
     NUM_STREAMS,
-    Cursor,
     JointOrder,
     Position,
+    ReadingPosition,
     StreamOrder,
     StreamReader,
     stream_sizes,
@@ -67,7 +67,7 @@ def test_the_joint_order_takes_from_each_stream_in_its_own_order(
     )
     assert consumed == expected
     assert cursor.consumed == step * batch_size
-    assert Cursor.from_json(cursor.to_json()) == cursor
+    assert ReadingPosition.from_json(cursor.to_json()) == cursor
 
 
 def test_a_cursor_of_other_data_or_of_another_step_is_refused() -> None:
@@ -78,7 +78,7 @@ def test_a_cursor_of_other_data_or_of_another_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="made for 300 samples, seed 3 and 64 streams, not for 301"):
         JointOrder(num_samples=301, batch_size=7, seed=3).require(order.cursor(5), 5)
     with pytest.raises(ConfigError, match="not a cursor"):
-        Cursor.from_json({"seed": 3})
+        ReadingPosition.from_json({"seed": 3})
 
 
 def letters(stream: int, num_streams: int, epoch: int) -> Iterator[str]:

@@ -32,9 +32,9 @@ def dial(
     if split_address(address)[1] == 0:
         raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
     # An embedded cluster never loads gRPC.
-    from geartrain.ams.rpc.channel import seconds_to_connect
-    from geartrain.ams.rpc.scheduler_client import GrpcSchedulerCarrier
-    from geartrain.ams.rpc.shard_client import GrpcCarrier
+    from geartrain.ams.rpc.client.channel import seconds_to_connect
+    from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
+    from geartrain.ams.rpc.client.shard import GrpcCarrier
 
     attempt_seconds = config.attempt_timeout_seconds
     connect_seconds = config.connect_timeout_seconds if once else seconds_to_connect(attempt_seconds)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import framing
+from geartrain.ams.rpc.codec import framing
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ProtocolError
 from geartrain.ams.values.messages import Arrays, Computed, Done, HostedInputs
 

@@ -12,14 +12,14 @@ import xxhash
 from grpc_health.v1 import health_pb2
 
 from geartrain.ams.pb.v1 import graph_pb2
-from geartrain.ams.rpc import framing
-from geartrain.ams.rpc.calls import GrpcCalls
-from geartrain.ams.rpc.message_codec import MessageCodec
+from geartrain.ams.rpc.client.calls import GrpcCalls
+from geartrain.ams.rpc.codec import framing
+from geartrain.ams.rpc.codec.messages import MessageCodec
 from geartrain.ams.rpc.registry import GRAPH
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.graph_messages import DownloadGraph, GraphInfo
-from geartrain.ams.values.interrupts import aside
+from geartrain.ams.values.interrupts import shielded
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 CHUNK_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class GrpcGraphCarrier(GrpcCalls):
 
     def download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """(what it is, offsets, neighbours) of a graph. Raises ProtocolError if it came damaged or cut."""
-        return aside(partial(self._download, table))
+        return shielded(partial(self._download, table))
 
     def _download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         replies = self.stream(DownloadGraph(table=table))

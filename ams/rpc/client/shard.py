@@ -15,13 +15,13 @@ import grpc
 import numpy as np
 
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc import codec, framing
-from geartrain.ams.rpc import hosted_codec as hosted
 from geartrain.ams.rpc.carrier import (
     AttemptFailed,
     gather,
 )
-from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
+from geartrain.ams.rpc.client.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
+from geartrain.ams.rpc.codec import framing, hosted
+from geartrain.ams.rpc.codec import shared as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
 from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, bytes_needed
 from geartrain.ams.rpc.payload.transfer import Beside, BulkUse, Room, Unpack
@@ -276,7 +276,7 @@ class GrpcCarrier:
                 data = framing.encode_framed(header, [(14, pull.ids[start:end])])
             unpack = Unpack(pull, start, end, beside)
             if isinstance(beside, BulkUse):
-                beside.move, beside.leave = unpack.receive, pull.leave
+                beside.move, beside.buffer_lease = unpack.receive, pull.buffer_lease
             return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, beside=beside)
 
         spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
@@ -297,7 +297,7 @@ class GrpcCarrier:
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
             if isinstance(beside, Room):
-                with held(write.leave):
+                with held(write.buffer_lease):
                     beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
                 header.shared.CopyFrom(beside.named)
                 data = header.SerializeToString()
@@ -305,9 +305,9 @@ class GrpcCarrier:
                 header.bulk.CopyFrom(beside.named)
                 data = framing.encode_framed(header, [(14, write.ids[start:end])])
                 beside.move = lambda connection, use, _: connection.send(use, rows[start:end])
-                beside.leave = write.leave
+                beside.buffer_lease = write.buffer_lease
             else:
-                with held(write.leave):
+                with held(write.buffer_lease):
                     data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
             whole = alone and len(spans) == 1
             decode = method.reply.decode

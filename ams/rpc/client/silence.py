@@ -201,6 +201,6 @@ _lookout = _Lookout()
 
 
 def _answers(address: str) -> bool:
-    from geartrain.ams.rpc.health import answers  # an embedded cluster never loads gRPC
+    from geartrain.ams.rpc.client.health import answers  # an embedded cluster never loads gRPC
 
     return answers(address, ANSWER_SECONDS)

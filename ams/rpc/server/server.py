@@ -15,14 +15,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
+from geartrain.ams.rpc.client.channel import WAITS_KEY, channel_options
+from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
-from geartrain.ams.rpc.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError
 
 MAX_CONCURRENT_CALLS = 128
-"""Threads. Calls that wait for other callers hold none (see geartrain.ams.rpc.waiting)."""
+"""Threads. Calls that wait for other callers hold none (see geartrain.ams.rpc.server.waiting)."""
 
 _HEALTH_THREADS = 2
 

@@ -24,8 +24,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from geartrain.ams.rpc import framing
-from geartrain.ams.rpc.codec import spec_from_pb, spec_to_pb
+from geartrain.ams.rpc.codec import framing
+from geartrain.ams.rpc.codec.shared import spec_from_pb, spec_to_pb
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.ams.values.placement import BucketShards, placement_from_bytes, placement_to_bytes

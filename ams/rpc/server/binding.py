@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from geartrain.ams.rpc.registry import Method, Service
-from geartrain.ams.rpc.server import Bound, BytesMethod, BytesStream
+from geartrain.ams.rpc.server.server import Bound, BytesMethod, BytesStream
 from geartrain.ams.values.messages import CallContext
 from geartrain.ams.values.rpc import Rpc
 

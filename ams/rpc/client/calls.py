@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
-from geartrain.ams.rpc.channel import CONNECT_SECONDS, channel_options
+from geartrain.ams.rpc.client.channel import CONNECT_SECONDS, channel_options
 from geartrain.ams.rpc.registry import Service
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
-from geartrain.ams.values.interrupts import aside
+from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.rpc import Rpc
 
 R = TypeVar("R")
@@ -48,7 +48,7 @@ class GrpcCalls:
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """Return the reply to a request."""
         method = self._service[type(request)]
-        data = aside(partial(self._reply, method.path, method.encode(request), timeout_seconds))
+        data = shielded(partial(self._reply, method.path, method.encode(request), timeout_seconds))
         reply: R = method.reply.decode(data)
         return reply
 
@@ -66,7 +66,7 @@ class GrpcCalls:
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
-        aside(self._channel.close)
+        shielded(self._channel.close)
 
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
         """There is no reply yet."""
@@ -75,7 +75,7 @@ class GrpcCalls:
         """:meth:`begin`, from encoded request to encoded reply."""
         method: Any = self._channel.unary_unary(path)
         try:
-            call = aside(partial(method.future, data, timeout=timeout_seconds))
+            call = shielded(partial(method.future, data, timeout=timeout_seconds))
         except ValueError as exc:  # how gRPC says it
             raise NotSent(f"{self._peer}: the connection is closed") from exc
 
@@ -83,7 +83,7 @@ class GrpcCalls:
             pause, longest = self.pauses or (None, 0.0)
             while True:
                 try:
-                    reply: bytes = aside(partial(call.result, pause))
+                    reply: bytes = shielded(partial(call.result, pause))
                     return reply
                 except grpc.FutureTimeoutError:
                     self.waited(call, timeout_seconds)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.pb.v1 import gear_pb2
-from geartrain.ams.rpc import framing
+from geartrain.ams.rpc.codec import framing
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, ProtocolError
 from geartrain.ams.values.gear_messages import Delivery, Failure, FeatureReply, PushFeatureGradients
 from geartrain.ams.values.specs import Ids

@@ -1,0 +1,148 @@
+"""The rules of the house over the syntax tree: small rooms with a name, words with one meaning, seams with a bench.
+
+Who may import what is in ``test_imports.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = ("ams", "bridge", "workers", "geartrain")
+LARGEST_ROOM = 14
+"""Files of a folder beside its ``__init__.py``."""
+LARGER_ROOMS = {
+    "geartrain/cli": "a file a command group, and no group knows another",
+}
+
+# Optional mechanism -> who may know it, and the bench that justifies it with the words of its case.
+OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "geartrain.ams.rpc.payload.shared_memory": (("ams/rpc", "ams/server"), "rows_grpc.py", "shared memory"),
+    "geartrain.ams.rpc.payload.bulk": (("ams/rpc", "ams/server"), "rows_grpc.py", "bulk connections"),
+    "geartrain.ams.storage.snapshot.chain": (
+        ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/head/backends/ranks"),
+        "snapshot_dirty.py",
+        "dirty",
+    ),
+}
+
+Sources = Mapping[str, str]
+"""Source text by path."""
+
+
+def product_sources() -> dict[str, str]:
+    sources = {}
+    for folder in FOLDERS:
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            relative = path.relative_to(REPOSITORY)
+            is_link = relative.parts[0] == "geartrain" and relative.parts[1] in FOLDERS
+            if not is_link and relative.parts[:2] != ("ams", "pb"):
+                sources[relative.as_posix()] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def rooms_without_a_sentence(sources: Sources) -> list[str]:
+    """Folders whose ``__init__.py`` does not say in one sentence what they are."""
+    found = []
+    for folder in sorted({path.rpartition("/")[0] for path in sources}):
+        text = ast.get_docstring(ast.parse(sources.get(f"{folder}/__init__.py", ""))) or ""
+        sentence = text.split("\n\n")[0]
+        if not sentence.endswith(".") or ". " in sentence:
+            found.append(f"{folder}/__init__.py says {sentence!r}, not what the folder is in one sentence")
+    return found
+
+
+def crowded_rooms(sources: Sources) -> list[str]:
+    """Folders with more files than a person reads at a glance."""
+    counts: dict[str, int] = defaultdict(int)
+    for path in sources:
+        folder, _, name = path.rpartition("/")
+        counts[folder] += name != "__init__.py"
+    return [
+        f"{folder} holds {count} files; split it along an idea"
+        for folder, count in counts.items()
+        if count > LARGEST_ROOM and folder not in LARGER_ROOMS
+    ]
+
+
+def classes_of_one_name(sources: Sources) -> list[str]:
+    """Public classes whose name another public class has too."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    return [f"class {name} is in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+
+
+def imports_of(source: str) -> Iterable[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def mechanisms_without_a_reason(sources: Sources, benches: Sources) -> list[str]:
+    """Optional mechanisms that are known outside their seam, or whose bench is gone."""
+    found = []
+    for module, (rooms, bench, case) in OPTIONAL.items():
+        own = module.removeprefix("geartrain.").replace(".", "/") + ".py"
+        if own not in sources:
+            found.append(f"{module} is gone: take it out of OPTIONAL")
+        if case not in benches.get(bench, ""):
+            found.append(f"no bench shows what {module} is worth: benchmarks/{bench} has no {case!r}")
+        for path, source in sources.items():
+            if module in imports_of(source) and not path.startswith(rooms):
+                found.append(f"{path} knows {module}, which lies behind {rooms}")
+    return found
+
+
+def bench_sources() -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "benchmarks").glob("*.py")}
+
+
+def test_a_folder_says_in_one_sentence_what_it_is() -> None:
+    assert rooms_without_a_sentence(product_sources()) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    assert crowded_rooms(product_sources()) == []
+
+
+def test_a_public_class_name_occurs_once() -> None:
+    assert classes_of_one_name(product_sources()) == []
+
+
+def test_an_optional_mechanism_has_one_seam_and_a_bench() -> None:
+    assert mechanisms_without_a_reason(product_sources(), bench_sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "planted"),
+    [
+        (rooms_without_a_sentence, {"ams/new/__init__.py": ""}),
+        (rooms_without_a_sentence, {"ams/new/__init__.py": '"""Rooms. And more."""'}),
+        (rooms_without_a_sentence, {"ams/new/thing.py": ""}),
+        (crowded_rooms, {f"ams/new/part{number}.py": "" for number in range(LARGEST_ROOM + 1)}),
+        (classes_of_one_name, {"ams/one.py": "class Peer: ...", "bridge/two.py": "class Peer: ..."}),
+    ],
+)
+def test_a_planted_violation_is_found(check: object, planted: Sources) -> None:
+    assert callable(check)
+    assert check(planted)
+
+
+def test_a_mechanism_that_leaks_or_loses_its_bench_is_found() -> None:
+    sources, benches = product_sources(), bench_sources()
+    leak = {**sources, "workers/job/loop.py": "from geartrain.ams.rpc.payload import bulk"}
+    assert len(mechanisms_without_a_reason(leak, benches)) == 1
+    assert mechanisms_without_a_reason(sources, {**benches, "rows_grpc.py": ""})
+    gone = {path: source for path, source in sources.items() if path != "ams/rpc/payload/bulk.py"}
+    assert mechanisms_without_a_reason(gone, benches)
