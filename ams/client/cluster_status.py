@@ -58,6 +58,8 @@ class ClusterStatus:
     """The whole cluster at one moment."""
 
     cluster_version: int
+    map_version: int
+    """Of the bucket map, which says what shard each row is on."""
     num_shards: int
     ready: bool
     shards: tuple[ShardStatus, ...]
@@ -179,6 +181,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
         )
     return ClusterStatus(
         cluster_version=view.cluster_version,
+        map_version=view.map_version,
         num_shards=view.num_shards,
         ready=view.ready,
         shards=tuple(shards),

@@ -50,6 +50,7 @@ def test_status_shows_the_version_and_the_age_of_every_role(roles: tuple[GearClu
     cluster, gear, graph = roles
     where = ("--scheduler", cluster.address, "--graph", graph)
     told = json.loads(status(*where, "--json"))
+    assert told["map_version"] == 1
     version = importlib.metadata.version("geartrain")
     by_address = {one["address"]: one for one in told["roles"]}
     shards = {shard["address"]: shard["incarnation"] for shard in told["shards"]}
