@@ -1,5 +1,5 @@
 # One image for every role. Roles never import torch; it is here because workers of the same image do. It is the CPU
-# build, a fraction of the default one, if TORCH_INDEX names the index of PyTorch's CPU builds (README, "CPU only").
+# build, a fraction of the default one, if TORCH_INDEX names the index of PyTorch's CPU builds (docs/start/install.md).
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX=
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

@@ -33,7 +33,7 @@ $(BIN)/python:
 
 $(STAMP): $(BUILD_FILES) | $(BIN)/python
 	@echo "Installing Geartrain and what it needs into $(VENV). With CPU wheels of torch that is about 300 MB to"
-	@echo "download; the default wheels of the public index are CUDA builds of several GB (README, 'CPU only')."
+	@echo "download; the default wheels of the public index are CUDA builds of several GB (docs/start/install.md)."
 	$(PIP_INSTALL) -e .
 	@touch $@
 
