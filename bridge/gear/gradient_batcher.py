@@ -116,7 +116,8 @@ class GradientBatcher:
         self._earliest = math.inf
         """Nothing that waits is older."""
         self._latest_now = -math.inf
-        self._lock = threading.Lock()
+        # Collected garbage may ask for the account in the middle of a change, on the same thread.
+        self._lock = threading.RLock()
 
     def add(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -287,6 +289,30 @@ def test_threads_may_add_while_another_takes() -> None:
     assert [one.account(source).received for source in sources] == [1000] * 4
     account = one.account()
     assert account.applied + account.waiting == 4000 and account.due == 0
+
+
+def test_what_is_garbage_may_ask_for_the_account_in_the_middle_of_a_change() -> None:
+    class Dropped:
+        def __init__(self) -> None:
+            self.circle = self
+
+    def clock() -> float:
+        gc.collect()
+        return 0.0
+
+    one = batcher(1, clock=clock)
+    asked: list[GearAccount] = []
+    gc.disable()
+    try:
+        weakref.finalize(Dropped(), lambda: asked.append(one.account()))
+        adding = threading.Thread(target=add, args=(one, 1, {1: 1.0}), daemon=True)
+        adding.start()
+        adding.join(30)
+    finally:
+        gc.enable()
+    assert not adding.is_alive()
+    assert asked == [GearAccount()]
+    assert one.account().received == 1
 
 
 def no_change(call: Callable[[], object], one: GradientBatcher, error: type[Exception], match: str) -> None:
