@@ -46,7 +46,7 @@ _AS_IT_IS = Codec(bytes, bytes)
 class Own:
     """What an RPC that carries rows has of its own."""
 
-    beside: Collection[str] = ()
+    outside_header: Collection[str] = ()
     """Fields of the request that are not in the header of its message. Its handler is given bytes, for rows may come
     another way: see :class:`geartrain.ams.server.service.ShardService`."""
     request: Codec | None = None
@@ -61,12 +61,12 @@ class Method:
         self.path = f"/{descriptor.containing_service.full_name}/{self.name}"
         self.is_stream: bool = descriptor.server_streaming
         """Of replies."""
-        self.takes_bytes = bool(own.beside)
+        self.takes_bytes = bool(own.outside_header)
         """Whether its handler decodes requests, and encodes replies, itself."""
         self._request = own.request
         self._has_context = "context" in descriptor.input_type.fields_by_name
         if own.request is None:
-            self.header = MessageCodec(kind, descriptor.input_type, own.beside)
+            self.header = MessageCodec(kind, descriptor.input_type, own.outside_header)
             """Of requests."""
         self.reply: Codec | MessageCodec | FieldCodec
         if own.reply is not None:
@@ -142,11 +142,11 @@ SHARD = Service(
     _service(shard_pb2, "Shard"),
     messages,
     {
-        Pull: Own(beside=("ids", "out", "positions", "present", "buffer_lease"), reply=_AS_IT_IS),
-        Push: Own(beside=("ids", "gradients", "buffer_lease")),
-        Assign: Own(beside=("ids", "rows", "buffer_lease")),
-        ComputeHosted: Own(beside=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
-        UpdateHosted: Own(beside=("inputs",)),
+        Pull: Own(outside_header=("ids", "out", "positions", "present", "buffer_lease"), reply=_AS_IT_IS),
+        Push: Own(outside_header=("ids", "gradients", "buffer_lease")),
+        Assign: Own(outside_header=("ids", "rows", "buffer_lease")),
+        ComputeHosted: Own(outside_header=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
+        UpdateHosted: Own(outside_header=("inputs",)),
     },
 )
 SCHEDULER = Service(_service(scheduler_pb2, "Scheduler"), scheduler_messages)

@@ -18,7 +18,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.client.channel import WAITS_KEY
 from geartrain.ams.rpc.codec import framing, hosted
-from geartrain.ams.rpc.codec import shared as codec
+from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.rpc.ping import PingHandler

@@ -22,7 +22,7 @@ from geartrain.ams.values.messages import Done
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.bridge.dense.factory import Store, open_stores
 from geartrain.bridge.dense.layout import Layout
-from geartrain.bridge.dense.module_buffers import BesideParameters
+from geartrain.bridge.dense.module_buffers import ModuleBuffers
 from geartrain.bridge.dense.tensors import ModuleTensors
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.tables import as_numpy
@@ -37,7 +37,7 @@ class _Update:
     """One push under way: sent again after an error, it reaches only the shards that have not answered."""
 
     sequence: int | None
-    beside: Write | None
+    buffers: Write | None
     weights: Write
     is_refused: bool = False
     """A shard refused it, as it would a repeat."""
@@ -46,10 +46,10 @@ class _Update:
 
     @property
     def is_on_a_shard(self) -> bool:
-        return self.weights.is_on_a_shard or (self.beside is not None and self.beside.is_on_a_shard)
+        return self.weights.is_on_a_shard or (self.buffers is not None and self.buffers.is_on_a_shard)
 
     def abandon(self) -> None:
-        for write in (self.beside, self.weights):
+        for write in (self.buffers, self.weights):
             if write is not None:
                 write.abandon()
 
@@ -66,7 +66,7 @@ class DenseTable(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """GradScaler leaves its scale and what it found to :meth:`step`: ranks have to skip a step together."""
 
-    def __init__(self, tensors: ModuleTensors, weights: Store, beside: Store | None, ranks: Ranks | None) -> None:
+    def __init__(self, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: Ranks | None) -> None:
         """Take the server's values. Use :func:`attach`."""
         self._versions: tuple[int, ...] = (0,)
         """Writes applied to the parameters by shard, as asked for before they were pulled."""
@@ -74,7 +74,7 @@ class DenseTable(torch.optim.Optimizer):
         """Of the table they were asked for."""
         self._tensors = tensors
         self._weights = weights
-        self._beside = None if beside is None else BesideParameters(beside, tensors)
+        self._buffers = None if buffers is None else ModuleBuffers(buffers, tensors)
         self._ranks = ranks
         self._gradients_RD = weights.layout.empty()
         self._pulled_RD = weights.layout.empty()
@@ -163,8 +163,8 @@ class DenseTable(torch.optim.Optimizer):
             return False
         if table.incarnation != self._incarnation:  # what is pending is of the weights from before a restore
             self.zero_grad()
-            if self._beside is not None:
-                self._beside.drop_changes()
+            if self._buffers is not None:
+                self._buffers.drop_changes()
         self._pull()
         return True
 
@@ -190,8 +190,8 @@ class DenseTable(torch.optim.Optimizer):
             return
         self._update.abandon()
         self._update = None
-        if self._beside is not None:
-            self._beside.pushed()  # dropped, too: some shards have it, and none may get it twice
+        if self._buffers is not None:
+            self._buffers.pushed()  # dropped, too: some shards have it, and none may get it twice
 
     def _push(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Done | None:
         """Make a push, or go on with the one that is pending; None if there was nothing to push."""
@@ -209,9 +209,9 @@ class DenseTable(torch.optim.Optimizer):
 
     def _send(self, update: _Update) -> Done:
         try:
-            if update.beside is not None and self._beside is not None:
-                update.beside.send()
-                self._beside.pushed()
+            if update.buffers is not None and self._buffers is not None:
+                update.buffers.send()
+                self._buffers.pushed()
             # The parameters last: once their version has moved, all of the step is there.
             done = update.weights.send()
         except InvalidArgument:
@@ -278,24 +278,24 @@ class DenseTable(torch.optim.Optimizer):
                 "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler"
             ) from exc
         try:
-            beside = None if self._beside is None else self._beside.prepare(group, sequence)
+            buffers = None if self._buffers is None else self._buffers.prepare(group, sequence)
         except BaseException:
             write.abandon()
             raise
-        return _Update(sequence, beside, write)
+        return _Update(sequence, buffers, write)
 
     def _pull(self) -> None:
-        weights, beside = self._weights, self._beside
+        weights, buffers = self._weights, self._buffers
         incarnation, versions = weights.table.incarnation, weights.table.versions()
-        ahead = None if beside is None else beside.pull()
+        ahead = None if buffers is None else buffers.pull()
         try:
             weights.table.pull_into(weights.ids, as_numpy(self._pulled_RD))
         finally:
             if ahead is not None:
                 ahead[1].result()
         weights.layout.unpack(self._pulled_RD, list(self._tensors.trained.values()))
-        if beside is not None and ahead is not None:
-            beside.take(ahead[0])
+        if buffers is not None and ahead is not None:
+            buffers.take(ahead[0])
         self._incarnation, self._versions = incarnation, versions
 
 

@@ -18,7 +18,7 @@ from geartrain.bridge.dense.tensors import ModuleTensors
 from geartrain.bridge.rows.tables import as_numpy
 
 
-class BesideParameters:
+class ModuleBuffers:
     """The table ``NAME.buffers`` and the module's own values. Its optimizer is SGD with lr 1, a push is of
     (what was pulled − what the module has): so the server moves by the difference, of ranks by its weighted mean."""
 

@@ -19,7 +19,7 @@ from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client import shard as grpc_client
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec import shared as codec
+from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload import bulk
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort
 from geartrain.ams.rpc.registry import context_to_pb

@@ -23,7 +23,7 @@ from geartrain.ams.client.writes import Write
 from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec import shared as codec
+from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.registry import context_from_pb
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import (

@@ -21,10 +21,10 @@ from geartrain.ams.rpc.carrier import (
 )
 from geartrain.ams.rpc.client.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.codec import framing, hosted
-from geartrain.ams.rpc.codec import shared as codec
+from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
 from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, bytes_needed
-from geartrain.ams.rpc.payload.transfer import Beside, BulkUse, Room, Unpack
+from geartrain.ams.rpc.payload.transfer import BulkUse, PayloadUse, SegmentUse, Unpack
 from geartrain.ams.rpc.registry import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB, split_address
@@ -161,14 +161,14 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool = False,
-        beside: Beside | None = None,
+        payload: PayloadUse | None = None,
         may_retire: bool = True,
         waits: bool = False,
     ) -> Future[Reply]:
         """Begin a call.
 
-        ``beside`` carries its rows up to its end. Without ``may_retire`` the connection is kept, though no answer comes
-        in time. One that ``waits`` for other callers is answered late.
+        ``payload`` carries its rows up to its end. Without ``may_retire`` the connection is kept, though no answer
+        comes in time. One that ``waits`` for other callers is answered late.
         """
         future: Future[Reply] = Future()
         connection = self._begin()
@@ -196,8 +196,8 @@ class GrpcCarrier:
                 self._end(connection, timed_out=False)
                 raise
             finally:
-                if beside is not None:
-                    beside.end(is_over=is_over)
+                if payload is not None:
+                    payload.end(is_over=is_over)
             self._end(
                 connection, timed_out=timed_out and may_retire
             )  # first, so that a retry finds the next connection
@@ -206,29 +206,29 @@ class GrpcCarrier:
             else:
                 future.set_result(outcome)
 
-        if alone and not isinstance(beside, BulkUse):
+        if alone and not isinstance(payload, BulkUse):
             settle(lambda: _unless_closed(send, data, timeout_seconds))
             return future
         try:
             call = _unless_closed(send.future, data, timeout_seconds)
         except BaseException as exc:
-            if beside is not None:
-                beside.end(is_over=False)
+            if payload is not None:
+                payload.end(is_over=False)
             self._end(connection, timed_out=False)
             if not isinstance(exc, _ChannelClosed):
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
-        if not isinstance(beside, BulkUse):
+        if not isinstance(payload, BulkUse):
             # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
             call.add_done_callback(lambda call: settle(call.result))
         elif alone:
-            settle(partial(beside.moved, call, timeout_seconds))
+            settle(partial(payload.moved, call, timeout_seconds))
         else:
-            self._aside(partial(settle, partial(beside.moved, call, timeout_seconds)))
+            self._run_on_thread(partial(settle, partial(payload.moved, call, timeout_seconds)))
         return future
 
-    def _aside(self, work: Callable[[], None]) -> None:
+    def _run_on_thread(self, work: Callable[[], None]) -> None:
         """Let a thread do ``work``, or do it now where none can be had."""
         first = threading.Lock()
 
@@ -262,25 +262,25 @@ class GrpcCarrier:
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
 
-        def send(start: int, end: int, beside: Beside | None) -> Future[Reply]:
+        def send(start: int, end: int, payload: PayloadUse | None) -> Future[Reply]:
             header: Any = SHARD[Pull].header.to_message(
                 pull, context=context_to_pb(context), with_present=pull.present is not None
             )
-            if isinstance(beside, Room):
-                beside.arrays.ids[:] = pull.ids[start:end]
-                header.shared.CopyFrom(beside.named)
+            if isinstance(payload, SegmentUse):
+                payload.arrays.ids[:] = pull.ids[start:end]
+                header.shared.CopyFrom(payload.named)
                 data = header.SerializeToString()
             else:
-                if beside is not None:
-                    header.bulk.CopyFrom(beside.named)
+                if payload is not None:
+                    header.bulk.CopyFrom(payload.named)
                 data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            unpack = Unpack(pull, start, end, beside)
-            if isinstance(beside, BulkUse):
-                beside.move, beside.buffer_lease = unpack.receive, pull.buffer_lease
-            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, beside=beside)
+            unpack = Unpack(pull, start, end, payload)
+            if isinstance(payload, BulkUse):
+                payload.move, payload.buffer_lease = unpack.receive, pull.buffer_lease
+            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, payload=payload)
 
         spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
-        parts = [self._beside(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
+        parts = [self._send_rows(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _write(
@@ -290,45 +290,45 @@ class GrpcCarrier:
         method = SHARD[type(write)]
         waits = isinstance(write, Push) and write.group is not None
 
-        def send(index: int, start: int, end: int, beside: Beside | None) -> Future[Reply]:
+        def send(index: int, start: int, end: int, payload: PayloadUse | None) -> Future[Reply]:
             header: Any = method.header.to_message(write, context=context_to_pb(context))
             if isinstance(write, Push):
                 header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            if isinstance(beside, Room):
+            if isinstance(payload, SegmentUse):
                 with held(write.buffer_lease):
-                    beside.arrays.ids[:], beside.arrays.rows[:] = write.ids[start:end], rows[start:end]
-                header.shared.CopyFrom(beside.named)
+                    payload.arrays.ids[:], payload.arrays.rows[:] = write.ids[start:end], rows[start:end]
+                header.shared.CopyFrom(payload.named)
                 data = header.SerializeToString()
-            elif isinstance(beside, BulkUse):
-                header.bulk.CopyFrom(beside.named)
+            elif isinstance(payload, BulkUse):
+                header.bulk.CopyFrom(payload.named)
                 data = framing.encode_framed(header, [(14, write.ids[start:end])])
-                beside.move = lambda connection, use, _: connection.send(use, rows[start:end])
-                beside.buffer_lease = write.buffer_lease
+                payload.move = lambda connection, use, _: connection.send(use, rows[start:end])
+                payload.buffer_lease = write.buffer_lease
             else:
                 with held(write.buffer_lease):
                     data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
             whole = alone and len(spans) == 1
             decode = method.reply.decode
-            return self._call(method.name, data, timeout_seconds, decode, alone=whole, beside=beside, waits=waits)
+            return self._call(method.name, data, timeout_seconds, decode, alone=whole, payload=payload, waits=waits)
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
         parts = [
-            self._beside(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
+            self._send_rows(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
             for index, (start, end) in enumerate(spans)
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _beside(
-        self, send: Callable[[Beside | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
+    def _send_rows(
+        self, send: Callable[[PayloadUse | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
     ) -> Future[Reply]:
         """Send with the rows beside the message if that can be, and in it if not, or if the shard lost the other way.
 
         The second time is no second write: the shard has not begun the first.
         """
-        beside = self._room(num_ids, dim, dtype) or self._bulk_use(num_ids * dim * dtype.itemsize)
-        if beside is None:
+        payload = self._segment_use(num_ids, dim, dtype) or self._bulk_use(num_ids * dim * dtype.itemsize)
+        if payload is None:
             return send(None)
         future: Future[Reply] = Future()
 
@@ -347,19 +347,19 @@ class GrpcCarrier:
                 _hand_on(future, attempt)
 
         try:
-            attempt = send(beside)
+            attempt = send(payload)
         except BaseException:
-            beside.end(is_over=False)
+            payload.end(is_over=False)
             raise
         attempt.add_done_callback(settled)
         return future
 
-    def _room(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> Room | None:
+    def _segment_use(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> SegmentUse | None:
         """Shared memory for a call; None: its bytes travel in the messages."""
         if self._segments is None:
             return None
         segment = self._segments.take(bytes_needed(num_ids, dim, dtype))
-        return None if segment is None else Room(self._segments, segment, num_ids, dim, dtype)
+        return None if segment is None else SegmentUse(self._segments, segment, num_ids, dim, dtype)
 
     def _bulk_use(self, num_bytes: int) -> BulkUse | None:
         """A bulk connection for a call's rows; None: they travel in the message."""

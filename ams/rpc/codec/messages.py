@@ -9,7 +9,7 @@
 | ``tuple[X, ...]`` | repeated; of ``str | None``, "" is None |
 | a dataclass or NamedTuple | a message |
 | ``Mapping[K, V]`` | a map, or a repeated message: its first field is the key, the others are those of V, or V itself |
-| ``Ids`` | bytes: int64, little endian, beside the header (see grpc_framing) |
+| ``Ids`` | bytes: int64, little endian, beside the header (see ``framing.py``) |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec.shared import spec_from_pb, spec_to_pb
+from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.ams.values.placement import BucketShards, placement_from_bytes, placement_to_bytes
@@ -55,13 +55,16 @@ class MessageCodec:
     Args:
         kind: A dataclass or NamedTuple.
         descriptor: Of the message.
-        beside: Fields of the value that the message does not have, or not in its header: whoever decodes gives them.
+        outside_header: Fields of the value that the message does not have, or not in its header: whoever decodes
+            gives them.
 
     Raises:
         TypeError: A field has no counterpart.
     """
 
-    def __init__(self, kind: type, descriptor: Descriptor, beside: Collection[str] = (), first_field: int = 0) -> None:
+    def __init__(
+        self, kind: type, descriptor: Descriptor, outside_header: Collection[str] = (), first_field: int = 0
+    ) -> None:
         self.message: type[Message] = GetMessageClass(descriptor)
         self._kind = kind
         self._fields: list[_Field] = []
@@ -69,7 +72,7 @@ class MessageCodec:
         """Name and number of those that travel beside the header."""
         of_message = {field.name: field for field in descriptor.fields[first_field:]}
         for name, hint, has_default in _fields_of(kind):
-            if name in beside:
+            if name in outside_header:
                 of_message.pop(name, None)
                 continue
             if name not in of_message:
@@ -79,7 +82,7 @@ class MessageCodec:
                 self._raw.append((name, field.number))
             else:
                 self._fields.append(_field(name, hint, has_default, field))
-        if not beside and (unknown := of_message.keys() - {"context", "padding"}):
+        if not outside_header and (unknown := of_message.keys() - {"context", "padding"}):
             raise TypeError(f"{descriptor.full_name}.{sorted(unknown)[0]} has no field in the value {kind.__name__}")
 
     def to_message(self, value: Any, **given: Any) -> Message:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec import shared as codec
+from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool
 from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in
 from geartrain.ams.rpc.status import is_answer
@@ -22,7 +22,7 @@ from geartrain.ams.values.messages import Done, Pull, Reply
 _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
-class Room:
+class SegmentUse:
     """Shared memory in use by one call."""
 
     def __init__(self, segments: SegmentPool, segment: Segment, num_ids: int, dim: int, dtype: np.dtype[Any]) -> None:
@@ -110,14 +110,15 @@ def _had_no_answer(exc: grpc.RpcError) -> bool:
     return isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER and not is_answer(exc)
 
 
-Beside = Room | BulkUse
+PayloadUse = SegmentUse | BulkUse
+"""What carries the rows of one call, if not its message."""
 
 
 class Unpack:
     """Writes the rows of one reply where the pull wants them."""
 
-    def __init__(self, pull: Pull, start: int, end: int, beside: Beside | None) -> None:
-        self._pull, self._start, self._end, self._beside = pull, start, end, beside
+    def __init__(self, pull: Pull, start: int, end: int, payload: PayloadUse | None) -> None:
+        self._pull, self._start, self._end, self._payload = pull, start, end, payload
         self._received: npt.NDArray[Any] | None = None
         """What came over a bulk connection; None: it is in its place."""
 
@@ -128,9 +129,9 @@ class Unpack:
         return Done()
 
     def _unpack(self, raw: Mapping[int, memoryview]) -> None:
-        if isinstance(self._beside, Room):
-            self._place(self._beside.arrays.rows, self._beside.arrays.present)
-        elif isinstance(self._beside, BulkUse):
+        if isinstance(self._payload, SegmentUse):
+            self._place(self._payload.arrays.rows, self._payload.arrays.present)
+        elif isinstance(self._payload, BulkUse):
             self._place(self._received, self._present(raw.get(14)))
         else:
             self._place(self._rows(raw.get(15)), self._present(raw.get(14)))

@@ -12,7 +12,9 @@ _cancels: dict[threading.Thread, Callable[[], None]] = {}
 _lock = threading.Lock()
 
 
-def begin_beside(work: Callable[..., None], arguments: tuple[Any, ...], cancel: Callable[[], None], name: str) -> None:
+def start_in_background(
+    work: Callable[..., None], arguments: tuple[Any, ...], cancel: Callable[[], None], name: str
+) -> None:
     """Run ``work(*arguments)`` on a thread of its own.
 
     A process that ends meanwhile calls ``cancel`` and waits up to 30 s for the work to end: a thread that comes back

@@ -25,7 +25,7 @@ from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import GraphSource, Peers, RowBackend
-from geartrain.bridge.head.selection.background import begin_beside
+from geartrain.bridge.head.selection.background import start_in_background
 from geartrain.bridge.head.selection.graph_build import Building, Progress, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.served_graph import TableGraphs
@@ -370,7 +370,7 @@ class KNNSelection(Selection):
         self._pending = building = self._new_building()
         if self._ranks is None or self._ranks.acts:
             arguments = (self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
-            begin_beside(building.run, arguments, building.cancel, "geartrain-graph")
+            start_in_background(building.run, arguments, building.cancel, "geartrain-graph")
 
     def _new_building(self) -> Building:
         after, self._ending = self._ending, None

@@ -202,5 +202,5 @@ def test_a_field_that_only_one_side_has_is_found() -> None:
 
 
 def test_what_only_the_caller_knows_does_not_travel() -> None:
-    codec = MessageCodec(GearAccount, gear_pb2.GearAccount.DESCRIPTOR, beside=("lost",))
+    codec = MessageCodec(GearAccount, gear_pb2.GearAccount.DESCRIPTOR, outside_header=("lost",))
     assert codec.decode(codec.encode(GearAccount(received=3, lost=3))) == GearAccount(received=3)

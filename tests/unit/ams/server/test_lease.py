@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc.codec import shared as codec
+from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard

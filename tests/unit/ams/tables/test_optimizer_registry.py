@@ -12,7 +12,7 @@ import pytest
 from geartrain.ams.client.cluster import local
 from geartrain.ams.kernels import _core
 from geartrain.ams.pb.v1 import types_pb2
-from geartrain.ams.rpc.codec.shared import spec_from_pb, spec_to_pb
+from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb
 from geartrain.ams.storage.snapshot.manifest import MANIFEST, seal_json, unseal_json
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import (

@@ -1,4 +1,4 @@
-"""Messages ⇄ protobuf: the headers. Raw bytes are the matter of grpc_framing."""
+"""Table specs and dtypes ⇄ protobuf. Other values are encoded in ``messages.py``, raw bytes in ``framing.py``."""
 
 from __future__ import annotations
 
