@@ -2,8 +2,9 @@
 
 The second follows from what the first learned. With g_bj = dloss/dcos_bj (formulas of ``softmax.py``):
     dloss/dŵ_j = Σ_b g_bj x̂_b,   dloss/dw = (dŵ − (dŵ·ŵ) ŵ) / |w|
-:class:`CompiledPass` is one walk of C++ over the chunk, for float32 on a CPU (``docs/decisions/0007``) and for products
-in bfloat16 on one with AMX; :class:`TensorPass` is PyTorch, for every other type and device. Threads may share a pass.
+:class:`CompiledPass` is one walk of C++ (``class_pass_kernels.cpp``) over the chunk, for float32 on a CPU
+(``docs/decisions/0007``) and for products in bfloat16 on one with AMX; :class:`TensorPass` is PyTorch, for every other
+type and device. Threads may share a pass.
 Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk.
 """
 

@@ -4,7 +4,8 @@
 // and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no part of
 // the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
 //
-// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/head/loss/softmax.py and chunk_pass.py.
+// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/head/loss/softmax.py and chunk_pass.py, whose TensorPass
+// does the same in tensor operations. The plain reference in float64: tests/unit/ams/kernels/test_class_pass.py.
 #pragma once
 
 #include <cstddef>

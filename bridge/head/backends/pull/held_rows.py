@@ -13,8 +13,8 @@ from geartrain.ams.values.messages import SyncGroup
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
-from geartrain.bridge.head.loss.gradients import HeldGradient
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
+from geartrain.bridge.head.loss.pending_gradients import HeldGradient
 from geartrain.bridge.head.loss.scratch import BufferPool, Scratch, wait_for_copies
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPlan

@@ -16,7 +16,7 @@ from geartrain.bridge.head.backends.pull.stream import NUM_BUFFERS, Block, RowSt
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
-from geartrain.bridge.head.loss.gradients import FactoredGradient, Factors
+from geartrain.bridge.head.loss.pending_gradients import FactoredGradient, Factors
 from geartrain.bridge.head.loss.scratch import BufferPool, Scratch
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.memory_plan import MemoryPlan

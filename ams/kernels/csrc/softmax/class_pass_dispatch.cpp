@@ -1,3 +1,4 @@
+// Which compiled form of the class pass this CPU runs. The arithmetic is in class_pass_kernels.cpp.
 #include "softmax/class_pass.hpp"
 
 #include "base/isa.hpp"

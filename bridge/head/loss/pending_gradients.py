@@ -1,4 +1,6 @@
-"""Row gradients that wait for the optimizer's step: written out beside their ids, or as the factors they are made of.
+"""Row gradients that wait for the optimizer's step: written out by id, or as the factors they are made of.
+
+How they are computed: ``chunk_pass.py``.
 
 Legend: A active rows, B samples, D width, N rows of a chunk.
 """
