@@ -18,7 +18,7 @@ from geartrain.cli.options import Json, Mode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from geartrain.workers.job.run import JobOptions, JobResult
+    from geartrain.workers.job.training_run import JobOptions, JobResult
     from geartrain.workers.recipes.recipe import Recipe
 
 INTERRUPTED = 130
@@ -327,7 +327,7 @@ def _options(
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     from geartrain.workers.data.bitmaps import Preprocessing
-    from geartrain.workers.job.run import JobOptions
+    from geartrain.workers.job.training_run import JobOptions
     from geartrain.workers.recipes.recipe import Recipe
 
     return JobOptions(

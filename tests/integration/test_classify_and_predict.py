@@ -31,7 +31,7 @@ from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
 from geartrain.workers.job import job
-from geartrain.workers.job.run import JobOptions, JobResult
+from geartrain.workers.job.training_run import JobOptions, JobResult
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
 

@@ -19,8 +19,8 @@ from geartrain.bridge.rows.state import state_from_bytes
 from geartrain.cli.worker import app
 from geartrain.workers.job import job, loop
 from geartrain.workers.job.loop import Phases
-from geartrain.workers.job.run import JobOptions
 from geartrain.workers.job.state import JobState
+from geartrain.workers.job.training_run import JobOptions
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.graph_lines import GraphLines
 from geartrain.workers.recipes.recipe import Recipe, selection_of

@@ -1,4 +1,4 @@
-"""A whole training job: data in, a run folder out, whatever dies on the way.
+"""A whole training job: data in, a run folder out, whatever dies on the way. One attempt at it: ``training_run.py``.
 
 A job goes back to its last snapshot *as a whole* when a role of its cluster is lost: by itself if it is one process;
 if it is several, torchrun starts them again and they find the snapshot.
@@ -24,7 +24,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
 from geartrain.workers.job.interruption import interruption
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
-from geartrain.workers.job.run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
+from geartrain.workers.job.training_run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
 
 _CLOCKS_DIFFER_SECONDS = 5.0
 

@@ -1,4 +1,7 @@
-"""The snapshots of one job: when they are due, taken beside the training, and the old ones removed."""
+"""The snapshots of one job: when the clock says that one is due, taken while it trains, and the old ones removed.
+
+They are also due after every so many steps: ``loop.py``. How a job goes on from one: ``training_run.py``.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,20 @@ class JobSnapshots:
         *,
         keep: int,
         increments: int = 0,
+        every_seconds: float | None = None,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to.
 
         After one that holds all rows, ``increments`` hold only the rows written since the one before.
+        ``every_seconds`` one is due (None: never by the clock).
         """
         self._cluster = cluster
         self._root = root
         self._keep = keep
         self._increments = increments
+        self._every_seconds = every_seconds
         self._chain: list[str] = []
         """Names of the newest one and of those it adds to, as far as this object took them; the oldest first."""
         self._say = say
@@ -67,9 +73,9 @@ class JobSnapshots:
         """Of the newest whole snapshot that this object took."""
 
     @property
-    def age_seconds(self) -> float:
-        """Time since the last one was begun."""
-        return self._clock() - self._begun
+    def is_due(self) -> bool:
+        """Whether the last one was begun so long ago that it is time for another."""
+        return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
     def begin(self, state: JobState) -> None:
         """Hold this moment, and go on while it is written. Waits for the one before to be whole.

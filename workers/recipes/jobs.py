@@ -12,8 +12,8 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.data.folder import load_folder
 from geartrain.workers.job.folder import read_run, require_folder
 from geartrain.workers.job.job import run_job
-from geartrain.workers.job.run import JobData, JobOptions, JobResult
 from geartrain.workers.job.state import find_state
+from geartrain.workers.job.training_run import JobData, JobOptions, JobResult
 from geartrain.workers.recipes.glyphs import load_glyphs
 
 GLYPH_SIZE = 32

@@ -38,3 +38,18 @@ def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
     snapshots.begin(state)
     snapshots.settle()
     assert told == ["Old snapshots stay for now, training goes on: the folder is read-only"]
+
+
+@pytest.mark.parametrize(("every_seconds", "due"), [(60.0, [False, True]), (None, [False, False])])
+def test_a_snapshot_is_due_so_long_after_the_last_one_was_begun(
+    tmp_path: Path, every_seconds: float | None, due: list[bool]
+) -> None:
+    now = [100.0]
+    cluster: Any = SimpleNamespace()
+    snapshots = JobSnapshots(
+        cluster, str(tmp_path), keep=2, every_seconds=every_seconds, say=lambda _: None, clock=lambda: now[0]
+    )
+    found = []
+    for now[0] in (159.0, 160.0):
+        found.append(snapshots.is_due)
+    assert found == due

@@ -195,8 +195,14 @@ class TrainingRun:
             row_times=timed.times,
         )
         root = self._new_root() if self._saved is None else read_run(options.out).snapshots
+        minutes = options.snapshot_minutes
         self._snapshots = JobSnapshots(
-            cluster, root, keep=options.keep_snapshots, increments=options.increments, say=self._say
+            cluster,
+            root,
+            keep=options.keep_snapshots,
+            increments=options.increments,
+            every_seconds=None if minutes is None else 60 * minutes,
+            say=self._say,
         )
 
     def _new_root(self) -> str:
@@ -327,8 +333,7 @@ class TrainingRun:
 
     def _is_due(self) -> bool:
         """Whether the clock says that it is time for a snapshot; the first rank decides."""
-        minutes = self._options.snapshot_minutes
-        return minutes is not None and self._ranks.is_first and self._snapshots.age_seconds >= 60 * minutes
+        return self._ranks.is_first and self._snapshots.is_due
 
     def _save(self, *, last: bool = False) -> None:
         """Begin a snapshot; the ``last`` one is waited for, and a model for predictions written."""
