@@ -1,1 +1,1 @@
-"""The scheduler role: who is in the cluster, which tables there are, who reads which data stream."""
+"""The scheduler role: who is in the cluster, which tables there are, who owns which bucket, who reads which stream."""

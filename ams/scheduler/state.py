@@ -1,4 +1,7 @@
-"""What a scheduler must remember: read from its store when it starts, written there before anything is answered."""
+"""What a scheduler must remember: read from its store when it starts, written there before anything is answered.
+
+A new cluster's bucket map is made here, once: its rows lie by it from then on.
+"""
 
 from __future__ import annotations
 

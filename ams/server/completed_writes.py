@@ -1,7 +1,9 @@
-"""Marks of applied writes: what makes a retried write apply once (RIFL, section 3).
+"""Writes that a shard has completed: by them it recognises one that comes again, and applies it once (RIFL, section 3).
 
-The key is (stream, sequence), not the process. A mark is dropped when the client says that it has the reply, and when
-a fence says that the job starts over.
+The key is (stream, sequence), not the process. A completed write is forgotten when the client says that it has the
+reply, and when a fence says that the job starts over. Two processes that write as one stream are told apart here, too:
+the one with the lower incarnation was superseded, and is refused (StaleClient). Snapshots hold what is known here as
+*marks*: ``freeze/marks.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from geartrain.ams.values.errors import InvalidArgument, StaleClient
 from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_of
 
 MAX_STREAMS = 65_536
-"""Streams whose marks a shard keeps: those that wrote last."""
+"""Streams whose completed writes a shard keeps: those that wrote last."""
 MAX_FORGOTTEN_STREAMS = 4 * MAX_STREAMS
 """Names kept of streams that it has forgotten: their writes are refused, for they may be repetitions."""
 
@@ -30,7 +32,7 @@ class _Applied(NamedTuple):
 
 
 @dataclass
-class _Stream:
+class _WriteStream:
     incarnation: int = 0
     oldest_unacknowledged: int = 0
     acknowledged_by: int = 0
@@ -39,7 +41,7 @@ class _Stream:
     waiting: dict[int, list[Future[Reply]]] = field(default_factory=dict)
 
 
-class MarkedWrite(NamedTuple):
+class CompletedWrite(NamedTuple):
     """A write that was applied."""
 
     sequence: int
@@ -47,21 +49,21 @@ class MarkedWrite(NamedTuple):
     table: str
 
 
-class MarkedStream(NamedTuple):
+class StreamWrites(NamedTuple):
     """What a shard knows of a stream, as snapshots keep it."""
 
     incarnation: int
     oldest_unacknowledged: int
-    done: list[MarkedWrite]
+    done: list[CompletedWrite]
 
 
 class CompletedWrites:
-    """The marks of one shard. Used by the shard's own thread only; memory is bounded by streams × window."""
+    """What one shard knows of its writers. Used by its own thread only; memory is bounded by streams × window."""
 
     def __init__(self, max_streams: int = MAX_STREAMS, max_forgotten: int = MAX_FORGOTTEN_STREAMS) -> None:
         self._max_streams = max_streams
         self._max_forgotten = max_forgotten
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _WriteStream] = {}
         """Who wrote last comes last."""
         self._forgotten_streams: dict[str, int] = {}
         """Their last incarnation. Who was forgotten last comes last."""
@@ -70,7 +72,7 @@ class CompletedWrites:
         self.highest_incarnation = 0
         """Of all streams and jobs that were ever here."""
         self._forgotten: dict[str, int] = {}
-        """Incarnation below which the marks of a job were forgotten last: a repeated fence must spare those restored
+        """Incarnation below which the writes of a job were forgotten last: a repeated fence must spare those restored
         since."""
 
     def admit(self, context: CallContext, future: Future[Reply]) -> bool:
@@ -112,7 +114,7 @@ class CompletedWrites:
         return True
 
     def applied(self, context: CallContext, done: Done, table: str) -> None:
-        """Mark the write to ``table`` and answer everyone who waits for it."""
+        """Remember the write to ``table`` and answer everyone who waits for it."""
         failpoints.reach("shard.mark.before")
         stream = self._streams[context.stream]
         stream.done[context.sequence] = _Applied(context.incarnation, table, done)
@@ -135,7 +137,7 @@ class CompletedWrites:
     def fence(self, job: str, incarnation: int, *, forget: bool) -> None:
         """From now on refuse the writes of a job's streams with a lower incarnation. Idempotent.
 
-        With ``forget`` also drop their marks, once. No write of theirs may be waiting. Raises StaleClient if the caller
+        With ``forget`` also forget those, once. No write of theirs may be waiting. Raises StaleClient if the caller
         was superseded, InvalidArgument if the fence has no name.
         """
         if not job or incarnation < 1:
@@ -156,14 +158,14 @@ class CompletedWrites:
         if context.stream:
             self._require_current(context.stream, context.incarnation)
 
-    def streams(self, tables: Collection[str]) -> dict[str, MarkedStream]:
+    def streams(self, tables: Collection[str]) -> dict[str, StreamWrites]:
         """Return what is known of each stream, of the writes applied those to ``tables``."""
         return {
-            name: MarkedStream(
+            name: StreamWrites(
                 stream.incarnation,
                 stream.oldest_unacknowledged,
                 [
-                    MarkedWrite(sequence, applied.done.created, applied.table)
+                    CompletedWrite(sequence, applied.done.created, applied.table)
                     for sequence, applied in stream.done.items()
                     if applied.table in tables
                 ],
@@ -171,10 +173,10 @@ class CompletedWrites:
             for name, stream in self._streams.items()
         }
 
-    def restore(self, name: str, marked: MarkedStream) -> None:
+    def restore(self, name: str, marked: StreamWrites) -> None:
         """Add what :meth:`streams` gave to what is known of a stream: the higher incarnation holds.
 
-        Of a job that has gone back under a lower incarnation than the marks have, these are another cluster's numbers:
+        Of a job that has gone back under a lower incarnation than ``marked`` has, these are another cluster's numbers:
         they shut out nobody here, and are forgotten when the job goes back once more.
         """
         if begun := max((self._forgotten.get(job, 0) for job in jobs_of(name)), default=0):
@@ -190,7 +192,7 @@ class CompletedWrites:
             if write.sequence >= stream.oldest_unacknowledged and (known is None or not known.table):
                 stream.done[write.sequence] = _Applied(marked.incarnation, write.table, Done(created=write.created))
 
-    def _current(self, context: CallContext) -> _Stream:
+    def _current(self, context: CallContext) -> _WriteStream:
         self._require_current(context.stream, context.incarnation)
         if context.stream in self._forgotten_streams:
             raise StaleClient(
@@ -206,7 +208,7 @@ class CompletedWrites:
         self.highest_incarnation = max(self.highest_incarnation, context.incarnation)
         return stream
 
-    def _begin(self, name: str) -> _Stream:
+    def _begin(self, name: str) -> _WriteStream:
         """Make a stream; where there are too many, forget the one that has not written for the longest."""
         if len(self._streams) >= self._max_streams:
             idle = next((other for other, stream in self._streams.items() if not stream.waiting), None)
@@ -214,7 +216,7 @@ class CompletedWrites:
                 self._forgotten_streams[idle] = self._streams.pop(idle).incarnation
         if len(self._forgotten_streams) > self._max_forgotten:
             del self._forgotten_streams[next(iter(self._forgotten_streams))]
-        stream = self._streams[name] = _Stream()
+        stream = self._streams[name] = _WriteStream()
         return stream
 
     def _require_current(self, name: str, incarnation: int) -> None:
@@ -231,7 +233,7 @@ class CompletedWrites:
             del self._streams[name]
 
     @staticmethod
-    def _forget_acknowledged(stream: _Stream, oldest_unacknowledged: int, incarnation: int) -> None:
+    def _forget_acknowledged(stream: _WriteStream, oldest_unacknowledged: int, incarnation: int) -> None:
         if oldest_unacknowledged <= stream.oldest_unacknowledged:
             return
         stream.oldest_unacknowledged = oldest_unacknowledged

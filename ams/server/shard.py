@@ -108,7 +108,7 @@ class Shard:
         self._clock = clock
         self._started = clock()
         self._tables = ShardTables(shard, owned_buckets, threads)
-        self._marks = CompletedWrites()
+        self._completed_writes = CompletedWrites()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
         self._hosting = Hosting(models, owned_buckets, threads)
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
@@ -125,7 +125,7 @@ class Shard:
             owned_buckets,
             self._tables,
             self._freezes,
-            self._marks,
+            self._completed_writes,
             self._groups,
             turn=self._writer.turn,
             files=self._files,
@@ -183,7 +183,7 @@ class Shard:
     @property
     def highest_incarnation(self) -> int:
         """The highest of a job, stream or table that it has seen. Any thread."""
-        return max(self._marks.highest_incarnation, self._tables.highest_incarnation)
+        return max(self._completed_writes.highest_incarnation, self._tables.highest_incarnation)
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -221,7 +221,7 @@ class Shard:
     def _expire(self) -> None:
         for pushes, error in self._groups.expire():
             for context, _ in pushes:
-                self._marks.failed(context, error)
+                self._completed_writes.failed(context, error)
         self._freezes.end_silent()
 
     def _perform(self, call: QueuedRequest) -> None:
@@ -229,7 +229,7 @@ class Shard:
         if isinstance(call.request, Push | Assign | UpdateHosted):
             self._write(call, call.request)
         elif isinstance(call.request, WriteFrozen | Restore):
-            self._marks.require_current(call.context)
+            self._completed_writes.require_current(call.context)
             pass_on(self._begin_files(call.request), call.future)
         else:
             call.future.set_result(self._answer(call.context, call.request))
@@ -256,7 +256,7 @@ class Shard:
             case Describe():
                 return self._describe()
             case Freeze():
-                self._marks.require_current(context)  # or a stopped process would mix two pasts of its job
+                self._completed_writes.require_current(context)  # or a stopped process would mix two pasts of its job
                 return self._freeze(request)
             case Thaw():
                 failpoints.reach("thaw.before")
@@ -276,7 +276,7 @@ class Shard:
     def _write(self, call: QueuedRequest, request: Push | Assign | UpdateHosted) -> None:
         if (present := self._tables.get(request.table)) is not None:
             present.require_open(call.context)  # not even as a repetition: the rows of the write it repeats are gone
-        if not self._marks.admit(call.context, call.future):
+        if not self._completed_writes.admit(call.context, call.future):
             return
         try:
             if not isinstance(request, Assign):
@@ -290,9 +290,9 @@ class Shard:
             failpoints.reach("shard.apply.after")
             table.writes += 1
         except BaseException as error:
-            self._marks.failed(call.context, as_ours(error, self._name))
+            self._completed_writes.failed(call.context, as_ours(error, self._name))
             return
-        self._marks.applied(call.context, Done(created=created), request.table)
+        self._completed_writes.applied(call.context, Done(created=created), request.table)
 
     def _apply(self, table: ShardTable, request: Push | Assign | UpdateHosted) -> int:
         if isinstance(request, UpdateHosted):
@@ -311,12 +311,12 @@ class Shard:
 
     def _write_jointly(self, context: CallContext, write: Push | UpdateHosted, table: ShardTable) -> None:
         if self._groups.is_applied(write):
-            self._marks.applied(context, Done(duplicate=True), write.table)
+            self._completed_writes.applied(context, Done(duplicate=True), write.table)
             return
         replaced = self._groups.waiting_of_rank(write)
         parts = self._groups.join(context, write)
         if replaced is not None:  # or its caller, if it still lives, would ask for its reply for ever
-            self._marks.failed(replaced, _replaced(write))
+            self._completed_writes.failed(replaced, _replaced(write))
         if parts is None:
             return
         try:
@@ -329,12 +329,12 @@ class Shard:
         except BaseException as error:
             self._groups.abandon(write)
             for part_context, _ in parts:
-                self._marks.failed(part_context, as_ours(error, self._name))
+                self._completed_writes.failed(part_context, as_ours(error, self._name))
             return
         table.writes += 1
         self._groups.complete(write)
         for part_context, _ in parts:
-            self._marks.applied(part_context, Done(created=created), write.table)
+            self._completed_writes.applied(part_context, Done(created=created), write.table)
 
     def _drop(self, name: str, incarnation: int) -> Done:
         table = self._tables.get(name)
@@ -343,14 +343,14 @@ class Shard:
         self._fail_waiting(name, self._tables.not_found(name))
         if not self._tables.remove(name):
             return Done(duplicate=True)
-        self._marks.dropped(name)
+        self._completed_writes.dropped(name)
         self._freezes.end_of_table(name)  # whoever took it may be gone, and its rows would be held for good
         return Done()
 
     def _fail_waiting(self, table: str, error: GeartrainError) -> None:
         """Forget the sync groups of a table; tell the ranks that wait there."""
         for context, _ in self._groups.drop_table(table):
-            self._marks.failed(context, error)
+            self._completed_writes.failed(context, error)
 
     def _freeze(self, request: Freeze) -> Done:
         if self._freezes.renewed(request):
@@ -363,19 +363,19 @@ class Shard:
                 )
         rows = {name: table.rows for name, table in tables.items()}
         writes = {name: table.all_writes for name, table in tables.items()}
-        marks = held_marks(self._marks, self._groups, rows, steps_of(rows), writes)
+        marks = held_marks(self._completed_writes, self._groups, rows, steps_of(rows), writes)
         return self._freezes.begin(request, rows, marks)
 
     def _fence(self, fence: Fence) -> Done:
-        self._marks.fence(fence.job, fence.incarnation, forget=False)
+        self._completed_writes.fence(fence.job, fence.incarnation, forget=False)
         error = StaleClient(
             f"incarnation {fence.incarnation} of {fence.job!r} took over while this push waited for its sync group; "
             "nothing of it was applied here; stop this process"
         )
         for context in self._groups.fence(fence.job, fence.incarnation, forget=fence.forget):
-            self._marks.failed(context, error)
+            self._completed_writes.failed(context, error)
         if fence.forget:
-            self._marks.fence(fence.job, fence.incarnation, forget=True)
+            self._completed_writes.fence(fence.job, fence.incarnation, forget=True)
         return Done()
 
     def _describe(self) -> ShardState:

@@ -1,7 +1,7 @@
 """Which shard owns an id: id → bucket (of 4096) → shard. Pure functions; the scheduler owns the second arrow.
 
-It makes that map, a shard for each bucket, and gives it a version; everyone else receives it from the scheduler, or
-from the snapshot whose rows lie by it.
+It makes that map, a shard for each bucket, and gives it a version (``ams/scheduler/state.py``); everyone else receives
+it from the scheduler, or from the snapshot whose rows lie by it. Many ids at once are routed in ``merge_route.cpp``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
-from geartrain.ams.server import completed_writes as marks
+from geartrain.ams.server import completed_writes
 from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import disk
@@ -44,7 +44,7 @@ def _client_fence(patch: pytest.MonkeyPatch) -> None:
     """A shard takes writes of a process that was replaced."""
 
     def unfenced(self: CompletedWrites, context: CallContext) -> Any:
-        return self._streams.setdefault(context.stream, marks._Stream())
+        return self._streams.setdefault(context.stream, completed_writes._WriteStream())
 
     patch.setattr(CompletedWrites, "_current", unfenced)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from geartrain.ams.server.completed_writes import CompletedWrites, MarkedStream, MarkedWrite
+from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrites, StreamWrites
 from geartrain.ams.server.sync_groups import GroupStep, SyncGroups
 from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
@@ -38,7 +38,7 @@ class ShardMarks(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    streams: dict[str, MarkedStream]
+    streams: dict[str, StreamWrites]
     groups: list[GroupStep]
     steps: dict[str, TableSteps] = {}
     """By table, where untouched rows move. Left out if there are none."""
@@ -47,7 +47,7 @@ class ShardMarks(BaseModel):
 
 
 def held_marks(
-    marks: CompletedWrites,
+    completed_writes: CompletedWrites,
     groups: SyncGroups,
     tables: Collection[str],
     steps: Mapping[str, TableSteps] | None = None,
@@ -55,7 +55,7 @@ def held_marks(
 ) -> dict[str, Any]:
     """Return the marks and numbers of writes to ``tables``, and the steps of those that count them, as JSON values."""
     held = ShardMarks(
-        streams=marks.streams(tables),
+        streams=completed_writes.streams(tables),
         groups=[step for step in groups.steps() if step.table in tables],
         steps=dict(steps or {}),
         writes=dict(writes or {}),
@@ -64,7 +64,7 @@ def held_marks(
 
 
 def restore_marks(
-    sources: Sequence[dict[str, Any]], tables: Collection[str], marks: CompletedWrites, groups: SyncGroups
+    sources: Sequence[dict[str, Any]], tables: Collection[str], completed_writes: CompletedWrites, groups: SyncGroups
 ) -> None:
     """Merge what the source shards knew of ``tables`` into a shard that has their rows now. Raises SnapshotDamaged."""
     try:
@@ -72,7 +72,7 @@ def restore_marks(
     except ValidationError as exc:
         raise SnapshotDamaged(f"the marks of the snapshot are not of this version of Geartrain: {exc}") from exc
     for name in sorted({name for source in known for name in source.streams}):
-        marks.restore(name, merged_stream([source.streams.get(name) for source in known], tables))
+        completed_writes.restore(name, merged_stream([source.streams.get(name) for source in known], tables))
     steps: dict[tuple[str, str], list[GroupStep]] = {}
     for step in (step for source in known for step in source.groups if step.table in tables):
         steps.setdefault((step.table, step.job), []).append(step)
@@ -85,7 +85,7 @@ def writes_before(sources: Sequence[Mapping[str, Any]], table: str) -> int:
     return max((int(source.get("writes", {}).get(table, 0)) for source in sources), default=0)
 
 
-def merged_stream(sources: Sequence[MarkedStream | None], tables: Collection[str]) -> MarkedStream:
+def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str]) -> StreamWrites:
     """Return what holds of a stream on a shard whose rows come from all ``sources`` (None: it never wrote there)."""
     known = [source for source in sources if source is not None]
     done_by = [{write.sequence: write for write in source.done} for source in known]
@@ -99,11 +99,11 @@ def merged_stream(sources: Sequence[MarkedStream | None], tables: Collection[str
             for done, source in zip(done_by, known, strict=True)
         )
     ]
-    return MarkedStream(
+    return StreamWrites(
         incarnation=max(source.incarnation for source in known),
         oldest_unacknowledged=max(source.oldest_unacknowledged for source in known),
         done=[
-            MarkedWrite(
+            CompletedWrite(
                 sequence=write.sequence,
                 created=sum(done[write.sequence].created for done in done_by if write.sequence in done),
                 table=write.table,

@@ -34,7 +34,7 @@ class Restores:
         owned_buckets: Ids,
         tables: ShardTables,
         freezes: Freezes,
-        marks: CompletedWrites,
+        completed_writes: CompletedWrites,
         groups: SyncGroups,
         *,
         turn: threading.Lock,
@@ -44,7 +44,7 @@ class Restores:
         self._owned_buckets = owned_buckets
         self._tables = tables
         self._freezes = freezes
-        self._marks = marks
+        self._completed_writes = completed_writes
         self._groups = groups
         self._turn = turn
         self._files = files
@@ -82,7 +82,7 @@ class Restores:
         if not tables:  # asked whether it can be read here
             return Done()
         with turn:
-            restore_marks(sources, rows, self._marks, self._groups)
+            restore_marks(sources, rows, self._completed_writes, self._groups)
             restore_steps(sources, rows)
             for name, table in tables.items():
                 table.writes_before = writes_before(sources, name)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from geartrain.ams.server.completed_writes import CompletedWrites, MarkedStream, MarkedWrite
+from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrites, StreamWrites
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, StaleClient
 from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Reply
 
@@ -20,55 +20,55 @@ def future() -> Future[Reply]:
 
 
 def test_a_duplicate_of_an_applied_write_gets_the_first_reply() -> None:
-    marks, first, again = CompletedWrites(), future(), future()
-    assert marks.admit(context(1), first)
-    marks.applied(context(1), Done(created=3), "t")
+    writes, first, again = CompletedWrites(), future(), future()
+    assert writes.admit(context(1), first)
+    writes.applied(context(1), Done(created=3), "t")
     assert first.result(0) == Done(created=3)
-    assert not marks.admit(context(1), again)
+    assert not writes.admit(context(1), again)
     assert again.result(0) == Done(created=3, duplicate=True)
 
 
 def test_a_duplicate_of_a_write_in_flight_joins_it() -> None:
-    marks, first, again = CompletedWrites(), future(), future()
-    assert marks.admit(context(1), first)
-    assert not marks.admit(context(1), again)
+    writes, first, again = CompletedWrites(), future(), future()
+    assert writes.admit(context(1), first)
+    assert not writes.admit(context(1), again)
     assert not again.done()
-    marks.applied(context(1), Done(created=2), "t")
+    writes.applied(context(1), Done(created=2), "t")
     assert first.result(0) == again.result(0) == Done(created=2)
 
 
 def test_a_failed_write_leaves_no_mark() -> None:
-    marks, first = CompletedWrites(), future()
-    marks.admit(context(1), first)
-    marks.failed(context(1), NonFinite("bad"))
+    writes, first = CompletedWrites(), future()
+    writes.admit(context(1), first)
+    writes.failed(context(1), NonFinite("bad"))
     with pytest.raises(NonFinite):
         first.result(0)
-    assert marks.admit(context(1), future())
+    assert writes.admit(context(1), future())
 
 
 def test_an_acknowledged_write_is_forgotten_and_refused() -> None:
-    marks = CompletedWrites()
-    marks.admit(context(1), future())
-    marks.applied(context(1), Done(), "t")
-    marks.admit(context(2, oldest=2), future())
+    writes = CompletedWrites()
+    writes.admit(context(1), future())
+    writes.applied(context(1), Done(), "t")
+    writes.admit(context(2, oldest=2), future())
     with pytest.raises(StaleClient, match="acknowledged already"):
-        marks.admit(context(1, oldest=1), future())
+        writes.admit(context(1, oldest=1), future())
 
 
 def test_the_key_is_the_stream_not_the_process() -> None:
-    marks = CompletedWrites()
-    marks.admit(context(1, incarnation=1), future())
-    marks.applied(context(1), Done(created=1), "t")
+    writes = CompletedWrites()
+    writes.admit(context(1, incarnation=1), future())
+    writes.applied(context(1), Done(created=1), "t")
     retried = future()
-    assert not marks.admit(context(1, incarnation=2), retried)
+    assert not writes.admit(context(1, incarnation=2), retried)
     assert retried.result(0) == Done(created=1, duplicate=True)
 
 
 def test_a_superseded_process_is_fenced() -> None:
-    marks = CompletedWrites()
-    marks.admit(context(1, incarnation=2), future())
+    writes = CompletedWrites()
+    writes.admit(context(1, incarnation=2), future())
     with pytest.raises(StaleClient, match="superseded by 2"):
-        marks.admit(context(2, incarnation=1), future())
+        writes.admit(context(2, incarnation=1), future())
 
 
 def test_a_client_may_not_run_further_ahead_than_the_window() -> None:
@@ -87,101 +87,101 @@ def named(stream: str, sequence: int, incarnation: int, oldest: int = 0) -> Call
 
 
 def test_a_fence_shuts_out_lower_incarnations_of_the_job_and_nobody_else() -> None:
-    marks = CompletedWrites()
-    marks.admit(named("job/rank0", 1, incarnation=1), future())
-    marks.applied(named("job/rank0", 1, incarnation=1), Done(), "t")
-    marks.fence("job", 5, forget=False)
+    writes = CompletedWrites()
+    writes.admit(named("job/rank0", 1, incarnation=1), future())
+    writes.applied(named("job/rank0", 1, incarnation=1), Done(), "t")
+    writes.fence("job", 5, forget=False)
     for stream in ("job", "job/rank0", "job/rank0/table/t"):
         with pytest.raises(StaleClient, match=r"superseded by incarnation 5 of 'job'|superseded by 5"):
-            marks.admit(named(stream, 2, incarnation=4), future())
-    assert marks.admit(named("job/rank0", 2, incarnation=5), future())
-    assert marks.admit(named("jobs/rank0", 1, incarnation=4), future())
-    marks.fence("job", 5, forget=False)
+            writes.admit(named(stream, 2, incarnation=4), future())
+    assert writes.admit(named("job/rank0", 2, incarnation=5), future())
+    assert writes.admit(named("jobs/rank0", 1, incarnation=4), future())
+    writes.fence("job", 5, forget=False)
     with pytest.raises(StaleClient):
-        marks.fence("job/rank0", 4, forget=False)
+        writes.fence("job/rank0", 4, forget=False)
 
 
-def test_a_job_that_goes_on_keeps_its_marks_and_one_that_goes_back_does_not() -> None:
-    marks = CompletedWrites()
-    marks.admit(named("job/rank0", 3, incarnation=1, oldest=2), future())
-    marks.applied(named("job/rank0", 3, incarnation=1), Done(created=7), "t")
-    marks.fence("job", 2, forget=False)
+def test_a_job_that_goes_on_keeps_its_completed_writes_and_one_that_goes_back_does_not() -> None:
+    writes = CompletedWrites()
+    writes.admit(named("job/rank0", 3, incarnation=1, oldest=2), future())
+    writes.applied(named("job/rank0", 3, incarnation=1), Done(created=7), "t")
+    writes.fence("job", 2, forget=False)
     again = future()
-    assert not marks.admit(named("job/rank0", 3, incarnation=2), again)
+    assert not writes.admit(named("job/rank0", 3, incarnation=2), again)
     assert again.result(0) == Done(created=7, duplicate=True)
-    marks.fence("job", 3, forget=True)
-    assert marks.admit(named("job/rank0", 1, incarnation=3), future())
-    assert marks.admit(named("job/rank0", 3, incarnation=3), future())
+    writes.fence("job", 3, forget=True)
+    assert writes.admit(named("job/rank0", 1, incarnation=3), future())
+    assert writes.admit(named("job/rank0", 3, incarnation=3), future())
 
 
 def test_a_fence_that_arrives_late_forgets_nothing_of_those_it_let_in() -> None:
-    marks = CompletedWrites()
+    writes = CompletedWrites()
     for sequence, incarnation in ((1, 1), (2, 2)):
-        marks.admit(named("job/rank0", sequence, incarnation), future())
-        marks.applied(named("job/rank0", sequence, incarnation), Done(), "t")
-    marks.fence("job", 2, forget=True)
-    assert not marks.admit(named("job/rank0", 2, incarnation=2), future())
-    assert marks.admit(named("job/rank0", 1, incarnation=2), future())
+        writes.admit(named("job/rank0", sequence, incarnation), future())
+        writes.applied(named("job/rank0", sequence, incarnation), Done(), "t")
+    writes.fence("job", 2, forget=True)
+    assert not writes.admit(named("job/rank0", 2, incarnation=2), future())
+    assert writes.admit(named("job/rank0", 1, incarnation=2), future())
 
 
 def test_a_fence_that_arrives_twice_forgets_nothing_of_what_was_restored_meanwhile() -> None:
-    marks, again = CompletedWrites(), future()
-    marks.fence("s", 2, forget=False)
-    marks.fence("s", 2, forget=True)
-    marks.restore("s", MarkedStream(1, 3, [MarkedWrite(4, 1, "t")]))
-    marks.fence("s", 2, forget=True)
-    assert not marks.admit(context(4, oldest=3, incarnation=2), again)
+    writes, again = CompletedWrites(), future()
+    writes.fence("s", 2, forget=False)
+    writes.fence("s", 2, forget=True)
+    writes.restore("s", StreamWrites(1, 3, [CompletedWrite(4, 1, "t")]))
+    writes.fence("s", 2, forget=True)
+    assert not writes.admit(context(4, oldest=3, incarnation=2), again)
     assert again.result(0) == Done(created=1, duplicate=True)
     with pytest.raises(StaleClient, match="acknowledged already"):
-        marks.admit(context(2, oldest=1, incarnation=2), future())
-    marks.fence("s", 3, forget=True)  # the next one goes back
-    assert marks.admit(context(4, oldest=3, incarnation=3), future())
+        writes.admit(context(2, oldest=1, incarnation=2), future())
+    writes.fence("s", 3, forget=True)  # the next one goes back
+    assert writes.admit(context(4, oldest=3, incarnation=3), future())
 
 
-def test_marks_of_another_cluster_shut_out_nobody_and_are_forgotten_with_the_next_return() -> None:
-    marks = CompletedWrites()
-    marks.fence("s", 5, forget=True)  # the job goes back; it was numbered higher where the snapshot was taken
-    marks.restore("s", MarkedStream(1000, 2, [MarkedWrite(2, 7, "t")]))
+def test_completed_writes_of_another_cluster_shut_out_nobody_and_are_forgotten_with_the_next_return() -> None:
+    writes = CompletedWrites()
+    writes.fence("s", 5, forget=True)  # the job goes back; it was numbered higher where the snapshot was taken
+    writes.restore("s", StreamWrites(1000, 2, [CompletedWrite(2, 7, "t")]))
     again = future()
-    assert not marks.admit(context(2, incarnation=5), again)
+    assert not writes.admit(context(2, incarnation=5), again)
     assert again.result(0) == Done(created=7, duplicate=True)
-    marks.fence("s", 6, forget=True)
-    assert marks.admit(context(1, incarnation=6), future())
-    assert marks.admit(context(2, incarnation=6), future())  # else a step would be taken for done and be lost
+    writes.fence("s", 6, forget=True)
+    assert writes.admit(context(1, incarnation=6), future())
+    assert writes.admit(context(2, incarnation=6), future())  # else a step would be taken for done and be lost
 
 
 def test_a_stream_that_was_silent_for_too_many_others_is_refused_until_its_job_begins_anew() -> None:
-    marks = CompletedWrites(max_streams=3)
+    writes = CompletedWrites(max_streams=3)
     written, again = named("job/rank0", 5, incarnation=1), future()
-    marks.admit(written, future())
-    marks.applied(written, Done(created=1), "t")
-    marks.admit(named("waits", 1, incarnation=1), future())
+    writes.admit(written, future())
+    writes.applied(written, Done(created=1), "t")
+    writes.admit(named("waits", 1, incarnation=1), future())
     for other in ("a", "b"):
-        marks.admit(named(other, 1, incarnation=1), future())
-        marks.applied(named(other, 1, incarnation=1), Done(), "t")
+        writes.admit(named(other, 1, incarnation=1), future())
+        writes.applied(named(other, 1, incarnation=1), Done(), "t")
     with pytest.raises(StaleClient, match="'job/rank0' wrote nothing here while 3 others did"):
-        marks.admit(written, future())
-    assert set(marks.streams({"t"})) == {"waits", "a", "b"}
-    assert not marks.admit(named("waits", 1, incarnation=1), again)  # one in flight is never forgotten
-    marks.restore("job/rank0", MarkedStream(1, 3, []))
+        writes.admit(written, future())
+    assert set(writes.streams({"t"})) == {"waits", "a", "b"}
+    assert not writes.admit(named("waits", 1, incarnation=1), again)  # one in flight is never forgotten
+    writes.restore("job/rank0", StreamWrites(1, 3, []))
     with pytest.raises(StaleClient, match="wrote nothing"):
-        marks.admit(written, future())
-    marks.fence("job", 1, forget=True)  # not of its past
+        writes.admit(written, future())
+    writes.fence("job", 1, forget=True)  # not of its past
     with pytest.raises(StaleClient, match="wrote nothing"):
-        marks.admit(written, future())
-    marks.fence("job", 2, forget=True)
-    assert marks.admit(named("job/rank0", 5, incarnation=2), future())
+        writes.admit(written, future())
+    writes.fence("job", 2, forget=True)
+    assert writes.admit(named("job/rank0", 5, incarnation=2), future())
 
 
 def test_a_stream_that_goes_on_writing_is_not_forgotten_for_others() -> None:
-    marks, again = CompletedWrites(max_streams=2, max_forgotten=5), future()
-    marks.admit(named("mine", 1, incarnation=1), future())
-    marks.applied(named("mine", 1, incarnation=1), Done(created=4), "t")
+    writes, again = CompletedWrites(max_streams=2, max_forgotten=5), future()
+    writes.admit(named("mine", 1, incarnation=1), future())
+    writes.applied(named("mine", 1, incarnation=1), Done(created=4), "t")
     for number in range(20):
-        marks.admit(named(f"other{number}", 1, incarnation=1), future())
-        marks.applied(named(f"other{number}", 1, incarnation=1), Done(), "t")
-        marks.admit(named("mine", number + 2, incarnation=1), future())
-        marks.applied(named("mine", number + 2, incarnation=1), Done(), "t")
-    assert not marks.admit(named("mine", 1, incarnation=1), again)
+        writes.admit(named(f"other{number}", 1, incarnation=1), future())
+        writes.applied(named(f"other{number}", 1, incarnation=1), Done(), "t")
+        writes.admit(named("mine", number + 2, incarnation=1), future())
+        writes.applied(named("mine", number + 2, incarnation=1), Done(), "t")
+    assert not writes.admit(named("mine", 1, incarnation=1), again)
     assert again.result(0) == Done(created=4, duplicate=True)
-    assert len(marks._forgotten_streams) <= 6
+    assert len(writes._forgotten_streams) <= 6

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from geartrain.ams.server.completed_writes import CompletedWrites, MarkedStream, MarkedWrite
+from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrites, StreamWrites
 from geartrain.ams.server.freeze.marks import held_marks, merged_stream, restore_marks
 from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
@@ -64,8 +64,8 @@ def test_only_writes_to_the_restored_tables_count() -> None:
     assert [apply(restored(marks), sequence) for sequence in (1, 2)] == [False, True]
 
 
-def stream(*done: int, oldest: int = 1, incarnation: int = 1) -> MarkedStream:
-    return MarkedStream(incarnation, oldest, [MarkedWrite(sequence, 1, "t") for sequence in done])
+def stream(*done: int, oldest: int = 1, incarnation: int = 1) -> StreamWrites:
+    return StreamWrites(incarnation, oldest, [CompletedWrite(sequence, 1, "t") for sequence in done])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def stream(*done: int, oldest: int = 1, incarnation: int = 1) -> MarkedStream:
         ([stream(3), None], []),
     ],
 )
-def test_a_write_counts_where_every_source_holds_its_part(sources: list[MarkedStream | None], done: list[int]) -> None:
+def test_a_write_counts_where_every_source_holds_its_part(sources: list[StreamWrites | None], done: list[int]) -> None:
     assert [write.sequence for write in merged_stream(sources, ["t"]).done] == done
 
 
