@@ -339,8 +339,10 @@ class RowTable:
                 f"table {self.spec.name!r} {'counts' if counts else 'does not count'} the steps of its "
                 f"rows; {'no' if steps is None else len(steps)} steps were given for {len(ids)} rows"
             )
+        if slots is not None:
+            self._require_slots(slots)
         if self.spec.counts_updates and steps is not None:
-            self._require_updates(slots, steps)
+            self._require_updates(steps)
         try:
             return self._store.restore(
                 ids,
@@ -369,14 +371,16 @@ class RowTable:
         except ValueError as exc:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
-    def _require_updates(self, slots: npt.NDArray[Any] | None, updates: Ids) -> None:
+    def _require_slots(self, slots: npt.NDArray[Any]) -> None:
         optimizer, dim = self.spec.optimizer, self.spec.dim
         for index, slot in enumerate(optimizer.slots):
-            if slot.is_non_negative and slots is not None and np.any(slots[:, index * dim : (index + 1) * dim] < 0):
+            if slot.is_non_negative and np.any(slots[:, index * dim : (index + 1) * dim] < 0):
                 raise InvalidRows(
                     f"{type(optimizer).__name__}'s state of table {self.spec.name!r} holds a {slot.name} below 0; "
                     "restore an undamaged snapshot"
                 )
+
+    def _require_updates(self, updates: Ids) -> None:
         if np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
             raise InvalidRows(
                 f"the state of table {self.spec.name!r} holds a number of updates outside [0, {_MOST_UPDATES}]; "
