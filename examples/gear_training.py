@@ -1,7 +1,7 @@
 """Gear training on page views: users and movies in the fast gear, the pictures that were shown in a slow one.
 
 The data are MovieLens-100K users and drawn glyphs as advertisements (30 MB to fetch, once; see
-geartrain/workers/data/page_views.py for what is real in them). The slow gear runs in this process:
+examples/gear_data/page_views.py for what is real in them). The slow gear runs in this process:
 
     python examples/gear_training.py
 

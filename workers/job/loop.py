@@ -111,7 +111,7 @@ class Trainer:
     def restore(self, state: JobState) -> None:
         """Go on from a state whose parameters and rows are in place already.
 
-        JobRanks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
+        Ranks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
         state is that of other images.
         """
         self._order.require(state.cursor, self.progress.step)

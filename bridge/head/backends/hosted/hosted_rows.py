@@ -213,7 +213,7 @@ class SummedBatch:
 
 @dataclass(frozen=True)
 class _Part:
-    """SummedBatch ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
+    """Samples ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
 
     start: int
     stop: int
