@@ -110,8 +110,8 @@ class GradientBatcher:
         self._max_gradient_lag = max_gradient_lag
         self._clock = clock
         self._state = BatchState(dim, gradients_per_id, ids_per_update)
-        self._torn: BaseException | None = None
-        """What tore a change out half-way: Ctrl-C, or memory that ran out."""
+        self.torn: BaseException | None = None
+        """What tore a change out half-way, so that nothing can be counted any more: Ctrl-C, or memory that ran out."""
         self._failed_because: Counter[str] = Counter()
         self._earliest = math.inf
         """Nothing that waits is older."""
@@ -255,17 +255,17 @@ class GradientBatcher:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         with self._lock:
-            if self._torn is not None:
+            if self.torn is not None:
                 raise StateFailed(
-                    f"a change was torn out half-way by {type(self._torn).__name__}, so that nobody knows what was "
+                    f"a change was torn out half-way by {type(self.torn).__name__}, so that nobody knows what was "
                     "counted; make the slow gear anew"
-                ) from self._torn
+                ) from self.torn
             try:
                 yield
             except InvalidArgument:
                 raise
             except BaseException as exc:
-                self._torn = exc
+                self.torn = exc
                 raise
 
     def _has_counted(self, source: str, sequence: int) -> bool:

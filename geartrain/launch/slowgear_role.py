@@ -93,7 +93,7 @@ class SlowGearRole:
         self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)
         self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
-        ticker = Ticker(partitions.tick, lambda: partitions.tick_seconds, self._end)
+        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
         settings = self._settings
         dense_pass = open_pass(self._build, self._samples, self._decode, settings)
@@ -123,6 +123,11 @@ class SlowGearRole:
                     f"dim is {self._config.dim}; the slow gear of {self.name!r} at {state.address} makes features of "
                     f"width {state.dim}: start this one with --dim {state.dim}, or under another name"
                 )
+
+    def _tick(self, partitions: HeldPartitions) -> None:
+        if (handler := self._handler) is not None:
+            handler.require_whole()
+        partitions.tick()
 
     def _flush(self) -> None:
         if (handler := self._handler) is not None:

@@ -24,6 +24,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.gear_messages import GearState
+from geartrain.bridge.gear.batch_state import BatchState
 from geartrain.cli.main import build_app
 from geartrain.launch.slowgear_role import SlowGearRole
 from tests.integration.gear_cluster import CLIENT, GearCluster, gear_cluster, gear_config
@@ -224,3 +225,20 @@ def test_flush_before_a_snapshot_puts_all_gradients_into_it(gears: GearCluster, 
         gear.stop(0)
         gears.start_gear(gradients_per_id=8)
         torch.testing.assert_close(image(torch.arange(IDS)).detach(), trained)
+
+
+def test_one_that_lost_count_leaves_its_ids_to_others(gears: GearCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    torn, _ = gears.start_gear(**NOW)
+    with connected(gears) as cluster:
+        image = gt.SlowGear(cluster, "image", dim=DIM, gradients_per_id=1, expire_seconds=0.0, mode="sync")
+        rows = gt.RowOptimizer(image)
+        with monkeypatch.context() as patch:
+            patch.setattr(BatchState, "waiting_ids", lambda *_: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                torn._flush()
+        assert torn.wait(20) and "cannot tell any more what it has counted" in str(torn.end_reason)
+        gears.start_gear(**NOW)
+        torn.stop(0)
+        image(torch.tensor([1, 2])).sum().backward()
+        rows.step()
+        assert image.account().applied == 2

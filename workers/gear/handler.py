@@ -12,7 +12,7 @@ from typing import Any
 from geartrain.ams.gear.service.held_partitions import HeldPartitions
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
-from geartrain.ams.values.errors import GeartrainError, NotHolder
+from geartrain.ams.values.errors import GeartrainError, GearUnavailable, NotHolder, StaleClient, StateFailed
 from geartrain.ams.values.gear_messages import (
     Delivery,
     FeatureReply,
@@ -80,19 +80,28 @@ class SlowGearHandler:
         if sent_to not in ("", self._process):
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
         with self._counted():
-            with self._taking:
-                is_repeat = self._engine.has_counted(delivery)
-                if not is_repeat:
-                    self._partitions.require(delivery.ids)
-                self._engine.add(delivery)
-                self._lost[family_of(delivery.source)] = delivery.lost
-            self._engine.apply_soon(wait=wait)
+            try:
+                with self._taking:
+                    is_repeat = self._engine.has_counted(delivery)
+                    if not is_repeat:
+                        self._partitions.require(delivery.ids)
+                    self._engine.add(delivery)
+                    self._lost[family_of(delivery.source)] = delivery.lost
+                self._engine.apply_soon(wait=wait)
+            except StateFailed as exc:  # another one takes its place
+                raise GearUnavailable(f"slow gear {self._process} takes no gradients any more: {exc}") from exc
         return Taken(
             account=self._account(family_of(delivery.source)),
             dense_version=self.dense_version,
             process=self._process,
             is_repeat=is_repeat,
         )
+
+    def require_whole(self) -> None:
+        """Raise StaleClient if it can neither count nor apply gradients any more, so that another should have its
+        partitions."""
+        if (torn := self._engine.batcher.torn) is not None:
+            raise StaleClient(f"slow gear {self._process} cannot tell any more what it has counted: {torn!r}")
 
     def flush(self) -> None:
         """See :class:`GearHandler`."""

@@ -15,10 +15,11 @@ from torch import nn
 
 import geartrain as gt
 from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.values.errors import InvalidIds, NotHolder
+from geartrain.ams.values.errors import GearUnavailable, InvalidIds, NotHolder, StaleClient
 from geartrain.ams.values.gear_messages import Delivery, GearAccount
 from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.gear.batch_state import BatchState
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
 from geartrain.workers.gear.handler import SlowGearHandler
@@ -224,3 +225,19 @@ def test_a_delivery_that_is_refused_shuts_no_other_process_out(cluster: gt.Clust
     with pytest.raises(InvalidIds, match="id 1 occurs 2 times"):
         handler.deliver(replace(delivery(1, [1, 1]), incarnation=9), wait=False, sent_to="")
     assert handler.deliver(delivery(1), wait=False, sent_to="").account.received == IDS
+
+
+def test_one_that_lost_count_sends_fast_gears_elsewhere(
+    cluster: gt.Cluster, handlers: Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = handlers.make(engine_on(cluster), Held())
+    handler.require_whole()
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchState, "_gather", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            handler.deliver(delivery(1), wait=False, sent_to="")
+    for number in (1, 2):
+        with pytest.raises(GearUnavailable, match="me#7 takes no gradients any more"):
+            handler.deliver(delivery(number), wait=False, sent_to="")
+    with pytest.raises(StaleClient, match="me#7 cannot tell any more what it has counted"):
+        handler.require_whole()
