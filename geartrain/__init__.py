@@ -7,6 +7,8 @@ imports torch, and a machine that only talks to tables needs neither.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -97,6 +99,23 @@ _HOMES = {
     "geartrain.workers.data.streams": ("StreamReader",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def _require_built() -> None:
+    """Refuse a bare source folder: Python looks into the current folder before it looks for an installed package."""
+    try:
+        built = importlib.util.find_spec("geartrain.ams.kernels._core") is not None
+    except ModuleNotFoundError:
+        built = False
+    if not built:
+        folder = Path(__file__).resolve().parent
+        raise ImportError(
+            f"{folder} is Geartrain's source folder, which holds no built package. Run Python from another folder than "
+            f"{folder.parent}, or install the checkout in place: pip install -e {folder.parent}"
+        )
+
+
+_require_built()
 
 
 def __getattr__(name: str) -> object:

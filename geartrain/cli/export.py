@@ -14,7 +14,7 @@ from geartrain.cli.options import ConfigFile, Json, SchedulerAddress
 
 def export(
     table: Annotated[str, typer.Argument(help="Dense table, such as that of a class head.")],
-    out: Annotated[Path, typer.Argument(help="FILE.safetensors to write: one tensor, weight, [classes, dim].")],
+    out: Annotated[Path, typer.Argument(help="FILE.safetensors to write: one tensor, weight, of shape classes x dim.")],
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
     as_json: Json = False,

@@ -106,6 +106,18 @@ def test_the_version_is_the_installed_one() -> None:
     assert gt.__version__ == importlib.metadata.version("geartrain")
 
 
+def test_a_source_folder_that_is_not_installed_says_what_to_do(tmp_path: Path) -> None:
+    """As in a checkout after ``pip install .``: the current folder comes before installed packages."""
+    (tmp_path / "geartrain").mkdir()
+    (tmp_path / "geartrain" / "__init__.py").write_bytes((REPOSITORY / "geartrain" / "__init__.py").read_bytes())
+    without_installed = [sys.executable, "-S", "-c", "import geartrain"]
+    done = subprocess.run(without_installed, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1].startswith(
+        f"ImportError: {tmp_path / 'geartrain'} is Geartrain's source folder"
+    )
+    assert f"pip install -e {tmp_path}" in done.stderr
+
+
 def test_importing_geartrain_loads_no_heavy_library() -> None:
     assert not modules_after("import geartrain") & {"torch", "grpc", "numpy", "pydantic", "google"}
 
