@@ -1,8 +1,8 @@
 """The marks of a shard in a snapshot: which writes its rows hold, and which step each sync group and table is at.
 
-A shard reads the marks of every shard that wrote rows for it. With the number of shards unchanged that is one, and what
-holds is exact: a write is known to be applied if, and only if, the restored rows hold it. With another number, each
-source holds a part of a write's rows:
+A shard reads the marks of every shard that wrote rows for it. With the bucket map unchanged that is one, and what holds
+is exact: a write is known to be applied if, and only if, the restored rows hold it. With another map (another number of
+shards, or a snapshot of before format 4, when buckets lay in turn), each source holds a part of a write's rows:
 
 - At a step boundary, where every write sent was answered, nothing can be sent again and the groups agree.
 - In the middle of a step a write counts as applied only if all sources have it, or were told that it is acknowledged.
