@@ -126,6 +126,12 @@ def test_a_header_that_does_not_fit_its_bytes_is_refused(
         hosted.inputs_from([shard_pb2.HostedInputs(arrays=headers)], memoryview(bytes(16)))
 
 
+def test_no_length_that_numpy_cannot_count_is_taken_for_an_empty_array() -> None:
+    header = shard_pb2.HostedArray(name="a", type=shard_pb2.ARRAY_TYPE_FLOAT64, rows=0, columns=2**60)
+    with pytest.raises(InvalidArgument, match="no length takes 2"):
+        hosted.inputs_from([shard_pb2.HostedInputs(arrays=[header])], None)
+
+
 def good() -> dict[str, Any]:
     return {
         "features": np.eye(2, DIM, dtype=np.float32),

@@ -157,8 +157,8 @@ class _Reader:
         left = len(self._raw) - self._position
         if padded > left:
             raise ProtocolError(f"array {header.name!r} of shape {list(shape)} needs {padded} bytes, {left} are left")
-        if size == 0 and max(shape) > np.iinfo(np.int64).max:
-            raise InvalidArgument(f"array {header.name!r} has shape {list(shape)}; no length exceeds 2**63 - 1")
+        if size == 0 and max(shape) * dtype.itemsize > np.iinfo(np.int64).max:
+            raise InvalidArgument(f"array {header.name!r} has shape {list(shape)}; no length takes 2**63 bytes")
         view = self._raw[self._position : self._position + size]
         self._position += padded
         return np.require(np.frombuffer(view, dtype).reshape(shape), requirements="A")

@@ -20,7 +20,7 @@ from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import MARKS
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import SpecMismatch, TableExists, TableNotFound
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.messages import Done, Reply, Restore
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -52,11 +52,15 @@ class Restores:
     def begin(self, request: Restore) -> Future[Reply]:
         """Begin to restore tables, or join who does it or did it already, unless they were written to since.
 
-        Called by the thread that has the turn. Raises TableNotFound.
+        Called by the thread that has the turn. Raises TableNotFound, and InvalidArgument unless each table or none has
+        an incarnation.
         """
         tables = {name: self._tables.find(name) for name in request.tables}
-        for table, incarnation in zip(tables.values(), request.incarnations, strict=bool(request.incarnations)):
-            table.require_meant(incarnation)
+        meant = request.incarnations or (0,) * len(request.tables)
+        if len(meant) != len(request.tables):
+            raise InvalidArgument(f"{len(request.tables)} tables to restore have {len(meant)} incarnations; one each")
+        for name, incarnation in zip(request.tables, meant, strict=True):
+            tables[name].require_meant(incarnation)
         names = frozenset(tables)
         for known in [table.restore for table in tables.values()][:1]:
             is_same = known is not None and (known.folder, known.tables) == (request.folder, names)

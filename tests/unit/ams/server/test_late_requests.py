@@ -15,7 +15,14 @@ from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import FileEntry, Parent
-from geartrain.ams.values.errors import SnapshotFailed, SpecMismatch, StaleClient, TableExists, TableNotFound
+from geartrain.ams.values.errors import (
+    InvalidArgument,
+    SnapshotFailed,
+    SpecMismatch,
+    StaleClient,
+    TableExists,
+    TableNotFound,
+)
 from geartrain.ams.values.messages import (
     CallContext,
     CreateTable,
@@ -219,6 +226,14 @@ def test_a_restore_that_is_refused_leaves_no_table_half_restored(shard: Shard, t
     with pytest.raises(SpecMismatch, match="'other'"):  # it is not in the snapshot
         ask(shard, Restore(folder=str(source.path), tables=("other",)))
     ask(shard, Freeze(snapshot_id="next"))
+
+
+@pytest.mark.parametrize(("tables", "incarnations"), [(("t",), (0, 0)), (("t", "t"), (0,)), ((), (7,))])
+def test_a_restore_of_other_tables_than_it_numbers_is_refused(
+    shard: Shard, tables: tuple[str, ...], incarnations: tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"{len(tables)} tables to restore have {len(incarnations)} incarnations"):
+        ask(shard, Restore(folder="/none", tables=tables, incarnations=incarnations))
 
 
 def test_what_a_superseded_process_left_to_do_is_refused(shard: Shard, tmp_path: Path) -> None:
