@@ -27,7 +27,7 @@ from geartrain.ams.values.specs import Ids, TableSpec
 
 
 class Restores:
-    """Gives tables of one shard the rows of snapshots, and its marks and groups what belongs to them."""
+    """Gives tables of one shard the rows of snapshots, its completed writes and groups what the marks say of them."""
 
     def __init__(
         self,
