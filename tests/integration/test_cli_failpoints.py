@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from geartrain.ams.observe.failpoints import FAILPOINTS, VARIABLE
@@ -68,13 +70,16 @@ def test_a_role_that_up_starts_again_is_not_armed_again(monkeypatch: pytest.Monk
         monkeypatch.delenv(VARIABLE)
         first = ready["pids"]["server 0"]
         at = ["--scheduler", ready["scheduler"]]
-        incarnations = set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(first).wait(TIMEOUT_SECONDS)
+        # Armed, the next one would die at its second heartbeat: it would not be of one age in two looks.
+        up: list[tuple[int, ...]] = []
         for _ in range(TIMEOUT_SECONDS):
             done = geartrain("status", "--json", *at)
             status = json.loads(done.stdout)
-            incarnations |= {shard["incarnation"] for shard in status["shards"] if shard["state"] == "up"}
-            if len(incarnations) == 2 and done.returncode == 0:
+            if done.returncode == 0 and status["ready"]:
+                up.append(tuple(shard["incarnation"] for shard in status["shards"]))
+            if len(up) == 3:
                 break
-        assert len(incarnations) == 2, status
-        with pytest.raises(ProcessLookupError):
-            os.kill(first, 0)
+        assert len(up) == 3, status
+        assert len(set(up[1:])) == 1, up

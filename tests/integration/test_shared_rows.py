@@ -384,9 +384,9 @@ def test_ids_are_read_once(served: Served) -> None:
         pull = shard_pb2.PullRequest(table="t", shared=shared).SerializeToString()
         shard = cluster.servers[0]._held[0].shard
         assert shard is not None
-        queued, submit = threading.Event(), shard.submit
+        queued, run = threading.Event(), shard.run
         with pytest.MonkeyPatch.context() as patch, shard._writer.turn:  # the shard is at work
-            patch.setattr(shard, "submit", lambda *call: (submit(*call), queued.set())[0])
+            patch.setattr(shard, "run", lambda *call: (run(*call), queued.set())[0])
             call = channel.unary_unary(f"/{SHARD.name}/Pull").future(pull, timeout=10)
             assert queued.wait(10)
             arrays.ids[:] = -(2**62)

@@ -23,7 +23,7 @@ class Both:
     """The compiled index and its specification, side by side; positions may differ by a renaming that never changes."""
 
     def __init__(self, capacity: int) -> None:
-        self.ours, self.reference = PositionLru(capacity), reference_lru.PositionLru(capacity)
+        self.ours, self.reference = PositionLru(capacity), reference_lru.ReferencePositionLru(capacity)
         self.names: dict[int, int] = {}
 
     def compare(self, positions: np.ndarray, expected: list[int]) -> None:
@@ -71,7 +71,7 @@ def test_the_index_does_what_its_specification_says(capacity: int, steps: list[t
 
 def test_many_ids_come_and_go() -> None:
     rng = np.random.default_rng(0)
-    ours, reference = PositionLru(3_000), reference_lru.PositionLru(3_000)
+    ours, reference = PositionLru(3_000), reference_lru.ReferencePositionLru(3_000)
     for turn in range(60):
         ids = np.unique(rng.integers(0, 9_000, 700)).astype(np.int64)
         rng.shuffle(ids)
