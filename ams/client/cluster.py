@@ -31,13 +31,13 @@ from geartrain.ams.values.errors import (
     SchedulerUnavailable,
 )
 from geartrain.ams.values.gear_messages import Freshness
-from geartrain.ams.values.messages import Fence
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import (
     ClusterView,
     DescribeCluster,
     TakeIncarnation,
 )
+from geartrain.ams.values.shard_messages import Fence
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
 from geartrain.ams.values.text import quoted
 

@@ -15,8 +15,8 @@ from geartrain.ams.rpc.client.dial import dial, remedy
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable
 from geartrain.ams.values.gear_messages import GearState
-from geartrain.ams.values.messages import CallContext, Describe, Reply, ShardState
 from geartrain.ams.values.scheduler_messages import ClusterView, DescribeCluster, DescribeHolders, ShardCondition
+from geartrain.ams.values.shard_messages import CallContext, Describe, Reply, ShardState
 
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
 

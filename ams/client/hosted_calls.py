@@ -11,7 +11,8 @@ from functools import partial
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import Deliver, Numbers, Write
 from geartrain.ams.values.errors import InternalError
-from geartrain.ams.values.messages import (
+from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import (
     Arrays,
     CallContext,
     Computed,
@@ -21,7 +22,6 @@ from geartrain.ams.values.messages import (
     SyncGroup,
     UpdateHosted,
 )
-from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.specs import TableSpec
 
 InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]

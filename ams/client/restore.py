@@ -35,7 +35,7 @@ from geartrain.ams.values.errors import (
     TableExists,
     TableNotFound,
 )
-from geartrain.ams.values.messages import CallContext, Done, Restore
+from geartrain.ams.values.shard_messages import CallContext, Done, Restore
 from geartrain.ams.values.specs import TableSpec
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from geartrain.ams.values.errors import (
     Unavailable,
 )
 from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, is_on_main_thread, shielded
-from geartrain.ams.values.messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
 from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
 from geartrain.ams.values.specs import TableSpec
 
 Outcome = Reply | BaseException

@@ -33,7 +33,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.interrupts import shielded
-from geartrain.ams.values.messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
+from geartrain.ams.values.shard_messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
 

@@ -22,8 +22,18 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
-from geartrain.ams.values.messages import Assign, Describe, Done, Pull, Push, Reply, Request, ShardState, SyncGroup
 from geartrain.ams.values.placement import NUM_BUCKETS, split_by_shard
+from geartrain.ams.values.shard_messages import (
+    Assign,
+    Describe,
+    Done,
+    Pull,
+    Push,
+    Reply,
+    Request,
+    ShardState,
+    SyncGroup,
+)
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import counted
 

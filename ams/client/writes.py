@@ -18,7 +18,7 @@ from typing import Protocol
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
-from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Push, Reply, Request, UpdateHosted
+from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Push, Reply, Request, UpdateHosted
 
 logger = logging.getLogger(__name__)
 

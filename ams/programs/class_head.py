@@ -26,7 +26,7 @@ from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, Hosted
 from geartrain.ams.programs.selection import PartialFC, SamplingCorrection
 from geartrain.ams.programs.top_classes import top_classes
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.values.messages import Arrays, HostedInputs
+from geartrain.ams.values.shard_messages import Arrays, HostedInputs
 from geartrain.ams.values.specs import Ids
 
 NAME = "class_head"

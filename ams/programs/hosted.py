@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.messages import Arrays, HostedInputs
+from geartrain.ams.values.shard_messages import Arrays, HostedInputs
 from geartrain.ams.values.specs import Ids, TableSpec
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.hosted import Float32, HostedRows
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.messages import Arrays
+from geartrain.ams.values.shard_messages import Arrays
 from geartrain.ams.values.specs import Ids
 
 _LEAST_LENGTH = np.float32(1e-12)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from geartrain.ams.values.messages import CallContext, Reply, Request
 from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
 R = TypeVar("R")
 

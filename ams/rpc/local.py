@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from geartrain.ams.values.messages import CallContext, Reply, Request
+from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
 
 class RequestSink(Protocol):

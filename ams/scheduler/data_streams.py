@@ -22,8 +22,8 @@ from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.values.arguments import checked_name
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
-from geartrain.ams.values.messages import CallContext, jobs_of
 from geartrain.ams.values.scheduler_messages import Cursor, StreamHolders, StreamLease, StreamRenewal
+from geartrain.ams.values.shard_messages import CallContext, jobs_of
 
 MAX_STREAMS = 4096
 MOST_READ = 2**62

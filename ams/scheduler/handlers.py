@@ -10,7 +10,6 @@ from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, ProtocolError
-from geartrain.ams.values.messages import CallContext
 from geartrain.ams.values.rpc import Ping, Rpc
 from geartrain.ams.values.scheduler_messages import (
     Beat,
@@ -37,6 +36,7 @@ from geartrain.ams.values.scheduler_messages import (
     StreamRenewal,
     TakeIncarnation,
 )
+from geartrain.ams.values.shard_messages import CallContext
 
 
 class WaitingCaller(Protocol):

@@ -33,9 +33,9 @@ from geartrain.ams.values.errors import (
     TableNotFound,
     being_restored,
 )
-from geartrain.ams.values.messages import CreateTable, DropTable, PublishTable
 from geartrain.ams.values.placement import MAX_SHARDS, BucketMap
 from geartrain.ams.values.scheduler_messages import Beat, ClusterView, Registration, ShardEntry
+from geartrain.ams.values.shard_messages import CreateTable, DropTable, PublishTable
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
 

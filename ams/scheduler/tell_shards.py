@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent, ShardCarrier
 from geartrain.ams.values.errors import GeartrainError, ShardUnavailable
-from geartrain.ams.values.messages import CallContext, Request
 from geartrain.ams.values.scheduler_messages import ShardEntry
+from geartrain.ams.values.shard_messages import CallContext, Request
 
 _TIMEOUT_SECONDS = 30.0
 _PATIENCE_SECONDS = 3.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
-from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_of
+from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Reply, jobs_of
 
 MAX_STREAMS = 65_536
 """Streams whose completed writes a shard keeps: those that wrote last."""

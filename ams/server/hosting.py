@@ -19,8 +19,8 @@ import numpy.typing as npt
 from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedModel, HostedModels
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InternalError, InvalidArgument, StepMismatch
-from geartrain.ams.values.messages import Computed, ComputeHosted, UpdateHosted
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
+from geartrain.ams.values.shard_messages import Computed, ComputeHosted, UpdateHosted
 from geartrain.ams.values.specs import Ids, TableSpec
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge
-from geartrain.ams.values.messages import CallContext, jobs_of
+from geartrain.ams.values.shard_messages import CallContext, jobs_of
 from geartrain.ams.values.specs import Ids
 
 MAX_PARTS = 65_536

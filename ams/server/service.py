@@ -22,10 +22,10 @@ from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.rpc.ping import PingHandler
-from geartrain.ams.rpc.registry import SHARD, context_from_pb
 from geartrain.ams.rpc.server.binding import Call, bind
 from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
 from geartrain.ams.rpc.server.waiting import BeginMethod, Begun
+from geartrain.ams.rpc.services import SHARD, context_from_pb
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
@@ -36,7 +36,8 @@ from geartrain.ams.values.errors import (
     ShardUnavailable,
     StepPending,
 )
-from geartrain.ams.values.messages import (
+from geartrain.ams.values.rpc import Ping
+from geartrain.ams.values.shard_messages import (
     Assign,
     BulkOffer,
     CallContext,
@@ -59,7 +60,6 @@ from geartrain.ams.values.messages import (
     UpdateHosted,
     WriteFrozen,
 )
-from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.specs import DTYPES
 from geartrain.ams.values.text import counted
 

@@ -37,7 +37,7 @@ from geartrain.ams.values.errors import (
     StepMismatch,
 )
 from geartrain.ams.values.interrupts import held
-from geartrain.ams.values.messages import (
+from geartrain.ams.values.shard_messages import (
     FREEZE_LEASE_SECONDS,
     Assign,
     CallContext,

@@ -16,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
 from geartrain.ams.values.errors import GeartrainError, InternalError, OutOfMemory, ShardUnavailable
-from geartrain.ams.values.messages import CallContext, Reply, Request
+from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import xxhash
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, RankMissing, StepMismatch
-from geartrain.ams.values.messages import CallContext, Push, SyncGroup, UpdateHosted, jobs_of
+from geartrain.ams.values.shard_messages import CallContext, Push, SyncGroup, UpdateHosted, jobs_of
 from geartrain.ams.values.specs import Ids
 
 MAX_WORLD_SIZE = 65_536

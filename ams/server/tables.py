@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InternalError, SpecMismatch, TableExists, TableNotFound, being_restored
-from geartrain.ams.values.messages import CallContext, Done, Reply, TableState
+from geartrain.ams.values.shard_messages import CallContext, Done, Reply, TableState
 from geartrain.ams.values.specs import Ids, TableSpec
 
 

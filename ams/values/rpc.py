@@ -12,7 +12,7 @@ class Rpc(Generic[R_co]):
     """A request of one RPC, whose reply is an ``R_co``: ``class Fence(Rpc[Done])`` asks for the RPC "Fence".
 
     A subclass is a frozen dataclass with the fields of the RPC's request message, and ``R_co`` one with those of its
-    reply message: the codec follows from that (:mod:`geartrain.ams.rpc.registry`). A reply message of one field
+    reply message: the codec follows from that (:mod:`geartrain.ams.rpc.services`). A reply message of one field
     may be that field's type, one of none is None. ``name`` is that of the RPC, where the class has another.
     """
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from geartrain.ams.values.errors import ClusterNotReady
-from geartrain.ams.values.messages import CallContext
 from geartrain.ams.values.placement import BucketMap, BucketShards
 from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.shard_messages import CallContext
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
 

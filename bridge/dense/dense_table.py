@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.writes import Write
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
-from geartrain.ams.values.messages import Done
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
+from geartrain.ams.values.shard_messages import Done
 from geartrain.bridge.dense.factory import Store, open_stores
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers

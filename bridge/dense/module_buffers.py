@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.client.writes import Write
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.dense.factory import Store
 from geartrain.bridge.dense.tensors import ModuleTensors
 from geartrain.bridge.rows.tables import as_numpy

@@ -23,11 +23,11 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatc
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Ids, Initializer, Normal
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.autograd_node import head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin, check_selection
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
-from geartrain.bridge.head.head_loss import head_loss
 from geartrain.bridge.head.imprint import imprint_rows
 from geartrain.bridge.head.loss.margins import ArcFace, Margin
 from geartrain.bridge.rows.eager import runs_eagerly

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.values.errors import SpecMismatch, SyncError
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.values.messages import Done, SyncGroup
+from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
 from geartrain.bridge.rows.ranks import Ranks

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.client.hosted_calls import InputsOfShard
-from geartrain.ams.values.messages import Arrays, Done, SyncGroup
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
 from geartrain.ams.values.specs import DTYPES, Ids, Initializer, TableSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

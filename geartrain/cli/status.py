@@ -65,7 +65,7 @@ def _pongs(scheduler: str, found: ClusterStatus, gears: list[GearState], config:
     """What each role says of itself, by address; all are asked at once. One of an earlier version says nothing."""
     from geartrain.ams.rpc.carrier import AttemptFailed
     from geartrain.ams.rpc.client.calls import GrpcCalls
-    from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD
+    from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
     from geartrain.ams.values.errors import GeartrainError
     from geartrain.ams.values.rpc import Ping
 

@@ -21,7 +21,7 @@ from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot import folder as snapshot_folder
-from geartrain.ams.values.messages import CallContext, Done
+from geartrain.ams.values.shard_messages import CallContext, Done
 
 
 def _dedup(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from geartrain.ams.observe.failpoints import FAILPOINTS
 from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.storage.snapshot import store as snapshot_store
 from geartrain.ams.storage.snapshot.manifest import MANIFEST
-from geartrain.ams.values.messages import CallContext, Done
+from geartrain.ams.values.shard_messages import CallContext, Done
 from tests.faults.scenarios import ELSEWHERE, PLACES, actions_of, run_scenario
 
 KILL, OTHER = 0, 1

@@ -33,7 +33,7 @@ with gt.connect(sys.argv[1]) as cluster:
 EMBEDDED = """
 import numpy as np
 import geartrain as gt
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 
 with gt.local(2) as cluster:
     table = cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), num_rows=8192)

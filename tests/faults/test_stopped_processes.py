@@ -25,9 +25,9 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
-from geartrain.ams.values.messages import CallContext, Push
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import Beat
+from geartrain.ams.values.shard_messages import CallContext, Push
 from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.rpc.registry import SHARD
+from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant

@@ -22,12 +22,12 @@ from geartrain.ams.rpc.codec import framing
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload import bulk
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort
-from geartrain.ams.rpc.registry import context_to_pb
+from geartrain.ams.rpc.services import context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
-from geartrain.ams.values.messages import CallContext, Pull, Push
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, Pull, Push
 from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster, carriers_of, connect_bulk, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub

@@ -17,8 +17,8 @@ from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Busy, ShardUnavailable
-from geartrain.ams.values.messages import CallContext
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext
 from geartrain.ams.values.specs import Constant
 
 WRITERS, PUSHES, ROWS, DIM = 8, 3, 2000, 16

@@ -19,8 +19,8 @@ from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.tables.row_table import ELAPSED_WINDOW, RowTable, TableSteps
 from geartrain.ams.values import errors
-from geartrain.ams.values.messages import SyncGroup
 from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import DTypeName, Ids, TableSpec
 
 NUM_ROWS, DIM, MOMENTUM, DECAY = 300, 4, 0.9, 0.01

@@ -15,8 +15,8 @@ from geartrain.ams.client.cluster import connect
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.folder import list_snapshots, new_staging
-from geartrain.ams.values.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, WriteFrozen
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, CreateTable, Describe, Done, Freeze, Push, WriteFrozen
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 

@@ -15,8 +15,8 @@ from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import RankMissing, StepPending
-from geartrain.ams.values.messages import CallContext, Done, Push, Reply, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup
 from geartrain.ams.values.specs import Constant
 from tests.faults.children import Child, serve
 

@@ -12,7 +12,7 @@ import pytest
 from geartrain.ams.pb.v1 import gear_pb2
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.rpc.codec import gear as codec
-from geartrain.ams.rpc.registry import GEAR
+from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.values.errors import GeartrainError, InvalidRows, ProtocolError
 from geartrain.ams.values.gear_messages import Failure, FeatureReply, Freshness
 from tests.integration.gear_cluster import gear_cluster

@@ -16,7 +16,7 @@ from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.pb.v1 import graph_pb2
 from geartrain.ams.rpc.client.graph import GrpcGraphCarrier, download_chunks
-from geartrain.ams.rpc.registry import GRAPH
+from geartrain.ams.rpc.services import GRAPH
 from geartrain.ams.values.config import ClientConfig, GraphConfig
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.graph_messages import GraphBuilt, GraphInfo

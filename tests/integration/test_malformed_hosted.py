@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as st_numpy
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing, hosted
-from geartrain.ams.rpc.registry import SHARD
+from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -27,8 +27,8 @@ from geartrain.ams.values.errors import (
     NonFinite,
     ProtocolError,
 )
-from geartrain.ams.values.messages import Computed, ComputeHosted, HostedInputs, UpdateHosted
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import Computed, ComputeHosted, HostedInputs, UpdateHosted
 from geartrain.ams.values.specs import Constant
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace

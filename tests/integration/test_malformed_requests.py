@@ -18,11 +18,11 @@ from geartrain.ams.client.cluster import connect
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
 from geartrain.ams.rpc.client.channel import channel_options
 from geartrain.ams.rpc.codec import framing, hosted
-from geartrain.ams.rpc.registry import SHARD
+from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.messages import HostedInputs
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import HostedInputs
 
 MALFORMED = 420
 

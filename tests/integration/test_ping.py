@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.rpc.client.calls import GrpcCalls
-from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD, Service
+from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD, Service
 from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import ShardUnavailable
-from geartrain.ams.values.messages import Describe
 from geartrain.ams.values.rpc import Ping, Pong
+from geartrain.ams.values.shard_messages import Describe
 from geartrain.cli.main import build_app
 from geartrain.launch.graph_role import ConnectedCluster
 from tests.integration.conftest import QUICK, ServedCluster

@@ -12,8 +12,8 @@ from geartrain.ams.client.cluster import connect
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.storage.snapshot.folder import new_staging
-from geartrain.ams.values.messages import CallContext, Done, Freeze, Restore, WriteFrozen, Written
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, Done, Freeze, Restore, WriteFrozen, Written
 from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster
 

@@ -28,12 +28,12 @@ from geartrain.ams.rpc.payload.shared_memory import (
     arrays_in,
     bytes_needed,
 )
-from geartrain.ams.rpc.registry import SHARD
+from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.messages import CallContext, Pull
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, Pull
 from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster, carriers_of, fill, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub

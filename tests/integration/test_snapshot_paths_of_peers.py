@@ -17,7 +17,7 @@ from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
-from geartrain.ams.rpc.registry import GRAPH, SCHEDULER, SHARD
+from geartrain.ams.rpc.services import GRAPH, SCHEDULER, SHARD
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.storage.snapshot import roots as snapshot_roots
 from geartrain.ams.values.config import ClientConfig, GraphConfig, ServerConfig

@@ -18,8 +18,8 @@ from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
 from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.shard_messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
 from geartrain.ams.values.specs import Constant, TableSpec
 
 IDS = np.arange(0, 5_000, 3)
@@ -160,7 +160,7 @@ def test_a_name_is_used_once_and_names_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> None:
-    from geartrain.ams.values.messages import Freeze
+    from geartrain.ams.values.shard_messages import Freeze
 
     with local() as cluster:
         table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))

@@ -14,7 +14,7 @@ import torch
 
 import geartrain as gt
 from geartrain.ams.values.errors import NonFinite, RankMissing, StepPartlyApplied
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from tests.integration import sync_script
 
 SCRIPT = Path(__file__).with_name("sync_script.py")

@@ -25,8 +25,8 @@ from geartrain.ams.values.errors import (
     TableExists,
     TableNotFound,
 )
-from geartrain.ams.values.messages import CallContext, PublishTable, Restore
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, PublishTable, Restore
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 

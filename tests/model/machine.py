@@ -24,7 +24,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
 from geartrain.ams.rpc.codec import specs as codec
-from geartrain.ams.rpc.registry import context_from_pb
+from geartrain.ams.rpc.services import context_from_pb
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import (
     Fenced,
@@ -36,8 +36,8 @@ from geartrain.ams.values.errors import (
     TableBeingRestored,
     TableNotFound,
 )
-from geartrain.ams.values.messages import CallContext, Done, Pull
 from geartrain.ams.values.optimizers.registry import SGD, Momentum
+from geartrain.ams.values.shard_messages import CallContext, Done, Pull
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.model.oracle import EITHER, Content, OracleShard, OracleTable, Refused, content_of, shard_of
 from tests.model.simulated import FATES, Client, Clock, Died, Failure, Fate, Message, Network, SimulatedCluster, inject

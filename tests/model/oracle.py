@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from geartrain.ams.values.messages import CallContext
 from geartrain.ams.values.optimizers.registry import SGD, Momentum
 from geartrain.ams.values.placement import bucket_of
+from geartrain.ams.values.shard_messages import CallContext
 from geartrain.ams.values.specs import Constant, TableSpec
 
 Row = tuple[np.ndarray, np.ndarray]

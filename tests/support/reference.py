@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.errors import NonFinite
-from geartrain.ams.values.messages import Done, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.loss.margins import COS_LIMIT, CombinedMargin, psi
 

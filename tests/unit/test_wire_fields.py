@@ -11,7 +11,7 @@ from google.protobuf.descriptor import Descriptor
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, types_pb2
 from geartrain.ams.rpc.codec.messages import FieldCodec
-from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD
+from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
 from tests.unit.test_imports import REPOSITORY, product_files
 
 PADDING = "padding"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import InputsOfShard
-from geartrain.ams.values.messages import Arrays, Done, SyncGroup
 from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.rows.tables import HeadCalls, HeadCluster, HeadTable, HeadWrite
 

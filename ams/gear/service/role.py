@@ -10,9 +10,9 @@ import numpy as np
 
 from geartrain.ams.rpc.codec.gear import require_distinct
 from geartrain.ams.rpc.ping import PingHandler
-from geartrain.ams.rpc.registry import GEAR
 from geartrain.ams.rpc.server.binding import Call, Handlers, bind
 from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.values.config import SlowGearConfig
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, MessageTooLarge
 from geartrain.ams.values.gear_messages import (

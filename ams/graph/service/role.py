@@ -13,9 +13,9 @@ from geartrain.ams.graph.service.graphs import PROGRESS_SECONDS, Graphs, RowClus
 from geartrain.ams.graph.service.store import GraphStore
 from geartrain.ams.rpc.client.graph import download_chunks
 from geartrain.ams.rpc.ping import PingHandler
-from geartrain.ams.rpc.registry import GRAPH
 from geartrain.ams.rpc.server.binding import Call, Handlers, bind
 from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.rpc.services import GRAPH
 from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.config import GraphConfig

@@ -10,7 +10,7 @@ import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.rpc.client.channel import CONNECT_SECONDS, channel_options
-from geartrain.ams.rpc.registry import Service
+from geartrain.ams.rpc.services import Service
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
 from geartrain.ams.values.interrupts import shielded

@@ -7,7 +7,7 @@ from typing import Any
 
 from geartrain.ams.rpc.client.calls import GrpcCalls, Pending
 from geartrain.ams.rpc.client.channel import CONNECT_SECONDS
-from geartrain.ams.rpc.registry import GEAR
+from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, split_address
 from geartrain.ams.values.errors import InvalidRows
 from geartrain.ams.values.gear_messages import (

@@ -15,7 +15,7 @@ from geartrain.ams.pb.v1 import graph_pb2
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.codec import framing
 from geartrain.ams.rpc.codec.messages import MessageCodec
-from geartrain.ams.rpc.registry import GRAPH
+from geartrain.ams.rpc.services import GRAPH
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.graph_messages import DownloadGraph, GraphInfo

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.channel import CONNECT_SECONDS
 from geartrain.ams.rpc.client.silence import ASK_AFTER_SECONDS, LONGEST_PAUSE_SECONDS, Peer, SilenceLog
-from geartrain.ams.rpc.registry import SCHEDULER
+from geartrain.ams.rpc.services import SCHEDULER
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
 from geartrain.ams.values.rpc import Rpc
 

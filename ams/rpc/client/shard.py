@@ -25,7 +25,7 @@ from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
 from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, bytes_needed
 from geartrain.ams.rpc.payload.transfer import BulkUse, PayloadUse, SegmentUse, Unpack
-from geartrain.ams.rpc.registry import SHARD, context_to_pb
+from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB, split_address
 from geartrain.ams.values.errors import (
@@ -38,7 +38,7 @@ from geartrain.ams.values.errors import (
     ProtocolError,
 )
 from geartrain.ams.values.interrupts import held
-from geartrain.ams.values.messages import (
+from geartrain.ams.values.shard_messages import (
     Assign,
     CallContext,
     ComputeHosted,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ProtocolError
-from geartrain.ams.values.messages import Arrays, Computed, Done, HostedInputs
+from geartrain.ams.values.shard_messages import Arrays, Computed, Done, HostedInputs
 
 MAX_NAME = 64
 """Characters of the name of an array or a setting."""

@@ -17,7 +17,7 @@ from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, Shared
 from geartrain.ams.rpc.status import is_answer
 from geartrain.ams.values.errors import BulkConnectionLost, ProtocolError
 from geartrain.ams.values.interrupts import BufferLease, held
-from geartrain.ams.values.messages import Done, Pull, Reply
+from geartrain.ams.values.shard_messages import Done, Pull, Reply
 
 _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 

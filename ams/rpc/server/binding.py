@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from geartrain.ams.rpc.registry import Method, Service
 from geartrain.ams.rpc.server.server import Bound, BytesMethod, BytesStream
-from geartrain.ams.values.messages import CallContext
+from geartrain.ams.rpc.services import Method, Service
 from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.shard_messages import CallContext
 
 
 @dataclass(frozen=True)

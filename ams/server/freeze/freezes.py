@@ -20,8 +20,8 @@ from geartrain.ams.storage.snapshot.blocks import plan_blocks, write_block, writ
 from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
 from geartrain.ams.values.errors import InternalError, SnapshotFailed
-from geartrain.ams.values.messages import Done, Freeze, Reply, WriteFrozen, Written
 from geartrain.ams.values.placement import bucket_ranges, buckets_between
+from geartrain.ams.values.shard_messages import Done, Freeze, Reply, WriteFrozen, Written
 
 _WRITERS = 2
 """Blocks written side by side: while one waits for the disk another is copied and hashed."""

@@ -21,8 +21,8 @@ from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import MARKS
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists, TableNotFound
-from geartrain.ams.values.messages import Done, Reply, Restore
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
+from geartrain.ams.values.shard_messages import Done, Reply, Restore
 from geartrain.ams.values.specs import Ids, TableSpec
 
 

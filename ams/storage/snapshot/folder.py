@@ -1,4 +1,4 @@
-"""Snapshots in a root, each whole or not there: folders of a local disk, or of a URL (``snapshot_store``).
+"""Snapshots in a root, each whole or not there: folders of a local disk, or of a URL (``store.py``).
 
     ROOT/NAME/manifest.json              every file with its hash, read first
     ROOT/NAME/*.safetensors, …           blocks of rows, marks, state of the job (below a URL in ROOT/NAME/ID/)

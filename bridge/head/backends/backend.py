@@ -22,7 +22,7 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer
-from geartrain.bridge.head.head_loss import HeadCall
+from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
 from geartrain.bridge.rows.pending import PendingUpdate

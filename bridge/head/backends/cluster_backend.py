@@ -16,12 +16,12 @@ from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, InvalidRows
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.checks import check_features, check_finite, check_labels
-from geartrain.bridge.head.head_loss import HeadCall, RowsPass
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.row_update import RowUpdate

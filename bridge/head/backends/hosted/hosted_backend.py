@@ -7,14 +7,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from geartrain.ams.programs import class_head
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.hosted.hosted_predict import hosted_top_classes
 from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
 from geartrain.bridge.head.checks import check_finite
-from geartrain.bridge.head.head_loss import RowsPass
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 
 _WIDTHS = 13

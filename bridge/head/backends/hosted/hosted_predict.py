@@ -11,7 +11,7 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import TOP
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.top_classes import MOST_ANSWERS
-from geartrain.ams.values.messages import HostedInputs
+from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.bridge.head.batch import Arithmetic, normalise_
 from geartrain.bridge.rows.tables import HeadCalls
 

@@ -25,8 +25,8 @@ from geartrain.ams.programs.class_head import FORWARD, SQUARED_NORM
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.messages import HostedInputs, SyncGroup
 from geartrain.ams.values.placement import split_by_shard
+from geartrain.ams.values.shard_messages import HostedInputs, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.head.loss.margins import Margin

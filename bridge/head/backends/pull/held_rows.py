@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS

@@ -8,8 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.pull import streamed_rows
@@ -18,7 +19,6 @@ from geartrain.bridge.head.backends.pull.inference import top_classes
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
 from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.head.checks import check_finite
-from geartrain.bridge.head.head_loss import RowsPass
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.scratch import BufferPool
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import chunk_bounds
 from geartrain.bridge.head.loss.scratch import Buffer, BufferPool

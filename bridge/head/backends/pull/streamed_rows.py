@@ -10,7 +10,7 @@ from threading import Lock
 from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
-from geartrain.ams.values.messages import SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.pull.stream import NUM_BUFFERS, Block, RowStream, block_rows_for
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds

@@ -19,6 +19,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.link import RankLink
@@ -28,7 +29,6 @@ from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.head.backends.ranks.update import RankStep, RankUpdate, named
 from geartrain.bridge.head.batch import Arithmetic
-from geartrain.bridge.head.head_loss import HeadCall
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.kept_logits import kept_rows
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step

@@ -17,7 +17,7 @@ from torch import Tensor
 from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import NonFinite
-from geartrain.ams.values.messages import Done, SyncGroup
+from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.backends.ranks.elapsed_momentum import RESTING, RankSteps
 from geartrain.bridge.head.backends.ranks.link import RankLink

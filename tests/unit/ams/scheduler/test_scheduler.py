@@ -18,10 +18,10 @@ from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values import errors
-from geartrain.ams.values.messages import CallContext, CreateTable, Done, DropTable, Reply, Request
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import BucketMap, even_placement
 from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import CallContext, CreateTable, Done, DropTable, Reply, Request
 from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))

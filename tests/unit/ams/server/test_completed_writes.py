@@ -8,7 +8,7 @@ import pytest
 
 from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrites, StreamWrites
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, StaleClient
-from geartrain.ams.values.messages import WRITE_WINDOW, CallContext, Done, Reply
+from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Reply
 
 
 def context(sequence: int, oldest: int = 1, incarnation: int = 1) -> CallContext:

@@ -12,7 +12,7 @@ from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrite
 from geartrain.ams.server.freeze.marks import held_marks, merged_stream, restore_marks
 from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
-from geartrain.ams.values.messages import CallContext, Done, Push, Reply, SyncGroup
+from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup
 
 
 def apply(marks: CompletedWrites, sequence: int, *, table: str = "t", oldest: int = 1, incarnation: int = 1) -> bool:

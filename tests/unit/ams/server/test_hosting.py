@@ -24,7 +24,9 @@ from geartrain.ams.values.errors import (
     ShardUnavailable,
     StepMismatch,
 )
-from geartrain.ams.values.messages import (
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.shard_messages import (
     Arrays,
     CallContext,
     Computed,
@@ -41,8 +43,6 @@ from geartrain.ams.values.messages import (
     SyncGroup,
     UpdateHosted,
 )
-from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.placement import buckets_of_shard, even_placement
 from geartrain.ams.values.specs import Constant, Ids, TableSpec
 
 NUM_ROWS, DIM = 9000, 2

@@ -23,7 +23,9 @@ from geartrain.ams.values.errors import (
     TableExists,
     TableNotFound,
 )
-from geartrain.ams.values.messages import (
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import even_placement
+from geartrain.ams.values.shard_messages import (
     CallContext,
     CreateTable,
     DropTable,
@@ -37,8 +39,6 @@ from geartrain.ams.values.messages import (
     WriteFrozen,
     Written,
 )
-from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.placement import even_placement
 from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))

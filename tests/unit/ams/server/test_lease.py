@@ -13,8 +13,8 @@ from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import ShardUnavailable
-from geartrain.ams.values.messages import CallContext, DropTable, Reply, Request
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, DropTable, Reply, Request
 from geartrain.ams.values.specs import TableSpec
 
 

@@ -10,9 +10,9 @@ import pytest
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.interrupts import BufferLease
-from geartrain.ams.values.messages import CallContext, CreateTable, Pull, Push, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.shard_messages import CallContext, CreateTable, Pull, Push, SyncGroup
 from geartrain.ams.values.specs import Constant, TableSpec
 
 IDS = np.arange(4)

@@ -7,7 +7,7 @@ import pytest
 
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge
-from geartrain.ams.values.messages import CallContext
+from geartrain.ams.values.shard_messages import CallContext
 
 CONTEXT = CallContext(stream="s", sequence=1, incarnation=1)
 

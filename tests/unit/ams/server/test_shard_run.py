@@ -14,8 +14,8 @@ import pytest
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import RankMissing
-from geartrain.ams.values.messages import CallContext, CreateTable, Done, Freeze, Pull, Push, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, CreateTable, Done, Freeze, Pull, Push, SyncGroup
 from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))

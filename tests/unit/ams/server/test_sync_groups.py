@@ -11,9 +11,9 @@ import pytest
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankMissing, StaleClient, StepMismatch
-from geartrain.ams.values.messages import Assign, CallContext, CreateTable, Done, Fence, Pull, Push, SyncGroup
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.shard_messages import Assign, CallContext, CreateTable, Done, Fence, Pull, Push, SyncGroup
 from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), initializer=Constant(0.0))

@@ -14,8 +14,8 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.server import hosting
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, NonFinite
-from geartrain.ams.values.messages import HostedInputs
 from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.ams.values.specs import Constant, Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import ArcFace, CosFace

@@ -20,12 +20,13 @@ from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, t
 from geartrain.ams.rpc.codec import gear as gear_codec
 from geartrain.ams.rpc.codec import hosted
 from geartrain.ams.rpc.codec.messages import FieldCodec, MessageCodec, is_record
-from geartrain.ams.values import gear_messages, graph_messages, messages, scheduler_messages
+from geartrain.ams.values import gear_messages, graph_messages, scheduler_messages
 from geartrain.ams.values import rpc as common
+from geartrain.ams.values import shard_messages as messages
 from geartrain.ams.values.gear_messages import AskFeatures, PushFeatureGradients
 from geartrain.ams.values.graph_messages import DownloadGraph
-from geartrain.ams.values.messages import Assign, CallContext, ComputeHosted, Pull, Push, UpdateHosted
 from geartrain.ams.values.rpc import Rpc
+from geartrain.ams.values.shard_messages import Assign, CallContext, ComputeHosted, Pull, Push, UpdateHosted
 
 _NOBODY = CallContext()
 _CONTEXT = MessageCodec(CallContext, types_pb2.CallContext.DESCRIPTOR)

@@ -11,12 +11,11 @@ import pytest
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.codec.messages import MessageCodec
-from geartrain.ams.rpc.registry import GEAR, GRAPH, SCHEDULER, SHARD, Service
 from geartrain.ams.rpc.server.binding import bind
+from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD, Service
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount, HandOver
 from geartrain.ams.values.graph_messages import GraphInfo, SelectClasses, WriteGraphs
-from geartrain.ams.values.messages import CallContext, CreateTable, Describe, Done, Freeze, Push, ShardState, TableState
 from geartrain.ams.values.optimizers.sgd import SGD
 from geartrain.ams.values.placement import BucketMap
 from geartrain.ams.values.rpc import Rpc
@@ -34,6 +33,16 @@ from geartrain.ams.values.scheduler_messages import (
     ShardEntry,
     StreamHolder,
     StreamHolders,
+)
+from geartrain.ams.values.shard_messages import (
+    CallContext,
+    CreateTable,
+    Describe,
+    Done,
+    Freeze,
+    Push,
+    ShardState,
+    TableState,
 )
 from geartrain.ams.values.specs import TableSpec
 

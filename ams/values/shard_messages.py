@@ -1,4 +1,4 @@
-"""The one request format. Carriers move these values between a client and a shard and add nothing to them.
+"""Requests to a shard and its replies. Carriers move these values between a client and a shard and add nothing to them.
 
 Shapes: N ids of one request, D = ``TableSpec.dim``. ids are int64 [N]; rows and gradients are [N, D], C-contiguous.
 """
