@@ -147,6 +147,7 @@ def memory_report(
     """
     backend = backend_named(rows)
     for name, value, most in (
+        ("num_classes", num_classes, None),
         ("num_shards", num_shards, MAX_SHARDS),
         ("num_ranks", num_ranks, None),
         ("batch_size", batch_size, None),

@@ -121,6 +121,7 @@ READ_ONLY.flags.writeable = False
             "num_classes is 0; it must be an integer >= 1",
         ),
         (lambda it: gt.ClassHead(it.cluster, "h", num_classes="9", dim=4), "num_classes is '9'"),
+        (lambda _: gt.memory_report(num_classes=-1, dim=4, rows="pull"), r"num_classes is -1; .* >= 1"),
         (lambda _: gt.ClassHead("host:1", "h", num_classes=9, dim=4), r"cluster is 'host:1'; .* need one \(gt.local"),
         (
             lambda it: gt.ClassHead(it.cluster, "h", **HEAD, sync="x"),
