@@ -50,7 +50,8 @@ class TableStatus:
     rows: int
     """Rows present."""
     memory_bytes: int
-    pushes: int
+    writes: int
+    """Pushes and assigns applied, added up over the shards: a push to two of them is two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 num_rows=spec.num_rows,
                 rows=sum(part.rows for part in parts),
                 memory_bytes=sum(part.memory_bytes for part in parts),
-                pushes=sum(part.pushes for part in parts),
+                writes=sum(part.writes for part in parts),
             )
         )
     return ClusterStatus(

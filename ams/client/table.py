@@ -112,7 +112,7 @@ class Table:
         for table in reply.tables:
             both = self.incarnation, table.spec.incarnation
             if table.spec.name == self.spec.name and (0 in both or both[0] == both[1]):
-                return table.pushes
+                return table.writes
         raise TableNotFound(
             f"shard {reply.shard} has no table {self.spec.name!r} any more, or another: it was dropped; if there is "
             f"one again, open that: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear anew"

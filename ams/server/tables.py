@@ -164,7 +164,7 @@ class ShardTables:
                 spec=table.spec,
                 rows=table.rows.num_present,
                 memory_bytes=table.rows.memory_bytes,
-                pushes=table.all_writes,
+                writes=table.all_writes,
             )
             for table in self._tables.values()
         )

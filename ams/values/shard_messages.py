@@ -89,8 +89,8 @@ class TableState:
     rows: int
     """Rows present on this shard."""
     memory_bytes: int
-    pushes: int
-    """Writes applied, those before a snapshot that it was restored from included."""
+    writes: int
+    """Pushes and assigns applied, those before a snapshot that it was restored from included."""
 
 
 @dataclass(frozen=True, kw_only=True)

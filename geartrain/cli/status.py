@@ -202,7 +202,7 @@ def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
 def _table_table(found: ClusterStatus) -> Table:
     from rich.table import Table
 
-    table = Table("table", "dim", "ids", "rows", "memory MiB", "pushes")
+    table = Table("table", "dim", "ids", "rows", "memory MiB", "writes")
     for entry in found.tables:
         table.add_row(
             entry.name,
@@ -210,6 +210,6 @@ def _table_table(found: ClusterStatus) -> Table:
             "any" if entry.num_rows is None else f"{entry.num_rows:,}",
             f"{entry.rows:,}",
             f"{entry.memory_bytes / 2**20:.1f}",
-            f"{entry.pushes:,}",
+            f"{entry.writes:,}",
         )
     return table

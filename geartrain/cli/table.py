@@ -52,7 +52,7 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
     for table in tables:
         ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
         rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
-        print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.pushes, 'push', 'pushes')}")
+        print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.writes, 'write')}")
     for name, number in zip(found.incomplete_tables, found.incomplete_rows, strict=True):
         print(f"{name}: {counted(number, 'row')}, {why_incomplete(found, name)}")
     if not tables and not found.incomplete_tables:

@@ -55,7 +55,7 @@ class DescribedTable(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def pushes(self) -> int: ...
+    def writes(self) -> int: ...
 
 
 class DescribedShard(Protocol):
@@ -473,7 +473,7 @@ def _with_age(info: GraphInfo, state: ClusterState | None) -> GraphInfo:
 
 
 def _writes(state: ClusterState, table: str) -> int | None:
-    return next((entry.pushes for entry in state.tables if entry.name == table), None)
+    return next((entry.writes for entry in state.tables if entry.name == table), None)
 
 
 class OwnCluster:

@@ -866,12 +866,12 @@ class TableState(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
-    PUSHES_FIELD_NUMBER: _builtins.int
+    WRITES_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows present on this shard."""
     memory_bytes: _builtins.int
-    pushes: _builtins.int
-    """Writes applied, those before a snapshot that it was restored from included."""
+    writes: _builtins.int
+    """Pushes and assigns applied, those before a snapshot that it was restored from included."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     def __init__(
@@ -880,11 +880,11 @@ class TableState(_message.Message):
         spec: _types_pb2.TableSpec | None = ...,
         rows: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
-        pushes: _builtins.int = ...,
+        writes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "pushes", b"pushes", "rows", b"rows", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "rows", b"rows", "spec", b"spec", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,7 +73,7 @@ class FakeCluster:
             raise SchedulerUnavailable("nobody answers")
         return SimpleNamespace(
             shards=[SimpleNamespace(num_buckets=n) for n in (1366, 1365, 1365)],
-            tables=[SimpleNamespace(name="faces", pushes=self.writes)],
+            tables=[SimpleNamespace(name="faces", writes=self.writes)],
         )
 
     def table_incarnations(self) -> dict[str, int]:

@@ -68,7 +68,7 @@ def test_micro_batches_are_summed(select: FullSoftmax | PartialFC) -> None:
             RowOptimizer(head).step()
         same_rows(heads)
         assert (
-            next(table.pushes for table in cluster.status().tables if table.name == "hosted") == 2 * 2
+            next(table.writes for table in cluster.status().tables if table.name == "hosted") == 2 * 2
         )  # assign, step
 
 
