@@ -27,7 +27,7 @@ import numpy as np
 from _turns import median_seconds
 
 from geartrain.ams.client.cluster import connect
-from geartrain.ams.rpc.client.channel import channel_options
+from geartrain.ams.rpc.channel import channel_options
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, ClientConfig
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Ids

@@ -129,7 +129,7 @@ class Cluster:
         # Only a process that has slow gears loads them.
         from geartrain.ams.gear.client.remote import RemoteGears
         from geartrain.ams.gear.partitions import job_of
-        from geartrain.ams.rpc.client.channel import seconds_to_connect
+        from geartrain.ams.rpc.channel import seconds_to_connect
         from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 
         holders = self.streams(job_of(name), worker="fast gear").holders

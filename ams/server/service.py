@@ -16,7 +16,7 @@ import numpy as np
 from geartrain.ams.kernels import ops
 from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc.client.channel import WAITS_KEY
+from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive

@@ -23,6 +23,7 @@ from geartrain.bridge.head.backends.backend import Peers
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.head.class_sums import ClassSums
+from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _BAR_AFTER_SECONDS = 2.0
@@ -75,7 +76,7 @@ def imprint_rows(
 
 
 def _together(ranks: Peers | None, action: Callable[[], T], what: str) -> T:
-    return action() if ranks is None else ranks.run_together(action, what)
+    return action() if ranks is None else run_together(ranks, action, what)
 
 
 def _read_all(

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,26 @@ T = TypeVar("T")
 TELL_SECONDS = 5.0
 """How often rank 0 tells those who wait for it that it is at work: below any sensible time limit of a group."""
 _FAILED, _SUCCEEDED, _AT_WORK = range(3)
+
+
+class FailsTogether(Protocol):
+    """Ranks that tell one another of failures."""
+
+    def fail_together(self, failure: Exception | None, what: str) -> None:
+        """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` did not happen."""
+        ...
+
+
+def run_together(ranks: FailsTogether, action: Callable[[], T], what: str) -> T:
+    """Run on every rank an ``action`` without collectives; if it fails on any, raise on all as ``fail_together``."""
+    results: list[T] = []
+    failure: Exception | None = None
+    try:
+        results.append(action())
+    except Exception as exc:  # of any kind: the others wait for this rank
+        failure = exc
+    ranks.fail_together(failure, what)
+    return results[0]
 
 
 class Ranks:
@@ -82,18 +102,6 @@ class Ranks:
         """Let rank 0 write rows of all; raise on every rank if that fails."""
         del what
         self.first_then_others(action, lambda: None)
-
-    def run_together(self, action: Callable[[], T], what: str) -> T:
-        """Run on every rank an ``action`` without collectives; if it fails on any, raise on every rank: its own error
-        there, elsewhere SyncError, which says that ``what`` did not happen."""
-        results: list[T] = []
-        failure: Exception | None = None
-        try:
-            results.append(action())
-        except Exception as exc:  # of any kind: the others wait for this rank
-            failure = exc
-        self.fail_together(failure, what)
-        return results[0]
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:

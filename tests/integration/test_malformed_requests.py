@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
-from geartrain.ams.rpc.client.channel import channel_options
+from geartrain.ams.rpc.channel import channel_options
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values import errors

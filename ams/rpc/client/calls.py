@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
-from geartrain.ams.rpc.client.channel import CONNECT_SECONDS, channel_options
+from geartrain.ams.rpc.channel import CONNECT_SECONDS, channel_options
 from geartrain.ams.rpc.services import Service
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES

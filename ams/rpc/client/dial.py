@@ -32,7 +32,7 @@ def dial(
     if split_address(address)[1] == 0:
         raise ConfigError(f"scheduler address {address!r} has port 0; give the port that 'geartrain scheduler' printed")
     # An embedded cluster never loads gRPC.
-    from geartrain.ams.rpc.client.channel import seconds_to_connect
+    from geartrain.ams.rpc.channel import seconds_to_connect
     from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
     from geartrain.ams.rpc.client.shard import GrpcCarrier
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from geartrain.ams.rpc.channel import CONNECT_SECONDS
 from geartrain.ams.rpc.client.calls import GrpcCalls, Pending
-from geartrain.ams.rpc.client.channel import CONNECT_SECONDS
 from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, split_address
 from geartrain.ams.values.errors import InvalidRows

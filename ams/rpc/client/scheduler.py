@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from geartrain.ams.rpc.channel import CONNECT_SECONDS
 from geartrain.ams.rpc.client.calls import GrpcCalls
-from geartrain.ams.rpc.client.channel import CONNECT_SECONDS
 from geartrain.ams.rpc.client.silence import ASK_AFTER_SECONDS, LONGEST_PAUSE_SECONDS, Peer, SilenceLog
 from geartrain.ams.rpc.services import SCHEDULER
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES

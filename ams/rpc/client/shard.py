@@ -19,7 +19,7 @@ from geartrain.ams.rpc.carrier import (
     AttemptFailed,
     gather,
 )
-from geartrain.ams.rpc.client.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
+from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from geartrain.ams.rpc.client.channel import WAITS_KEY, channel_options
+from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
 from geartrain.ams.values.config import split_address

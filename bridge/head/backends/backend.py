@@ -88,10 +88,6 @@ class Peers(Protocol):
         """Run ``action``, which writes rows, where :attr:`acts`; if it fails raise on every rank, ``what`` failed."""
         ...
 
-    def run_together(self, action: Callable[[], T], what: str) -> T:
-        """Run ``action``, without collectives, on every rank; if it fails on any raise on all, ``what`` failed."""
-        ...
-
     def fail_together(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` failed."""
         ...

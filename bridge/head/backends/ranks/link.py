@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch, SyncError
+from geartrain.bridge.rows.ranks import run_together
 
 T = TypeVar("T")
 
@@ -113,17 +114,6 @@ class RankLink:
         if 0 in sound:
             raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
 
-    def run_together(self, action: Callable[[], T], what: str) -> T:
-        """Run on every rank an ``action`` without collectives; raise as :meth:`fail_together` if it fails on any."""
-        results: list[T] = []
-        failure: Exception | None = None
-        try:
-            results.append(action())
-        except Exception as exc:  # of any kind: the others wait for this rank
-            failure = exc
-        self.fail_together(failure, what)
-        return results[0]
-
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
         if self.world_size == 1:
@@ -196,7 +186,7 @@ class RankLink:
 
     def write_together(self, action: Callable[[], None], what: str) -> None:
         """Let every rank write the rows that it holds; raise as :meth:`fail_together` if it fails on any."""
-        self.run_together(action, what)
+        run_together(self, action, what)
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The array itself: every rank has made the same."""

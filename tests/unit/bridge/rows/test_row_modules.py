@@ -41,7 +41,7 @@ class VectorGradient:
         return float(self.squares)
 
     def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
-        raise AssertionError("there are no other ranks")
+        raise AssertionError(f"there are no other ranks: {ranks}, {weight}")
 
     def push(self, writer: PushWriter) -> None:
         writer.prepare(self.ids, as_numpy(self.gradients_KD))
