@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
     from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
-    from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+    from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace, TargetLogits
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
@@ -62,6 +62,7 @@ __all__ = [
     "StreamReader",
     "Table",
     "TableSpec",
+    "TargetLogits",
     "Uniform",
     "__version__",
     "attach",
@@ -89,7 +90,14 @@ _HOMES = {
     "geartrain.bridge.head.class_head": ("ClassHead",),
     "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.head.selection.knn_selection": ("KNNSoftmax",),
-    "geartrain.bridge.head.loss.margins": ("ArcFace", "CombinedMargin", "CosFace", "Margin", "SphereFace"),
+    "geartrain.bridge.head.loss.margins": (
+        "ArcFace",
+        "CombinedMargin",
+        "CosFace",
+        "Margin",
+        "SphereFace",
+        "TargetLogits",
+    ),
     "geartrain.bridge.head.memory": ("memory_report",),
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),

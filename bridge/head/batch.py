@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import LOG2_E, UNSHIFTED_LIMIT
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.margins import Margin, TargetLogits
 from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
+from geartrain.bridge.rows.transfers import upload
 
 NORM_FLOOR = 1e-12
 """Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
@@ -132,6 +134,8 @@ class Batch:
     arithmetic: Arithmetic
     margin: Margin | None
     targets: Targets | DeviceTargets
+    labels_B: Tensor
+    """Ids of the classes, int64, on the device."""
     features_BD: Tensor
     """x̂ (x without a margin), compute dtype."""
     inverse_lengths_B: Tensor | None
@@ -144,11 +148,14 @@ class Batch:
     """Log-sum-exp of the logits, to base 2."""
     target_weight_B: Tensor = field(init=False)
     """dloss_b/dcos of the target, divided by the scale."""
+    norm_weight_B: Tensor | None = None
+    """dloss_b/d|x|, of a margin that trains the lengths of features; None: 0."""
 
     @staticmethod
     def of(
         features_BD: Tensor,
         targets: Targets | DeviceTargets,
+        labels_B: Ids,
         margin: Margin | None,
         num_rows: int,
         arithmetic: Arithmetic,
@@ -164,10 +171,41 @@ class Batch:
             arithmetic=arithmetic,
             margin=margin,
             targets=targets,
+            labels_B=upload(labels_B, arithmetic.device),
             features_BD=own_BD,
             inverse_lengths_B=inverse_B,
             shifted=not fits or arithmetic.matmul == torch.float16,
         )
+
+    def target_logits(self, cos_B: Tensor) -> TargetLogits:
+        """What the margin makes of the targets' cosines (without a margin: their logits, which stay what they are).
+
+        Raises InvalidArgument for a margin that returns anything else than vectors [B].
+        """
+        if self.margin is None or self.inverse_lengths_B is None:
+            return TargetLogits(cos_B, torch.ones_like(cos_B))
+        made = TargetLogits(*self.margin.target(cos_B, self.inverse_lengths_B.reciprocal(), self.labels_B))
+        for name, value_B in zip(made._fields, made, strict=True):
+            if value_B is not None and (value_B.shape != cos_B.shape or value_B.dtype != cos_B.dtype):
+                raise InvalidArgument(
+                    f"{name} of {self.margin!r} are {value_B.dtype} {list(value_B.shape)}; they must be like the "
+                    f"cosines, {cos_B.dtype} {list(cos_B.shape)}"
+                )
+        return made
+
+    def take_target_weights(self, target: TargetLogits, losses_B: Tensor) -> Tensor:
+        """Note how the loss of each sample changes with its target's cosine and its feature's length.
+
+        ``losses_B`` are −log of the targets' probabilities; returned with the margin's penalties.
+        """
+        by_logit_B = torch.expm1(-losses_B)
+        self.target_weight_B = by_logit_B * target.by_cos_B / self.scale
+        if target.by_norm_B is not None:
+            self.norm_weight_B = by_logit_B * target.by_norm_B
+        if target.penalty_by_norm_B is not None:
+            of_penalty_B = target.penalty_by_norm_B
+            self.norm_weight_B = of_penalty_B if self.norm_weight_B is None else self.norm_weight_B + of_penalty_B
+        return losses_B if target.penalty_B is None else losses_B + target.penalty_B
 
     def offsets(self, start: int, num_rows: int) -> Tensor | None:
         """Those of ``num_rows`` rows from position ``start`` on."""

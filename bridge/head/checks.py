@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -65,15 +66,23 @@ def check_margin(margin: Margin | None) -> Margin | None:
     """Return the margin. Raises InvalidArgument that says what it lacks of a :class:`Margin`."""
     if margin is None:
         return None
-    lacks = [name for name in ("scale", "target") if not hasattr(margin, name)]
-    if lacks or isinstance(margin, type):
+    if isinstance(margin, type) or not hasattr(margin, "scale") or not _takes(getattr(margin, "target", None), 3):
         raise InvalidArgument(
             f"margin is {margin!r}; it must be ArcFace, CosFace, SphereFace, CombinedMargin or None (plain linear), or "
-            "an object that has scale and target(cos) as they have"
+            "an object that has scale and target(cos_B, norms_B, labels_B) as they have (gt.Margin)"
         )
     if not 0 < real_number("scale", margin.scale) < math.inf:
         raise InvalidArgument(f"scale of the margin {margin!r} is {margin.scale!r}; it must be finite and > 0")
     return margin
+
+
+def _takes(method: object, arguments: int) -> bool:
+    """Whether it is a method that may be called with so many arguments."""
+    try:
+        inspect.signature(method).bind(*range(arguments))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_selection(select: Selection) -> Selection:

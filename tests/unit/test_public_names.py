@@ -46,6 +46,7 @@ PUBLIC_NAMES = {
     "SphereFace",
     "CombinedMargin",
     "Margin",
+    "TargetLogits",
     "StreamReader",
     "class_center_sample",
     "clip_grad_norm_",

@@ -95,7 +95,7 @@ class _MarginCrossEntropy(torch.autograd.Function):
         compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
         inside_B = (labels_B >= 0) & (labels_B < cos_BC.shape[1])
         columns = labels_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
-        target_B, slope_B = margin.target(cos_BC.gather(1, columns).squeeze(1).to(compute))
+        target_B, slope_B, *_ = margin.target(cos_BC.gather(1, columns).squeeze(1).to(compute))
         logits_BC = cos_BC.to(compute) * margin.scale
         own_B = torch.where(inside_B, target_B, logits_BC.gather(1, columns).squeeze(1))
         logits_BC.scatter_(1, columns, own_B.unsqueeze(1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,12 +34,40 @@ def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
     return sign * torch.cos(angle) - 2.0 * k, -torch.abs(torch.sin(angle))
 
 
+class TargetLogits(NamedTuple):
+    """What a margin makes of the targets of B samples: tensors [B] of the dtype of their cosines, on their device."""
+
+    logits_B: Tensor
+    """z, that take the place of scale · cos θ."""
+    by_cos_B: Tensor
+    """∂z/∂cos θ."""
+    by_norm_B: Tensor | None = None
+    """∂z/∂|x|, for a margin that trains the length of the features; None: 0."""
+    penalty_B: Tensor | None = None
+    """Added to the loss of each sample; None: nothing."""
+    penalty_by_norm_B: Tensor | None = None
+    """Its derivative with respect to |x|; None: 0."""
+
+
 class Margin(Protocol):
     """What a head asks of its margin; ``None`` in its place means a plain linear classifier: logits = x·wᵀ, nothing
     normalised.
 
-    One of your own is a class with these two, with a repr that names its settings, as a frozen dataclass has: ranks
-    compare margins by it. It works wherever the rows are, for it is applied beside the features.
+    With a margin the logits of a sample x of class y are scale · cos θ_j, but that of its own class, z. The loss is
+    −log softmax(z), and its gradient by cos θ_y is (p_y − 1) · ∂z/∂cos θ_y: hence a margin gives z and its derivative.
+    One of your own is a frozen dataclass with these two, for instance CosFace with a larger margin for rare classes:
+
+        @dataclass(frozen=True)
+        class PerClass:
+            margins: tuple[float, ...]
+            scale: float = 64.0
+
+            def target(self, cos_B, norms_B, labels_B):
+                margin_B = torch.tensor(self.margins, device=cos_B.device, dtype=cos_B.dtype)[labels_B]
+                return self.scale * (cos_B - margin_B), torch.full_like(cos_B, self.scale)
+
+    It works wherever the rows are, for it is applied beside the features. Ranks compare margins by their repr, which
+    names the settings of a dataclass.
     """
 
     @property
@@ -47,9 +75,17 @@ class Margin(Protocol):
         """Multiplies every logit; finite and > 0."""
         ...
 
-    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the target logits [B], at most ``scale``, and their derivatives with respect to cos θ [B], in the
-        dtype of ``cos_B``, on its device."""
+    def target(
+        self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
+    ) -> TargetLogits | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """Return the target logits and their derivatives, as :class:`TargetLogits` or the first two or three of its
+        fields; all [B], in the dtype of ``cos_B``, on its device.
+
+        Args:
+            cos_B: cos θ of each sample and the row of its class; rounding may carry it beyond ± 1.
+            norms_B: |x|, the lengths of the features before they are normalised, in the same dtype; at least 1e-12.
+            labels_B: int64, ids of the classes.
+        """
         ...
 
 
@@ -77,19 +113,21 @@ class CombinedMargin:
         """The same margin in the general form."""
         return self
 
-    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the target logits [B] and their derivatives with respect to cos θ [B], in the dtype of ``cos_B``.
+    def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
+        """See :meth:`Margin.target`; norms and labels are not looked at.
 
         Where the clamp to ± (1 − 1e-6) acts the derivative is 0, as that of ``torch.clamp``.
         """
+        del norms_B, labels_B
         if self.m1 == 1.0 and self.m2 == 0.0:
-            return self.scale * (cos_B - self.m3), torch.full_like(cos_B, self.scale)
+            return TargetLogits(self.scale * (cos_B - self.m3), torch.full_like(cos_B, self.scale))
         clamped_B = cos_B.clamp(-COS_LIMIT, COS_LIMIT)
         theta_B = torch.acos(clamped_B)
         value_B, slope_B = psi(self.m1 * theta_B + self.m2)
         dtheta_B = -torch.rsqrt(1.0 - clamped_B * clamped_B)
         inside_B = (cos_B == clamped_B).to(cos_B.dtype)
-        return self.scale * (value_B - self.m3), self.scale * self.m1 * slope_B * dtheta_B * inside_B
+        by_cos_B = self.scale * self.m1 * slope_B * dtheta_B * inside_B
+        return TargetLogits(self.scale * (value_B - self.m3), by_cos_B)
 
 
 class _Special(ABC):
@@ -100,9 +138,9 @@ class _Special(ABC):
     def combined(self) -> CombinedMargin:
         """The same margin in the general form."""
 
-    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
+    def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
         """See :meth:`CombinedMargin.target`."""
-        return self.combined.target(cos_B)
+        return self.combined.target(cos_B, norms_B, labels_B)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 No logits matrix exists. Per sample there is a sum of exp(logit − shift) and the same sum weighted by the rows (an
 online log-sum-exp; Milakov and Gimelshein 2018, as in FlashAttention). The target column is left out of both and added
 at the end with the derivative of its margin. With x̂, ŵ of unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
-    dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x|
+    dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x| + dloss/d|x| · x̂
+where the last term is that of a margin which uses |x|.
 Legend: B samples, D width, P parts.
 """
 
@@ -69,18 +70,14 @@ class OnlineSoftmax:
         """Return the mean loss (0-dim) and its gradient with respect to the features [B, D]; fill in the batch."""
         batch, target_rows_BD = self._batch, self.target_rows_BD
         cos_B = (batch.features_BD * target_rows_BD).sum(1)
-        if batch.margin is None:
-            target_B, slope_B = cos_B, torch.ones_like(cos_B)
-        else:
-            target_B, slope_B = batch.margin.target(cos_B)
+        target = batch.target_logits(cos_B)
         shift_B, sum_B, weighted_BD = self._joint()
-        target2_B = target_B * LOG2_E
+        target2_B = target.logits_B * LOG2_E
         shift_B = shift_beside_target(shift_B, sum_B)
         highest_B = torch.maximum(shift_B, target2_B)
         total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
         batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
-        losses_B = (batch.lse2_B - target2_B) / LOG2_E
-        batch.target_weight_B = torch.expm1(-losses_B) * slope_B / batch.scale
+        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E)
         loss = losses_B.sum() / batch.divisor
         if weighted_BD is None:
             return loss, None
@@ -120,9 +117,12 @@ def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
 
 
 def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:
-    """Gradient with respect to x from that with respect to x̂; in place."""
+    """Gradient with respect to x from that with respect to x̂ and that of the batch with respect to |x|; in place."""
     if batch.inverse_lengths_B is None:
         return gradient_BD
     x_BD = batch.features_BD
     gradient_BD.sub_(x_BD * (gradient_BD * x_BD).sum(1, keepdim=True))
-    return gradient_BD.mul_(batch.inverse_lengths_B.unsqueeze(1))
+    gradient_BD.mul_(batch.inverse_lengths_B.unsqueeze(1))
+    if batch.norm_weight_B is not None:
+        gradient_BD.addcmul_(x_BD, (batch.norm_weight_B / batch.divisor).unsqueeze(1))
+    return gradient_BD

@@ -91,9 +91,8 @@ class RowsOnShards:
     ) -> None:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
-        self._batch = Batch.of(
-            features, Targets(np.zeros(len(labels_B), np.int64)), margin, chosen.living.num_living, arithmetic
-        )
+        unused = Targets(np.zeros(len(labels_B), np.int64))
+        self._batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic)
         self._batch.shifted = True  # a shard that needs no shift answers with 0
         self._calls = calls
         self._labels_B = labels_B

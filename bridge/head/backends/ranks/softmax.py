@@ -43,16 +43,12 @@ class RankSoftmax(OnlineSoftmax):
         joint = link.sum(torch.stack([sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]))
         sum_B, cos_B = joint[0], joint[1].to(cos_B.dtype)
         shift_B, highest_B = shift_beside_target(shift_B, sum_B), shift_beside_target(highest_B, sum_B)
-        if batch.margin is None:
-            target_B, slope_B = cos_B, torch.ones_like(cos_B)
-        else:
-            target_B, slope_B = batch.margin.target(cos_B)
-        target2_B = target_B * LOG2_E
+        target = batch.target_logits(cos_B)
+        target2_B = target.logits_B * LOG2_E
         top_B = torch.maximum(highest_B, target2_B)
         total_B = sum_B * torch.exp2(highest_B - top_B) + torch.exp2(target2_B - top_B)
         batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
-        losses_B = (batch.lse2_B - target2_B) / LOG2_E
-        batch.target_weight_B = torch.expm1(-losses_B) * slope_B / batch.scale
+        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E)
         own, divisor = self._own(), max(1, self._sizes[link.rank])
         loss = losses_B[own].sum() / divisor
         if weighted_BD is None:
@@ -63,6 +59,7 @@ class RankSoftmax(OnlineSoftmax):
         mine = copy.copy(batch)
         mine.features_BD = batch.features_BD[own]
         mine.inverse_lengths_B = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
+        mine.norm_weight_B = None if batch.norm_weight_B is None else batch.norm_weight_B[own]
         return loss, through_normalisation(gradient_SD, mine)
 
     def _own(self) -> slice:

@@ -125,7 +125,7 @@ class RankStep:
         stands_for, weight = (
             (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
         )
-        batch = Batch.of(joint_features_BD, here.targets(numbers_B), self.margin, stands_for, arithmetic)
+        batch = Batch.of(joint_features_BD, here.targets(numbers_B), labels_B, self.margin, stands_for, arithmetic)
         return RankRows(table, here, batch, numbers_B, sizes, wants_gradient, weight), sizes[link.rank]
 
     def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:

@@ -35,9 +35,28 @@ class Steep:
     scale: float = 8.0
     slope: float = 0.5
 
-    def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
+    def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+        del norms_B, labels_B
         value_B = self.scale * (cos_B - self.slope * (1 - cos_B))
         return value_B, torch.full_like(cos_B, self.scale * (1 + self.slope))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Target logit = scale · (cos θ − label / 100 − lean · ln |x|); cost · |x|² is added to the loss."""
+
+    scale: float = 8.0
+    lean: float = 0.2
+    cost: float = 0.3
+
+    def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> gt.TargetLogits:
+        return gt.TargetLogits(
+            self.scale * (cos_B - labels_B / 100 - self.lean * norms_B.log()),
+            torch.full_like(cos_B, self.scale),
+            -self.scale * self.lean / norms_B,
+            self.cost * norms_B**2,
+            2 * self.cost * norms_B,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,23 +86,33 @@ def make_head(cluster: Any, place: dict[str, Any], **settings: Any) -> gt.ClassH
     return head
 
 
-def plain_step(weight: Tensor, features: Tensor, labels: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain_step(
+    weight: Tensor, features: Tensor, labels: Tensor, active: Tensor, margin: Steep | Whole
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, feature gradient and rows after one SGD step, in float64 by autograd."""
     w, x = weight.clone().requires_grad_(), features.double().requires_grad_()
     cos = F.normalize(x) @ F.normalize(w).t()
-    target = cos - Steep.slope * (1 - cos)
-    logits = Steep.scale * torch.where(F.one_hot(labels, CLASSES).bool(), target, cos)
-    loss = F.cross_entropy(logits.masked_fill(~active, -torch.inf), labels)
+    norms = x.norm(dim=1, keepdim=True)
+    if isinstance(margin, Steep):
+        target, penalty = cos - margin.slope * (1 - cos), torch.zeros(())
+    else:
+        target = cos - labels[:, None] / 100 - margin.lean * norms.log()
+        penalty = margin.cost * norms.square().mean()
+    logits = margin.scale * torch.where(F.one_hot(labels, CLASSES).bool(), target, cos)
+    loss = F.cross_entropy(logits.masked_fill(~active, -torch.inf), labels) + penalty
     loss.backward()
     assert w.grad is not None and x.grad is not None
     return loss.detach(), x.grad, weight - 0.5 * w.grad
 
 
+@pytest.mark.parametrize("margin", [Steep(), Whole()], ids=str)
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_margin_and_a_selection_of_ones_own_train_in_every_place(place: dict[str, Any]) -> None:
+def test_a_margin_and_a_selection_of_ones_own_train_in_every_place(
+    place: dict[str, Any], margin: Steep | Whole
+) -> None:
     generator = torch.Generator().manual_seed(1)
     with gt.local(num_shards=2) as cluster:
-        head = make_head(cluster, place)
+        head = make_head(cluster, place, margin=margin)
         rows = gt.RowOptimizer(head)
         weight = head.weights().double()
         retired = torch.tensor([7, 30, 31])
@@ -102,13 +131,13 @@ def test_a_margin_and_a_selection_of_ones_own_train_in_every_place(place: dict[s
             loss.backward()
             rows.step()
             rows.zero_grad()
-            expected, gradient, weight = plain_step(weight, features.detach(), labels, active)
+            expected, gradient, weight = plain_step(weight, features.detach(), labels, active, margin)
             torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-5)
             assert features.grad is not None
             torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(head.weights().double(), weight, rtol=1e-4, atol=1e-5)
         assert head.predict(torch.randn(2, DIM), k=3)[1].shape == (2, 3)
-        again = make_head(cluster, place, reuse=True) if place["rows"] != "ranks" else head
+        again = make_head(cluster, place, margin=margin, reuse=True) if place["rows"] != "ranks" else head
         again.load_state_dict(head.state_dict())
         assert again.step == 4
 
@@ -156,14 +185,26 @@ def test_what_a_margin_or_a_selection_lacks_is_said() -> None:
     class Odd(Steep):
         scale = float("inf")
 
+    class Short(Steep):
+        def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+            return super().target(cos_B[:1], norms_B, labels_B)
+
+    class Narrow:
+        scale = 8.0
+
+        def target(self, cos_B: Tensor) -> tuple[Tensor, Tensor]:
+            return cos_B, cos_B
+
     with gt.local() as cluster:
-        for wrong in (object(), Steep, "ArcFace"):
-            with pytest.raises(InvalidArgument, match=r"has scale and target\(cos\)"):
+        for wrong in (object(), Steep, "ArcFace", Narrow()):
+            with pytest.raises(InvalidArgument, match=r"has scale and target\(cos_B, norms_B, labels_B\)"):
                 make_head(cluster, {}, margin=wrong)
         with pytest.raises(InvalidArgument, match=r"scale of the margin .* is inf"):
             make_head(cluster, {}, margin=Odd(float("inf")))
         with pytest.raises(InvalidArgument, match="derived from Selection"):
             make_head(cluster, {}, select=0.1)
         make_head(cluster, {}, margin=Nameless())
+        with pytest.raises(InvalidArgument, match=r"logits_B of .*Short.* are torch.float32 \[1\].*float32 \[2\]"):
+            make_head(cluster, {}, margin=Short(), reuse=True)(torch.randn(2, DIM), torch.tensor([0, 1]))
     with pytest.raises(InvalidArgument, match=r"no repr that names its settings.*frozen dataclass"):
         make_head(None, {"rows": "ranks"}, margin=Nameless())

@@ -177,7 +177,8 @@ def test_products_are_narrow_only_where_their_sums_are_not(gives: bool, monkeypa
 def narrow_batch(features: torch.Tensor, rows: int, margin: CosFace | None) -> Batch:
     arithmetic = Arithmetic(device=torch.device("cpu"), compute=torch.float32, matmul=torch.float16)
     nothing = Targets(np.full(len(features), -1, np.int64))
-    return Batch.of(features, nothing, None if margin is None else margin.combined, rows, arithmetic)
+    labels = np.zeros(len(features), np.int64)
+    return Batch.of(features, nothing, labels, None if margin is None else margin.combined, rows, arithmetic)
 
 
 def test_a_hard_class_does_not_hide_all_others_from_a_feature() -> None:
