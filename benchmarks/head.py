@@ -31,6 +31,7 @@ from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
 NUM_CLASSES = 1_000_000
@@ -140,6 +141,7 @@ def _our_step(cluster: Cluster | None, select: Select) -> Step:
         num_classes=NUM_CLASSES,
         dim=DIM,
         select=select,
+        margin=ArcFace(scale=64),
         optimizer=SparseMomentum(lr=0.1, momentum=0.9),
         rows="ranks" if cluster is None else "pull",
     )

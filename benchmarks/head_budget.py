@@ -23,6 +23,7 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
 BUDGET_BYTES = 4 << 30
@@ -93,6 +94,7 @@ def _train_ours(rate: float, num_classes: int) -> None:
             num_classes=num_classes,
             dim=DIM,
             select=FullSoftmax() if rate == 1 else PartialFC(rate),
+            margin=ArcFace(scale=64),
             optimizer=SparseMomentum(lr=0.1, momentum=0.9),
             dtype="float16",
             slot_dtype="float16",

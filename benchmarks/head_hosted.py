@@ -30,7 +30,9 @@ from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
 NUM_CLASSES = 1_000_000
@@ -108,7 +110,9 @@ def _compare(clusters: dict[str, Cluster], select: FullSoftmax | PartialFC, roun
             num_classes=NUM_CLASSES,
             dim=DIM,
             select=select,
+            margin=ArcFace(scale=64),
             optimizer=_optimizer(),
+            initializer=Normal(),
             rows=place,
             reuse=True,
         )

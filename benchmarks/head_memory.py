@@ -62,6 +62,8 @@ def _measure(rows: str, rate: float) -> dict[str, int]:
                 num_classes=num_classes,
                 dim=dim,
                 select=gt.PartialFC(rate),
+                margin=gt.ArcFace(scale=64),
+                optimizer=gt.SparseMomentum(lr=0.1),
                 rows=rows,
                 dtype="float16",
                 slot_dtype="float16",

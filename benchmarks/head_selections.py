@@ -28,6 +28,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.workers.models.backbones import build_backbone
@@ -115,7 +116,12 @@ def _build_seconds(rows: Rows) -> float:
 def _heads(cluster: Cluster, rows: Rows, graph: NeighbourTable) -> tuple[ClassHead, ClassHead]:
     """(KNN softmax, full softmax) over one table with all rows written."""
     optimizer = SparseMomentum(lr=0.1, momentum=0.9)
-    settings: dict[str, Any] = {"num_classes": len(rows), "dim": DIM, "optimizer": optimizer}
+    settings: dict[str, Any] = {
+        "num_classes": len(rows),
+        "dim": DIM,
+        "optimizer": optimizer,
+        "margin": ArcFace(scale=64),
+    }
     knn = ClassHead(cluster, "bench", select=SELECT, **settings)
     for start in range(0, len(rows), 50_000):
         knn.table.assign(np.arange(start, min(start + 50_000, len(rows))), rows[start : start + 50_000])

@@ -54,7 +54,8 @@ class ClassHeadModel:
     selection ``batch_labels`` int64 [J], the labels of all samples of the step where they are more, or ``active`` int64
     [A], the active classes of this shard, rising; where it is not given, ``retired_runs`` int64 [2·R], first and
     last + 1 of the runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1:
-    rows count by their direction), ``sample_rate`` (absent: every class, or ``active``), ``want_gradient``.
+    rows count by their direction), ``sample_rate`` (absent: every class, or ``active``) with ``min_active`` and
+    ``corrected`` of :class:`PartialFC`, ``want_gradient``.
     An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, and ``target_weight`` float32 [B], dloss/dcos
     of the target over the scale.
     """
@@ -181,7 +182,11 @@ class _Batch:
             owned = rows.owned_ids(0, rows.num_owned)
             owned = owned[living.holds(owned)]
             return _Active(rows, len(owned), owned)
-        select = PartialFC(sample_rate=inputs.settings["sample_rate"], seed=inputs.seed)
+        select = PartialFC(
+            sample_rate=inputs.settings["sample_rate"],
+            seed=inputs.seed,
+            min_active=_whole_number(inputs, "min_active", 0.0),
+        )
         labels = self.labels_B
         if "batch_labels" in inputs.arrays:
             others = living.require(_ids(inputs, "batch_labels", None, num_classes), "batch_label")
@@ -274,16 +279,14 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
 
 def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
     features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim))
-    k = _setting(inputs, "k", None)
-    if not k.is_integer():
-        raise InvalidArgument(f"k is {k!r}; it must be a whole number")
+    k = _whole_number(inputs, "k", None)
     normalised = _setting(inputs, "normalised", 0.0) != 0
     chunks = _chunks(rows.num_owned)
     parts = max(1, min(PARTS, len(chunks)))
     return top_classes(
         rows,
         features_BD,
-        int(k),
+        k,
         living=LiveClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
         normalised=normalised,
         chunks=chunks,
@@ -391,3 +394,10 @@ def _setting(inputs: HostedInputs, name: str, default: float | None) -> float:
     if value is None:
         raise InvalidArgument(f"setting {name!r} is missing; the client of the class head gives it")
     return value
+
+
+def _whole_number(inputs: HostedInputs, name: str, default: float | None) -> int:
+    value = _setting(inputs, name, default)
+    if not value.is_integer():
+        raise InvalidArgument(f"{name} is {value!r}; it must be a whole number")
+    return int(value)

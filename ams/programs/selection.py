@@ -174,7 +174,7 @@ class FullSoftmax(Selection):
 @final
 @dataclass(frozen=True)
 class PartialFC(Selection):
-    """The distinct labels, filled up with random other classes to round(sample_rate · num_classes).
+    """The distinct labels, filled up with random other classes to round(sample_rate · num_classes), or ``min_active``.
 
     Positives are always kept: if they alone are more than the budget they enlarge it. The others are the first of the
     keyed permutation of (seed, step), hence O(active) work; nothing is drawn per class.
@@ -187,6 +187,8 @@ class PartialFC(Selection):
     corrected: bool | None = None
     """Whether the sampled negatives count as often as they stand for others (:class:`SamplingCorrection`). None: where
     the head has no margin, for then its loss is meant to be that over all classes."""
+    min_active: int = 0
+    """Never fewer active classes than these: up to so many living ones it is the full softmax."""
 
     def __post_init__(self) -> None:
         if self.corrected is not None:
@@ -194,10 +196,11 @@ class PartialFC(Selection):
         if not 0.0 < real_number("sample_rate", self.sample_rate) <= 1.0:
             raise InvalidArgument(f"sample_rate is {self.sample_rate!r}; it must lie in (0, 1]")
         integer("seed", self.seed, 0, 2**64 - 1)
+        integer("min_active", self.min_active, 0)
 
     def budget(self, num_classes: int) -> int:
-        """round(sample_rate · num_classes), at least 1."""
-        return max(1, round(self.sample_rate * num_classes))
+        """round(sample_rate · num_classes), at least ``min_active`` and 1, at most all."""
+        return min(num_classes, max(1, self.min_active, round(self.sample_rate * num_classes)))
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
         """Positives and fill-up for the labels [B]; O(active log active)."""
@@ -210,6 +213,7 @@ class PartialFC(Selection):
     def shard_rule(self, *, corrected: bool) -> ShardRule:
         """The sampling is a function of labels, seed and step."""
         settings = {"sample_rate": self.sample_rate, "corrected": float(corrected)}
+        settings["min_active"] = float(self.min_active)
         return ShardRule(seed=self.seed, settings=settings, takes_labels=True)
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:  # noqa: ARG002

@@ -16,7 +16,7 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import LOG2_E, UNSHIFTED_LIMIT
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import Margin, TargetLogits
+from geartrain.bridge.head.loss.margins import Margin, TargetLogits, scale_of
 from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
 from geartrain.bridge.rows.transfers import upload
@@ -166,7 +166,7 @@ class Batch:
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
             inverse_B = None if margin is None else normalise_(own_BD)
-        fits = margin is not None and margin.scale + math.log(num_rows) < UNSHIFTED_LIMIT
+        fits = margin is not None and scale_of(margin) + math.log(num_rows) < UNSHIFTED_LIMIT
         return Batch(
             arithmetic=arithmetic,
             margin=margin,
@@ -229,7 +229,7 @@ class Batch:
     @property
     def scale(self) -> float:
         """Factor between cosines and logits."""
-        return 1.0 if self.margin is None else self.margin.scale
+        return 1.0 if self.margin is None else scale_of(self.margin)
 
     @property
     def logit_factor(self) -> float:

@@ -13,7 +13,7 @@ from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.margins import Margin, with_scale
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -62,8 +62,9 @@ def check_class_ids(ids: Ids, num_classes: int, what: str) -> Ids:
     return ids
 
 
-def check_margin(margin: Margin | None) -> Margin | None:
-    """Return the margin. Raises InvalidArgument that says what it lacks of a :class:`Margin`."""
+def check_margin(margin: Margin | None, num_classes: int) -> Margin | None:
+    """Return the margin with its scale for so many classes. Raises InvalidArgument that says what it lacks of a
+    :class:`Margin`."""
     if margin is None:
         return None
     if isinstance(margin, type) or not hasattr(margin, "scale") or not _takes(getattr(margin, "target", None), 3):
@@ -71,9 +72,10 @@ def check_margin(margin: Margin | None) -> Margin | None:
             f"margin is {margin!r}; it must be ArcFace, CosFace, SphereFace, CombinedMargin or None (plain linear), or "
             "an object that has scale and target(cos_B, norms_B, labels_B) as they have (gt.Margin)"
         )
-    if not 0 < real_number("scale", margin.scale) < math.inf:
+    scaled: Margin = with_scale(margin, num_classes)
+    if not 0 < real_number("scale", scaled.scale) < math.inf:
         raise InvalidArgument(f"scale of the margin {margin!r} is {margin.scale!r}; it must be finite and > 0")
-    return margin
+    return scaled
 
 
 def _takes(method: object, arguments: int) -> bool:

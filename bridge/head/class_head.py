@@ -15,21 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.programs.selection import PartialFC, Selection
+from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
-from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
-from geartrain.ams.values.specs import DTypeName, Ids, Initializer, Normal
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import MAX_DIM, DTypeName, Ids, Initializer
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin, check_selection
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
+from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
 from geartrain.bridge.head.imprint import imprint_rows
-from geartrain.bridge.head.loss.margins import ArcFace, Margin
+from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
@@ -52,9 +53,6 @@ _FIXED = {
     **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
     **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
 }
-DEFAULT_SELECT = PartialFC(sample_rate=0.1)
-_DEFAULT_MARGIN = ArcFace()
-DEFAULT_OPTIMIZER = SparseMomentum(lr=0.1)
 
 
 class ClassHead(nn.Module):
@@ -79,7 +77,7 @@ class ClassHead(nn.Module):
         dim: int,
         num_living: int | None = None,
         select: Selection = DEFAULT_SELECT,
-        margin: Margin | None = _DEFAULT_MARGIN,
+        margin: Margin | None = None,
         optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
         rows: str = "pull",
         dtype: DTypeName = "float32",
@@ -103,17 +101,18 @@ class ClassHead(nn.Module):
             num_living: The first so many classes live (all, unless given); :meth:`add_classes` and
                 :meth:`retire_classes` change that while training goes on, and every step is over the living ones alone.
             select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
-                derived from ``gt.Selection``.
+                derived from ``gt.Selection``. Unless given: all of up to 65,536 living classes, or a tenth.
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, or one of your own that has
-                ``scale`` and ``target(cos)`` (``gt.Margin``). None: plain linear.
-            optimizer: Applied where the rows are.
+                ``scale`` and ``target(cos)`` (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None:
+                plain linear, cross entropy.
+            optimizer: Applied where the rows are. AdamW's slots are twice the rows.
             rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
                 ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
                 Such rows are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
             dtype: Storage type of the rows: float32, float16 or bfloat16.
             slot_dtype: That of their slots.
-            initializer: Gives their first values; None: normal, std 0.01.
+            initializer: Gives their first values; None: those of ``nn.Linear``, uniform in ±1/√dim.
             seed: Of the initializer.
             reuse: Open a table that is there, if it has these settings.
             sync: Train together with the other ranks of torch.distributed, if that is initialised.
@@ -128,8 +127,8 @@ class ClassHead(nn.Module):
         super().__init__()
         num_classes = integer("num_classes", num_classes, 1)
         self.num_classes = num_classes
-        self.dim = dim
-        self._margin = check_margin(margin)
+        self.dim = dim = integer("dim", dim, 1, MAX_DIM)
+        self._margin = check_margin(margin, num_classes)
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
@@ -140,7 +139,7 @@ class ClassHead(nn.Module):
             optimizer=optimizer,
             dtype=dtype,
             slot_dtype=slot_dtype,
-            initializer=initializer if initializer is not None else Normal(std=0.01),
+            initializer=initializer if initializer is not None else linear_initializer(dim),
             seed=seed,
             cluster=cluster,
             reuse=boolean("reuse", reuse),
@@ -167,7 +166,7 @@ class ClassHead(nn.Module):
 
     @margin.setter
     def margin(self, margin: Margin | None) -> None:
-        self._backend.margin = self._margin = check_margin(margin)
+        self._backend.margin = self._margin = check_margin(margin, self.num_classes)
 
     @property
     def backend(self) -> RowBackend:

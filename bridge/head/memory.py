@@ -18,7 +18,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
 from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.head.backends.registry import backend_named
-from geartrain.bridge.head.class_head import DEFAULT_OPTIMIZER, DEFAULT_SELECT
+from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
 from geartrain.bridge.head.memory_plan import Holder, MemoryPart, MemoryPlan
 
 _GIB = 2**30

@@ -21,16 +21,21 @@ def plan(
     slot_dtype: Annotated[
         str | None, typer.Option("--slot-dtype", help=f"Of the momentum: {_DTYPE}", show_default="float32")
     ] = None,
-    momentum: Annotated[bool, typer.Option("--momentum/--sgd", help="Whether rows have momentum.")] = True,
+    momentum: Annotated[
+        bool | None, typer.Option("--momentum/--sgd", help="Whether rows have momentum.", show_default="AdamW")
+    ] = None,
     adam: Annotated[bool, typer.Option("--adam", help="Rows have the two moments of Adam.")] = False,
     optimizer: Annotated[
         str | None,
         typer.Option("--optimizer", help="The rows' optimizer by name, instead of --momentum, --sgd or --adam."),
     ] = None,
-    sample_rate: Annotated[float, typer.Option("--sample-rate", help="Part of the classes active in a step.")] = 0.1,
+    sample_rate: Annotated[
+        float | None,
+        typer.Option("--sample-rate", help="Part of the classes active in a step.", show_default="that of ClassHead"),
+    ] = None,
     k: Annotated[
         int | None,
-        typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="partial FC"),
+        typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="none: partial FC"),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a rank.")] = 128,
     shards: Annotated[int, typer.Option("--shards", help="Shards of the cluster.")] = 1,
@@ -40,18 +45,20 @@ def plan(
 ) -> None:
     """Print the memory of a class head by part, for each shard and rank, before anything is started."""
     from geartrain.ams.programs.selection import PartialFC
-    from geartrain.bridge.head.memory import memory_report  # loads torch
+    from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT  # loads torch
+    from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 
-    name = optimizer or ("adam" if adam else "sparse_momentum" if momentum else "sgd")
+    with_momentum = {None: DEFAULT_OPTIMIZER.name, True: "sparse_momentum", False: "sgd"}[momentum]
+    select = DEFAULT_SELECT if sample_rate is None else PartialFC(sample_rate)
     report = memory_report(
         num_classes=classes,
         dim=dim,
         rows=cast(Any, rows),
         dtype=cast(Any, dtype),
         slot_dtype=cast(Any, slot_dtype or "float32"),
-        optimizer=optimizer_of(name, {"lr": 0.1}),
-        select=PartialFC(sample_rate) if k is None else KNNSoftmax(sample_rate, k=k),
+        optimizer=optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1}),
+        select=select if k is None else KNNSoftmax(0.1 if sample_rate is None else sample_rate, k=k),
         batch_size=batch_size,
         num_shards=shards,
         num_ranks=ranks,

@@ -20,7 +20,9 @@ def trained(device: str, select: gt.FullSoftmax | gt.PartialFC) -> tuple[list[fl
     labels = torch.randint(CLASSES, (STEPS, BATCH), generator=generator)
     weight = torch.randn(DIM, 16, generator=generator)
     with gt.local(num_shards=2) as cluster:
-        head = gt.ClassHead(cluster, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(), seed=3)
+        head = gt.ClassHead(
+            cluster, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(scale=64), seed=3
+        )
         backbone = nn.Linear(16, DIM, bias=False)
         backbone.weight.data.copy_(weight)
         backbone.to(device)

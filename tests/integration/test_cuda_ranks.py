@@ -88,7 +88,9 @@ def test_a_device_chooses_the_classes_that_the_host_chooses(with_graph: bool) ->
 
 @pytest.mark.parametrize("select", [gt.KNNSoftmax(0.2, k=8), gt.PartialFC(0.2), gt.FullSoftmax()], ids=repr)
 def test_no_host_waits_in_a_step(select: gt.KNNSoftmax | gt.PartialFC | gt.FullSoftmax) -> None:
-    head = gt.ClassHead(None, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(), rows="ranks")
+    head = gt.ClassHead(
+        None, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(scale=64), rows="ranks"
+    )
     head.to("cuda")
     rows = gt.RowOptimizer(head)
     features = torch.randn(BATCH, DIM, device="cuda", requires_grad=True)

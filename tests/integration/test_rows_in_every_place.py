@@ -35,7 +35,7 @@ def test_every_carrier_carries_them(cluster: Cluster, select: FullSoftmax | Part
 @pytest.mark.parametrize("place", PLACES)
 def test_what_reads_the_rows_reads_them_anywhere(place: str) -> None:
     with local(2) as cluster:
-        head = head_of(cluster, place, FullSoftmax(), CosFace())
+        head = head_of(cluster, place, FullSoftmax(), CosFace(scale=64))
         features, labels = batch_of(0)
         training = head(features, labels).detach()
         head.eval()

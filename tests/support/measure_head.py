@@ -44,6 +44,8 @@ def _head(cluster: Any, name: str, case: dict[str, Any]) -> gt.ClassHead:
         num_classes=case["num_classes"],
         dim=case["dim"],
         select=gt.PartialFC(case["sample_rate"]) if case["sample_rate"] < 1 else gt.FullSoftmax(),
+        margin=gt.ArcFace(scale=64),
+        optimizer=gt.SparseMomentum(lr=0.1),
         rows=rows,
         dtype=case["dtype"],
         slot_dtype=case.get("slot_dtype", "float32"),

@@ -17,6 +17,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
 from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace
@@ -178,6 +179,7 @@ class TrainingRun:
             select=selection_of(recipe),
             margin=CosFace(scale=recipe.scale, margin=recipe.margin),
             optimizer=_row_optimizer(recipe),
+            initializer=Normal(),
             rows=recipe.rows,
             seed=recipe.seed,
             reuse=self._saved is not None,

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.head.checks import check_labels
-from geartrain.bridge.head.loss.margins import CombinedMargin
+from geartrain.bridge.head.loss.margins import CombinedMargin, scale_of
 
 Reduction = Literal["mean", "sum", "none"]
 _REDUCTIONS = ("mean", "sum", "none")
@@ -96,7 +96,7 @@ class _MarginCrossEntropy(torch.autograd.Function):
         inside_B = (labels_B >= 0) & (labels_B < cos_BC.shape[1])
         columns = labels_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
         target_B, slope_B, *_ = margin.target(cos_BC.gather(1, columns).squeeze(1).to(compute))
-        logits_BC = cos_BC.to(compute) * margin.scale
+        logits_BC = cos_BC.to(compute) * scale_of(margin)
         own_B = torch.where(inside_B, target_B, logits_BC.gather(1, columns).squeeze(1))
         logits_BC.scatter_(1, columns, own_B.unsqueeze(1))
         highest_B = logits_BC.amax(1)
@@ -112,7 +112,7 @@ class _MarginCrossEntropy(torch.autograd.Function):
         # Where no rank holds the label neither the loss nor its gradient may look right.
         valid_B = torch.where(owners_B == 1, 1.0, torch.nan).to(compute)
         ctx.save_for_backward(exponentials_BC.div_(sum_B.unsqueeze(1)), columns, inside_B, slope_B, valid_B)
-        ctx.scale, ctx.dtype = margin.scale, cos_BC.dtype
+        ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
         losses_B.mul_(valid_B)
         return losses_B
 

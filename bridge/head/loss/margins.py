@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from geartrain.ams.values.errors import InvalidArgument
 
 COS_LIMIT = 1.0 - 1e-6
 """cos θ is clamped to ± this before acos, whose slope is infinite at ±1."""
+SMALLEST_AUTOMATIC_SCALE = 16.0
+"""Below it a margin costs accuracy where classes are few (``geartrain bench defaults``)."""
 
 
 def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,8 +73,8 @@ class Margin(Protocol):
     """
 
     @property
-    def scale(self) -> float:
-        """Multiplies every logit; finite and > 0."""
+    def scale(self) -> float | None:
+        """Multiplies every logit; finite and > 0. None, of a dataclass: :func:`automatic_scale`, once a head has it."""
         ...
 
     def target(
@@ -89,12 +91,37 @@ class Margin(Protocol):
         ...
 
 
+def automatic_scale(num_classes: int) -> float:
+    """√2 · ln(C − 1), at least 16: what a margin whose ``scale`` is None multiplies the logits of C classes by.
+
+    The fixed scale of AdaCos (Zhang et al., CVPR 2019, section 4.1), which is 0 for two classes.
+    """
+    return max(SMALLEST_AUTOMATIC_SCALE, math.sqrt(2) * math.log(max(1, num_classes - 1)))
+
+
+def with_scale(margin: Any, num_classes: int) -> Any:
+    """The margin, with the automatic scale of so many classes if it has none."""
+    if margin.scale is not None or not is_dataclass(margin):
+        return margin
+    return replace(margin, scale=automatic_scale(num_classes))  # type: ignore[type-var]
+
+
+def scale_of(margin: Margin) -> float:
+    """Its scale. Raises InvalidArgument if that waits for the number of classes."""
+    if margin.scale is None:
+        raise InvalidArgument(
+            f"scale of {margin!r} is None, which a ClassHead replaces by its number of classes; give a number > 0, "
+            "such as 32, where there is no head"
+        )
+    return margin.scale
+
+
 @dataclass(frozen=True)
 class CombinedMargin:
     """Target logit = scale · (ψ(m1·θ + m2) − m3); other logits = scale · cos θ."""
 
-    scale: float = 64.0
-    """Multiplies every logit; > 0."""
+    scale: float | None = None
+    """Multiplies every logit; > 0. None: :func:`automatic_scale` of the head's number of classes."""
     m1: float = 1.0
     """Multiplies the angle (SphereFace); >= 1."""
     m2: float = 0.0
@@ -103,7 +130,8 @@ class CombinedMargin:
     """Subtracted from the cosine (CosFace); >= 0."""
 
     def __post_init__(self) -> None:
-        _require("scale", self.scale, 0.0 < self.scale < math.inf, "finite and > 0")
+        legal = self.scale is None or 0.0 < self.scale < math.inf
+        _require("scale", self.scale, legal, "finite and > 0, or None for that of the number of classes")
         _require("m1", self.m1, 1.0 <= self.m1 < math.inf, "finite and >= 1")
         _require("m2", self.m2, 0.0 <= self.m2 <= math.pi, "an angle in [0, π] radians")
         _require("m3", self.m3, 0.0 <= self.m3 < math.inf, "finite and >= 0")
@@ -119,15 +147,16 @@ class CombinedMargin:
         Where the clamp to ± (1 − 1e-6) acts the derivative is 0, as that of ``torch.clamp``.
         """
         del norms_B, labels_B
+        scale = scale_of(self)
         if self.m1 == 1.0 and self.m2 == 0.0:
-            return TargetLogits(self.scale * (cos_B - self.m3), torch.full_like(cos_B, self.scale))
+            return TargetLogits(scale * (cos_B - self.m3), torch.full_like(cos_B, scale))
         clamped_B = cos_B.clamp(-COS_LIMIT, COS_LIMIT)
         theta_B = torch.acos(clamped_B)
         value_B, slope_B = psi(self.m1 * theta_B + self.m2)
         dtheta_B = -torch.rsqrt(1.0 - clamped_B * clamped_B)
         inside_B = (cos_B == clamped_B).to(cos_B.dtype)
-        by_cos_B = self.scale * self.m1 * slope_B * dtheta_B * inside_B
-        return TargetLogits(self.scale * (value_B - self.m3), by_cos_B)
+        by_cos_B = scale * self.m1 * slope_B * dtheta_B * inside_B
+        return TargetLogits(scale * (value_B - self.m3), by_cos_B)
 
 
 class _Special(ABC):
@@ -147,8 +176,8 @@ class _Special(ABC):
 class ArcFace(_Special):
     """Additive angular margin: target logit = scale · ψ(θ + margin)."""
 
-    scale: float = 64.0
-    """Multiplies every logit; > 0."""
+    scale: float | None = None
+    """Multiplies every logit; > 0. None: :func:`automatic_scale` of the head's number of classes."""
     margin: float = 0.5
     """Radians, in [0, π]."""
 
@@ -166,8 +195,8 @@ class ArcFace(_Special):
 class CosFace(_Special):
     """Additive cosine margin: target logit = scale · (cos θ − margin)."""
 
-    scale: float = 64.0
-    """Multiplies every logit; > 0."""
+    scale: float | None = None
+    """Multiplies every logit; > 0. None: :func:`automatic_scale` of the head's number of classes."""
     margin: float = 0.35
     """Subtracted from the cosine; >= 0."""
 
@@ -185,8 +214,8 @@ class CosFace(_Special):
 class SphereFace(_Special):
     """Multiplicative angular margin: target logit = scale · ψ(margin · θ)."""
 
-    scale: float = 64.0
-    """Multiplies every logit; > 0."""
+    scale: float | None = None
+    """Multiplies every logit; > 0. None: :func:`automatic_scale` of the head's number of classes."""
     margin: float = 1.35
     """Multiplies the angle; >= 1."""
 
@@ -200,6 +229,6 @@ class SphereFace(_Special):
         return CombinedMargin(scale=self.scale, m1=self.margin)
 
 
-def _require(name: str, value: float, legal: bool, range_text: str) -> None:
+def _require(name: str, value: float | None, legal: bool, range_text: str) -> None:
     if not legal:
         raise InvalidArgument(f"{name} is {value!r}; it must be {range_text}")

@@ -18,7 +18,8 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
-from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head import batch as batch_module
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
@@ -30,7 +31,8 @@ from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gra
 
 def make_head(num_classes: int = 50, dim: int = 8, **settings: Any) -> tuple[ClassHead, FakeTable]:
     cluster = FakeCluster()
-    head = ClassHead(cluster, "classes", num_classes=num_classes, dim=dim, **{"optimizer": UNIT_SGD, **settings})
+    defaults = {"select": PartialFC(0.1), "margin": ArcFace(scale=64), "optimizer": UNIT_SGD, "initializer": Normal()}
+    head = ClassHead(cluster, "classes", num_classes=num_classes, dim=dim, **{**defaults, **settings})
     return head, cluster.tables["classes"]
 
 
@@ -230,7 +232,7 @@ def test_sixteen_bit_rows_have_the_gradient_of_their_values(dtype: str, streamed
     assert np.linalg.norm(merged_gradient(table) - expected) / np.linalg.norm(expected) < 0.01
 
 
-@pytest.mark.parametrize("margin", [None, ArcFace()])
+@pytest.mark.parametrize("margin", [None, ArcFace(scale=64)])
 def test_predict_equals_brute_force(margin: ArcFace | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 17)
     monkeypatch.setattr("geartrain.bridge.head.backends.pull.inference.SAMPLES_AT_ONCE", 5)
@@ -375,7 +377,8 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
 
 def test_a_head_over_real_shards_learns() -> None:
     with local(num_shards=2) as cluster:
-        head = ClassHead(cluster, "classes", num_classes=300, dim=16, select=PartialFC(0.3), margin=CosFace(16, 0.1))
+        parts: dict[str, Any] = {"margin": CosFace(16, 0.1), "optimizer": SparseMomentum(0.1)}
+        head = ClassHead(cluster, "classes", num_classes=300, dim=16, select=PartialFC(0.3), **parts)
         with pytest.raises(TableExists):
             ClassHead(cluster, "classes", num_classes=300, dim=16)
         rows = RowOptimizer(head)

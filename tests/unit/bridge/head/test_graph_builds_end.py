@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.plain_graph import use_plain_graphs
@@ -30,6 +31,7 @@ def make_head(rebuild: str | int) -> tuple[ClassHead, KNNSelection]:
         num_classes=CLASSES,
         dim=DIM,
         select=KNNSoftmax(active=0.2, k=3, rebuild=rebuild),
+        margin=ArcFace(scale=64),
         optimizer=UNIT_SGD,
     )
     assert isinstance(head.select, KNNSelection)

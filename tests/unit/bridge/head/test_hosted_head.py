@@ -198,7 +198,7 @@ def test_float64_features_get_float64_gradients() -> None:
 
 def test_one_class_and_one_sample() -> None:
     with local(3) as cluster:
-        head = head_of(cluster, num_classes=1, margin=ArcFace())
+        head = head_of(cluster, num_classes=1, margin=ArcFace(scale=64))
         features = torch.ones(1, DIM, requires_grad=True)
         loss = head(features, torch.zeros(1, dtype=torch.int64))
         loss.backward()

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.class_sums import ClassSums
+from geartrain.bridge.head.loss.margins import ArcFace
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import FakeCluster, FakeTable
 
@@ -25,7 +28,8 @@ A_FEW = 40 * (4 * DIM + 128)
 
 def make_head(**settings: Any) -> tuple[ClassHead, FakeTable]:
     cluster = FakeCluster()
-    head = ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, **settings)
+    defaults = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
+    head = ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, **{**defaults, **settings})
     return head, cluster.tables["classes"]
 
 

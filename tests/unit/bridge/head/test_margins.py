@@ -44,7 +44,7 @@ def test_the_derivative_is_that_of_the_value(cos: float, m1: float, m2: float, m
     assert float(slope[1]) >= 0
 
 
-@pytest.mark.parametrize("margin", [ArcFace(), SphereFace(), CombinedMargin(m1=2, m2=0.5, m3=0.1)], ids=str)
+@pytest.mark.parametrize("margin", [ArcFace(64), SphereFace(64), CombinedMargin(64, m1=2, m2=0.5, m3=0.1)], ids=str)
 @pytest.mark.parametrize("cos", [-1.0, 1.0, -1.0000001, 1.0000001])
 def test_value_and_derivative_are_finite_at_the_ends(margin: ArcFace | SphereFace | CombinedMargin, cos: float) -> None:
     value, slope, *_ = margin.combined.target(torch.tensor([cos]))

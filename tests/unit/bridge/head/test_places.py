@@ -283,6 +283,7 @@ def test_a_class_that_is_alone_has_no_loss_however_far_below_its_logit_is(place:
             dim=4,
             select=FullSoftmax(),
             margin=CombinedMargin(64.0, 4.0, 0.2, 0.1),
+            optimizer=SparseMomentum(0.1),
             initializer=INITIAL,
             rows=place,
         )

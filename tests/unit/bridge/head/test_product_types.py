@@ -87,7 +87,7 @@ def check_negatives(place: str, device: str, count: float, kind: torch.dtype) ->
             num_classes=ROWS,
             dim=DIM,
             select=FullSoftmax(),
-            margin=CosFace(),
+            margin=CosFace(scale=64),
             optimizer=SGD(lr=LR),
             rows="ranks" if place == "ranks" else "pull",
             initializer=Normal(std=1.0),
@@ -155,7 +155,7 @@ def check_features(device: str, kind: torch.dtype, margin: CosFace | ArcFace) ->
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("margin", [CosFace(), ArcFace()])
+@pytest.mark.parametrize("margin", [CosFace(scale=64), ArcFace(scale=64)])
 def test_the_feature_gradient_has_the_accuracy_of_its_operands(kind: torch.dtype, margin: CosFace | ArcFace) -> None:
     check_features("cpu", kind, margin)
 
@@ -163,7 +163,7 @@ def test_the_feature_gradient_has_the_accuracy_of_its_operands(kind: torch.dtype
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_the_feature_gradient_has_the_accuracy_of_its_operands_on_a_device(kind: torch.dtype) -> None:
-    check_features("cuda", kind, CosFace())
+    check_features("cuda", kind, CosFace(scale=64))
 
 
 @pytest.mark.parametrize("gives", [False, True])
@@ -187,7 +187,7 @@ def test_a_hard_class_does_not_hide_all_others_from_a_feature() -> None:
     rows = torch.zeros(3000, 8)
     rows[0, 0], rows[0, 1] = 17 / 64, math.sqrt(1 - (17 / 64) ** 2)
     rows[1:, 2:] = torch.rand(2999, 6, generator=torch.Generator().manual_seed(0)) + 0.1
-    batch = narrow_batch(features, len(rows), CosFace())
+    batch = narrow_batch(features, len(rows), CosFace(scale=64))
     softmax = OnlineSoftmax(batch, 1, want_gradient=True)
     pass_for(batch).forward(Workspace(batch.arithmetic, Scratch()), softmax.parts[0], rows, 0, None)
     sums = softmax.parts[0]
@@ -197,7 +197,7 @@ def test_a_hard_class_does_not_hide_all_others_from_a_feature() -> None:
     torch.testing.assert_close(sums.weighted_BD[0].double(), expected, rtol=0.01, atol=1e-12)
 
 
-@pytest.mark.parametrize("margin", [CosFace(), None])
+@pytest.mark.parametrize("margin", [CosFace(scale=64), None])
 def test_loss_scales_of_ranks_do_not_overflow_the_operands(margin: CosFace | None) -> None:
     """Weights [B] as ranks give them; features and one row's probability are as large as they can be."""
     features = torch.eye(2, 8)
@@ -214,7 +214,7 @@ def test_loss_scales_of_ranks_do_not_overflow_the_operands(margin: CosFace | Non
 
 def test_rows_that_moved_since_the_forward_pass_do_not_overflow() -> None:
     """Other workers may have brought them nearer: their probabilities under the old log-sum-exp are beyond 1."""
-    batch = narrow_batch(torch.eye(1, 8), 2, CosFace())
+    batch = narrow_batch(torch.eye(1, 8), 2, CosFace(scale=64))
     rows = torch.eye(2, 8) + 0.1
     cos = float(torch.nn.functional.normalize(rows)[0, 0])
     batch.lse2_B = torch.tensor([batch.logit_factor * cos - 12.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.head.selection import rank_ring
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
@@ -95,7 +99,8 @@ CLASSES, DIM, BATCH = 61, 8, 12
 
 def knn_head(rebuild: int | str = "epoch", seed: int = 3) -> tuple[ClassHead, KNNSelection]:
     select = KNNSoftmax(active=0.2, k=3, rebuild=rebuild)
-    head = ClassHead(None, "faces", num_classes=CLASSES, dim=DIM, select=select, rows="ranks", seed=seed)
+    settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
+    head = ClassHead(None, "faces", num_classes=CLASSES, dim=DIM, select=select, rows="ranks", seed=seed, **settings)
     assert isinstance(head.select, KNNSelection)
     return head, head.select
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from geartrain.ams.kernels.reference import ops as reference
+from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
@@ -21,7 +25,9 @@ GONE = torch.tensor([0, 1, 20, 33, 34, 60])
 
 def make_head() -> tuple[ClassHead, KNNSelection]:
     select = KNNSoftmax(active=0.2, k=3)
-    head = ClassHead(None, "faces", num_classes=CLASSES, dim=DIM, num_living=58, select=select, rows="ranks", seed=3)
+    settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
+    sizes = {"num_classes": CLASSES, "dim": DIM, "num_living": 58}
+    head = ClassHead(None, "faces", select=select, rows="ranks", seed=3, **sizes, **settings)
     assert isinstance(head.select, KNNSelection)
     return head, head.select
 

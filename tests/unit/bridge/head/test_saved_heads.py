@@ -26,7 +26,7 @@ def cluster() -> Iterator[gt.Cluster]:
 
 
 def make_head(cluster: gt.Cluster | None, **settings: Any) -> gt.ClassHead:
-    settings = {"select": gt.PartialFC(0.5), "optimizer": gt.SGD(0.5), **settings}
+    settings = {"select": gt.PartialFC(0.5), "margin": gt.ArcFace(scale=64), "optimizer": gt.SGD(0.5), **settings}
     return gt.ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, **settings)
 
 

@@ -56,6 +56,8 @@ def test_a_second_step_takes_no_new_memory(
             num_classes=NUM_CLASSES,
             dim=8,
             select=select,
+            margin=gt.ArcFace(scale=64),
+            optimizer=gt.SparseMomentum(lr=0.1),
             rows=rows,
             dtype=dtype,
             slot_dtype=dtype,

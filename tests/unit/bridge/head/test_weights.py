@@ -33,7 +33,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def head_of(cluster: gt.Cluster, **settings: Any) -> gt.ClassHead:
-    return gt.ClassHead(cluster, "w", **{"num_classes": CLASSES, "dim": DIM, **settings})
+    defaults = {"num_classes": CLASSES, "dim": DIM, "margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
+    return gt.ClassHead(cluster, "w", **{**defaults, **settings})
 
 
 def matrix(rows: int = CLASSES, seed: int = 0) -> torch.Tensor:
@@ -99,7 +100,8 @@ def test_momentum_starts_anew_and_training_goes_on(cluster: gt.Cluster, tmp_path
     head(features, labels).backward()
     rows.step()
     gt.import_class_weights(head, written(tmp_path, "npy", weights, 1))
-    fresh = gt.ClassHead(cluster, "fresh", num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax())
+    settings: dict[str, Any] = {"margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
+    fresh = gt.ClassHead(cluster, "fresh", num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax(), **settings)
     gt.import_class_weights(fresh, tmp_path)
     for each in (head, fresh):
         each(features, labels).backward()

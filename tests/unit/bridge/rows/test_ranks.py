@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from geartrain.ams.programs.selection import PartialFC
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.loss.margins import ArcFace, CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
@@ -102,7 +103,16 @@ def change_with_unequal_losses(rank: int, ranks: int, folder: Path) -> None:
     del ranks
     for name, kept_bytes in (("kept", None), ("made again", 0)):
         head = ClassHead(
-            None, "classes", num_classes=8000, dim=6, optimizer=UNIT_SGD, rows="ranks", logits_cache_bytes=kept_bytes
+            None,
+            "classes",
+            num_classes=8000,
+            dim=6,
+            select=PartialFC(0.1),
+            margin=ArcFace(scale=64),
+            optimizer=UNIT_SGD,
+            initializer=Normal(),
+            rows="ranks",
+            logits_cache_bytes=kept_bytes,
         )
         assert isinstance(head.table, RankTable)
         before = head.table.rows_LD.clone()

@@ -14,6 +14,7 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins import CosFace
@@ -27,7 +28,8 @@ def make_head(
     cluster: FakeCluster | None = None, name: str = "classes", **settings: Any
 ) -> tuple[ClassHead, FakeTable]:
     cluster = cluster or FakeCluster()
-    defaults = {"num_classes": 60, "dim": 5, "margin": CosFace(8, 0.1), "optimizer": UNIT_SGD}
+    parts = {"select": PartialFC(0.1), "margin": CosFace(8, 0.1), "optimizer": UNIT_SGD, "initializer": Normal()}
+    defaults = {"num_classes": 60, "dim": 5, **parts}
     head = ClassHead(cluster, name, **{**defaults, **settings})
     return head, cluster.tables[name]
 

@@ -1,0 +1,98 @@
+"""What a head does where its caller says nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import geartrain as gt
+from geartrain.bridge.head.loss.margins import automatic_scale
+from tests.support.reference import FakeCluster
+
+CLASSES, DIM = 40, 6
+PLACES = ["pull", "hosted", "ranks"]
+
+
+def batch(seed: int, classes: int = CLASSES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(12, DIM, generator=generator), torch.randint(classes, (12,), generator=generator)
+
+
+@pytest.mark.parametrize("rows", PLACES)
+def test_a_head_with_nothing_said_trains_as_linear_under_cross_entropy_and_adamw(rows: str) -> None:
+    with gt.local(2) as cluster:
+        head = gt.ClassHead(None if rows == "ranks" else cluster, "h", num_classes=CLASSES, dim=DIM, rows=rows)
+        linear = nn.Linear(DIM, CLASSES, bias=False).double()
+        linear.weight.data.copy_(head.weights())
+        ours, theirs = gt.RowOptimizer(head), torch.optim.AdamW(linear.parameters(), lr=1e-3)
+        for step in range(20):
+            features, labels = batch(step)
+            loss, expected = head(features, labels), F.cross_entropy(linear(features.double()), labels)
+            assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+            loss.backward()
+            expected.backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(head.weights().double(), linear.weight.data, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_begin_as_those_of_linear_do() -> None:
+    with gt.local() as cluster:
+        rows = gt.ClassHead(cluster, "h", num_classes=5000, dim=16).weights()
+    linear = nn.Linear(16, 5000).weight
+    assert float(rows.abs().max()) <= 0.25 == 1 / math.sqrt(16)
+    assert float(rows.std()) == pytest.approx(float(linear.detach().std()), rel=0.01)
+
+
+def test_all_classes_are_active_up_to_so_many_and_a_corrected_sample_beyond() -> None:
+    select = gt.ClassHead(FakeCluster(), "h", num_classes=2, dim=DIM).select
+    assert [select.budget(num) for num in (1, 65_536, 65_537, 2_000_000)] == [1, 65_536, 65_536, 200_000]
+    assert select.corrects(None)
+    few, many = (select.select(np.array([1]), num, 0) for num in (65_536, 65_537))
+    assert (few.sorted_ids, few.num, many.num) == (None, 65_536, 65_536)
+    assert many.sorted_ids is not None
+
+
+@pytest.mark.parametrize("rows", PLACES)
+def test_as_many_classes_are_active_wherever_the_rows_are(rows: str) -> None:
+    features, labels = batch(0)
+    settings: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "select": gt.PartialFC(0.01, min_active=25)}
+    with gt.local(2) as cluster:
+        held = gt.ClassHead(cluster, "h", **settings)
+        head = gt.ClassHead(None if rows == "ranks" else cluster, "again", rows=rows, **settings)
+        head.table.assign(np.arange(CLASSES), held.weights().numpy())
+        assert float(head(features, labels).detach()) == pytest.approx(float(held(features, labels).detach()))
+        held.retire_classes(torch.arange(25, CLASSES))
+        with pytest.raises(gt.errors.InvalidIds):
+            held(features, labels)
+        assert held.select.budget(held.num_living) == held.num_living == 25
+
+
+@pytest.mark.parametrize("margin", [gt.ArcFace(), gt.CosFace(margin=0.1), gt.CombinedMargin(m1=1.2), gt.SphereFace()])
+def test_a_margin_without_a_scale_has_that_of_the_number_of_classes(margin: Any) -> None:
+    def made(num_classes: int) -> gt.ClassHead:
+        return gt.ClassHead(FakeCluster(), "h", num_classes=num_classes, dim=DIM, margin=margin)
+
+    head = made(10_000_000)
+    assert head.margin.scale == automatic_scale(10_000_000) == pytest.approx(math.sqrt(2) * math.log(1e7), rel=1e-6)
+    assert f"scale={head.margin.scale}" in repr(head)
+    two = made(2)
+    assert two.margin.scale == automatic_scale(2) == automatic_scale(1) > 1
+    assert math.isfinite(float(two(*batch(0, classes=2)).detach()))
+    two.margin = None
+    two.margin = margin
+    assert two.margin.scale == automatic_scale(2)
+    with pytest.raises(gt.errors.InvalidArgument, match=r"scale of .* is None.*give a number"):
+        margin.target(torch.zeros(1))
+
+
+def test_a_scale_that_is_given_stays() -> None:
+    head = gt.ClassHead(FakeCluster(), "h", num_classes=CLASSES, dim=DIM, margin=gt.ArcFace(30))
+    assert head.margin == gt.ArcFace(scale=30)
