@@ -13,12 +13,13 @@ import typer
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli import configuration
+from geartrain.cli import worker_options as option
 from geartrain.cli.options import Json, Mode
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from geartrain.workers.job.training_run import JobOptions, JobResult
+    from geartrain.workers.job.options import JobOptions, JobResult
     from geartrain.workers.recipes.recipe import Recipe
 
 INTERRUPTED = 130
@@ -30,153 +31,41 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class centers are rows of the model server.")
 
 
-def _out(default: str) -> Any:
-    help_text = "Run folder to write; with --resume it is the one gone on with."
-    return typer.Option("--out", help=help_text, show_default=default)
-
-
-# What is not given is decided by the recipe, which loads torch: so the help's defaults are written here, and a test
-# compares them.
 FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
 """What differs from the recipe for a person's images: all classes are active, and small batches see them often."""
 
 
-def _steps(default: int) -> Any:
-    text = "Updates to train for; of a finished run that is resumed, further ones."
-    return typer.Option("--steps", help=text, show_default=f"{default}")
-
-
-def _batch_size(default: int) -> Any:
-    return typer.Option("--batch-size", help="Images of a step, over all ranks.", show_default=f"{default}")
-
-
-def _sample_rate(default: float) -> Any:
-    text = "Part of the classes active in a step; 1 is the full softmax."
-    return typer.Option("--sample-rate", "--active", help=text, show_default=f"{default}")
-
-
-Select = Annotated[
-    str | None,
-    typer.Option(
-        "--select",
-        help="Active classes: knn (the labels and their neighbours), partial (the labels and random ones) or full.",
-        show_default="partial",
-    ),
-]
-Neighbours = Annotated[
-    int | None, typer.Option("--k", min=1, help="With --select knn: neighbours kept of each class.", show_default="32")
-]
-Rebuild = Annotated[
-    str | None,
-    typer.Option(
-        "--rebuild",
-        help="With --select knn: when to look for the neighbours anew: epoch, background (the same, beside the "
-        "training) or a number of steps.",
-        show_default="epoch",
-    ),
-]
-Rows = Annotated[
-    str | None,
-    typer.Option(
-        "--rows",
-        help="Where the work on the class centers is done: pull (here, they travel) or hosted (on the shards, beside "
-        "them; features travel). A resumed run may change it.",
-        show_default="pull",
-    ),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(
-        "--resume",
-        help="Run folder to go on with: to its end or, if it had ended, for as many steps again (or --steps more).",
-        show_default="a new run",
-    ),
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Start over in --out; the run there is put aside as OUT.previous.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.", show_default="0")]
-Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.", show_default="0.2")]
-Scheduler = Annotated[
-    str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
-]
-Graph = Annotated[
-    str | None,
-    typer.Option(
-        "--graph",
-        help="With --select knn: host:port of the cluster's graph service.",
-        show_default="built in this process",
-    ),
-]
-Increments = Annotated[
-    int, typer.Option("--increments", min=0, help="Snapshots of only the rows written since, between two of all rows.")
-]
-AllowFallback = Annotated[
-    bool, typer.Option("--allow-fallback", help="With --resume: if the newest snapshot is damaged, take one before it.")
-]
-RowMomentum = Annotated[
-    float | None, typer.Option("--row-momentum", help="Momentum of the class centers.", show_default="0.0")
-]
-RowMomentumUntouched = Annotated[
-    str | None,
-    typer.Option(
-        "--row-momentum-untouched",
-        help="With --row-momentum: what a step does to class centers that are not active in it: freeze (nothing), or "
-        "elapsed (they move on, as under dense momentum).",
-        show_default="freeze",
-    ),
-]
-Snapshots = Annotated[
-    str | None,
-    typer.Option(
-        "--snapshots", help="Folder or URL for snapshots; the shards must see it, too.", show_default="OUT/snapshots"
-    ),
-]
-SnapshotSteps = Annotated[
-    int | None, typer.Option("--snapshot-steps", min=1, help="Steps between snapshots.", show_default="200")
-]
-SnapshotMinutes = Annotated[
-    float | None,
-    typer.Option("--snapshot-minutes", help="Take one at least so often, too.", show_default="by steps alone"),
-]
-Keep = Annotated[int, typer.Option("--keep", min=1, help="Snapshots that stay.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
-Cache = Annotated[
-    Path, typer.Option("--cache", envvar="GEARTRAIN_CACHE", help="Folder for downloaded fonts and drawn characters.")
-]
-
-
 @app.command()
 def glyphs(
-    out: Annotated[Path | None, _out("runs/glyphs")] = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-    steps: Annotated[int | None, _steps(600)] = None,
-    batch_size: Annotated[int | None, _batch_size(256)] = None,
-    seed: Seed = None,
-    lr: Lr = None,
-    sample_rate: Annotated[float | None, _sample_rate(0.1)] = None,
-    select: Select = None,
-    neighbours: Neighbours = None,
-    rebuild: Rebuild = None,
-    rows: Rows = None,
+    out: Annotated[Path | None, option.out("runs/glyphs")] = None,
+    resume: option.Resume = None,
+    overwrite: option.Overwrite = False,
+    steps: Annotated[int | None, option.steps(600)] = None,
+    batch_size: Annotated[int | None, option.batch_size(256)] = None,
+    seed: option.Seed = None,
+    lr: option.Lr = None,
+    sample_rate: Annotated[float | None, option.sample_rate(0.1)] = None,
+    select: option.Select = None,
+    neighbours: option.Neighbours = None,
+    rebuild: option.Rebuild = None,
+    rows: option.Rows = None,
     classes: Annotated[
         int | None,
         typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
     ] = None,
-    row_momentum: RowMomentum = None,
-    row_momentum_untouched: RowMomentumUntouched = None,
-    snapshots: Snapshots = None,
-    snapshot_steps: SnapshotSteps = None,
-    snapshot_minutes: SnapshotMinutes = None,
-    keep: Keep = 2,
-    increments: Increments = 0,
-    allow_fallback: AllowFallback = False,
-    scheduler: Scheduler = None,
-    graph: Graph = None,
-    device: Device = "auto",
+    row_momentum: option.RowMomentum = None,
+    row_momentum_untouched: option.RowMomentumUntouched = None,
+    snapshots: option.Snapshots = None,
+    snapshot_steps: option.SnapshotSteps = None,
+    snapshot_minutes: option.SnapshotMinutes = None,
+    keep: option.Keep = 2,
+    increments: option.Increments = 0,
+    allow_fallback: option.AllowFallback = False,
+    scheduler: option.Scheduler = None,
+    graph: option.Graph = None,
+    device: option.Device = "auto",
     mode: Mode = None,
-    cache: Cache = Path(".cache"),
+    cache: option.Cache = Path(".cache"),
     as_json: Json = False,
 ) -> None:
     """Learn to read 40,992 CJK characters and Hangul syllables from fonts, and test on fonts never seen.
@@ -217,35 +106,38 @@ def classify(
             show_default="that of the resumed run",
         ),
     ] = None,
-    out: Annotated[Path | None, _out("runs/classify")] = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-    steps: Annotated[int | None, _steps(300)] = None,
-    batch_size: Annotated[int | None, _batch_size(64)] = None,
-    seed: Seed = None,
-    lr: Lr = None,
-    sample_rate: Annotated[float | None, _sample_rate(1.0)] = None,
-    select: Select = None,
-    neighbours: Neighbours = None,
-    rebuild: Rebuild = None,
-    rows: Rows = None,
-    held_out: Annotated[float, typer.Option("--held-out", help="Part of each class kept for the test.")] = 0.2,
-    look: Annotated[
-        str, typer.Option("--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.")
-    ] = "photo",
-    image_size: Annotated[int, typer.Option("--image-size", help="Side in pixels, a multiple of 32.")] = 64,
-    grey: Annotated[bool, typer.Option("--grey", help="Ignore colours.")] = False,
-    row_momentum: RowMomentum = None,
-    row_momentum_untouched: RowMomentumUntouched = None,
-    snapshots: Snapshots = None,
-    snapshot_steps: SnapshotSteps = None,
-    snapshot_minutes: SnapshotMinutes = None,
-    keep: Keep = 2,
-    increments: Increments = 0,
-    allow_fallback: AllowFallback = False,
-    scheduler: Scheduler = None,
-    graph: Graph = None,
-    device: Device = "auto",
+    out: Annotated[Path | None, option.out("runs/classify")] = None,
+    resume: option.Resume = None,
+    overwrite: option.Overwrite = False,
+    steps: Annotated[int | None, option.steps(300)] = None,
+    batch_size: Annotated[int | None, option.batch_size(64)] = None,
+    seed: option.Seed = None,
+    lr: option.Lr = None,
+    sample_rate: Annotated[float | None, option.sample_rate(1.0)] = None,
+    select: option.Select = None,
+    neighbours: option.Neighbours = None,
+    rebuild: option.Rebuild = None,
+    rows: option.Rows = None,
+    margin: option.Margin = None,
+    augment: option.Augment = None,
+    held_out: option.HeldOut = 0.2,
+    look: option.Look = "photo",
+    image_size: option.ImageSize = 64,
+    fit: option.Fit = "stretch",
+    grey: option.Grey = False,
+    skip_unreadable: option.SkipUnreadable = False,
+    image_memory: option.ImageMemory = None,
+    row_momentum: option.RowMomentum = None,
+    row_momentum_untouched: option.RowMomentumUntouched = None,
+    snapshots: option.Snapshots = None,
+    snapshot_steps: option.SnapshotSteps = None,
+    snapshot_minutes: option.SnapshotMinutes = None,
+    keep: option.Keep = 2,
+    increments: option.Increments = 0,
+    allow_fallback: option.AllowFallback = False,
+    scheduler: option.Scheduler = None,
+    graph: option.Graph = None,
+    device: option.Device = "auto",
     mode: Mode = None,
     as_json: Json = False,
 ) -> None:
@@ -263,8 +155,10 @@ def classify(
         "row_momentum": row_momentum,
         "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
+        "margin": margin,
+        "augment": augment,
     }
-    _refuse_with_resume(resume, **own, out=out, snapshots=snapshots)
+    _refuse_with_resume(resume, **own, out=out, snapshots=snapshots, image_memory=image_memory)
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
@@ -273,15 +167,27 @@ def classify(
         out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode
     )
     from geartrain.workers.data.bitmaps import Preprocessing
+    from geartrain.workers.data.folder import MEMORY_BYTES
     from geartrain.workers.recipes.jobs import train_folder
 
     few: dict[str, Any] = FEW_CLASSES
     recipe = _recipe(replace(options.recipe, **few), steps=steps, **own)
     preprocessing = Preprocessing(
-        kind="ink" if look == "ink" else "photo", size=image_size, channels=1 if grey or look == "ink" else 3
+        kind="ink" if look == "ink" else "photo",
+        size=image_size,
+        channels=1 if grey or look == "ink" else 3,
+        fit=fit,  # type: ignore[arg-type]
     )
     options = replace(options, recipe=recipe, preprocessing=preprocessing)
-    _end(train_folder(options, folder=data, held_out=held_out, console=console), as_json)
+    result = train_folder(
+        options,
+        folder=data,
+        held_out=held_out,
+        console=console,
+        skip_unreadable=skip_unreadable,
+        image_memory_bytes=MEMORY_BYTES if image_memory is None else image_memory << 20,
+    )
+    _end(result, as_json)
 
 
 def _refuse_with_resume(resume: Path | None, **given: object) -> None:
@@ -290,7 +196,8 @@ def _refuse_with_resume(resume: Path | None, **given: object) -> None:
     names = [flags.get(name, f"--{name.replace('_', '-')}") for name, value in given.items() if value is not None]
     if resume is not None and names:
         raise ConfigError(
-            f"{', '.join(names)} cannot change for the run that --resume {resume} goes on with; leave out"
+            f"{', '.join(names)} cannot change for the run that --resume {resume} goes on with; leave it out, or start "
+            "a new run (another --out, without --resume)"
         )
 
 
@@ -327,7 +234,7 @@ def _options(
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
     from geartrain.workers.data.bitmaps import Preprocessing
-    from geartrain.workers.job.training_run import JobOptions
+    from geartrain.workers.job.options import JobOptions
     from geartrain.workers.recipes.recipe import Recipe
 
     return JobOptions(
@@ -349,8 +256,9 @@ def _options(
     )
 
 
-def _recipe(recipe: Recipe, *, snapshot_steps: int | None, **given: Any) -> Recipe:
+def _recipe(recipe: Recipe, *, snapshot_steps: int | None, augment: str | None = None, **given: Any) -> Recipe:
     given["save_every"] = snapshot_steps
+    given["augmentation"] = None if augment is None else recipe.augmentation.changed(augment)
     return replace(recipe, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from geartrain.workers.job.loop import Trainer
-from geartrain.workers.job.training_run import JobOptions
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
 from tests.faults.test_job_recovery import JOB
 from tests.integration.test_classify_and_predict import LOOK

@@ -23,8 +23,8 @@ from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.workers.job import job
 from geartrain.workers.job.loop import Trainer
+from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.report import Evaluation
-from geartrain.workers.job.training_run import JobOptions, JobResult
 from geartrain.workers.recipes import jobs
 from tests.integration.conftest import ServedCluster
 from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw, one_thread

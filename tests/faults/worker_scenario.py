@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job.folder import has_snapshot, read_run
-from geartrain.workers.job.training_run import JobOptions
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
 from tests.faults.children import Child
 from tests.faults.scenarios import Outcome, died_of

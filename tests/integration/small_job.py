@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job.training_run import JobOptions
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
 

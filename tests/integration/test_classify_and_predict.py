@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
 from geartrain.workers.job import job
-from geartrain.workers.job.training_run import JobOptions, JobResult
+from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
 
@@ -184,16 +185,90 @@ def test_an_interrupted_run_resumes_to_the_very_same_state(
     assert_same_state(straight, broken)
 
 
-def test_steps_for_a_run_that_had_not_ended_are_said_to_be_for_later(
+def test_other_steps_for_a_run_that_had_not_ended_are_refused(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "interruption", stop_after(1))
     train(tmp_path / "run", images, recipe=replace(RECIPE, steps=2))
     monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"--steps 7 is for a run that has ended; .* stands at step 1 of 2\. Leave"):
+        train(tmp_path / "run", None, resume=True, resume_steps=7)
+    assert train(tmp_path / "run", None, resume=True, resume_steps=2).step == 2
+
+
+def said_by(out: Path, images: Path, **changes: object) -> tuple[str, dict[str, Any]]:
     text = io.StringIO()
-    more = options(tmp_path / "run", resume=True, resume_steps=7)
-    assert jobs.train_folder(more, folder=None, held_out=0.25, console=Console(file=text, width=200)).step == 2
-    assert "--steps 7 is for a run that has ended; this one had not, and goes on to step 2" in text.getvalue()
+    result = jobs.train_folder(
+        options(out, **changes), folder=images, held_out=0.25, console=Console(file=text, width=400)
+    )
+    assert result.report is not None
+    return text.getvalue(), result.report
+
+
+def test_a_training_that_harms_leaves_the_start_as_the_model_and_says_so(images: Path, tmp_path: Path) -> None:
+    ruinous = replace(RECIPE, lr=1e4, row_lr=1e4, momentum=0.0)
+    said, report = said_by(tmp_path / "run", images, recipe=ruinous)
+    assert "before the first step: validation top-1" in said and "(all 12 images)" in said
+    assert "Training did not help: at no step" in said and "Try: more images" in said
+    best, start = report["model"]["best"], report["model"]["start"]
+    assert best == start and best["step"] == 0
+    assert report["held_out"]["validation"]["top1"] == best["validation_top1"] > 0.7
+
+    fine, report = said_by(tmp_path / "fine", images)
+    assert "The model is that of step " in fine
+    assert report["model"]["best"]["step"] > 0
+    assert report["held_out"]["validation"]["top1"] == report["model"]["best"]["validation_top1"]
+
+
+def test_the_best_so_far_stays_the_best_of_a_run_that_goes_on(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ruinous = replace(RECIPE, lr=1e4, row_lr=1e4, momentum=0.0)
+    monkeypatch.setattr(job, "interruption", stop_after(17))
+    train(tmp_path / "run", images, recipe=ruinous)
+    before = load_file(tmp_path / "run" / "model" / "centers.safetensors")["centers"]
+    monkeypatch.undo()
+    result = train(tmp_path / "run", None, resume=True)
+    assert result.report is not None and result.report["model"]["best"]["step"] == 0
+    assert torch.equal(load_file(tmp_path / "run" / "model" / "centers.safetensors")["centers"], before)
+
+
+@pytest.mark.parametrize("margin", ["none", "arcface:16,0.2", "sphereface:16"])
+def test_a_model_scores_as_it_was_trained(margin: str, images: Path, tmp_path: Path) -> None:
+    _, report = said_by(tmp_path / "run", images, recipe=replace(RECIPE, margin=margin))
+    assert report["held_out"]["validation"]["top1"] > 0.7
+    code, out, _ = invoke("predict", str(tmp_path / "run" / "model"), str(images / "cross" / "0.png"), "--json")
+    assert code == 0
+    score = json.loads(out)[0]["best"][0]["score"]
+    assert score > 1 if margin == "none" else score < 1.001
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
+def test_unreadable_images_are_left_out_counted_and_named(memory_bytes: int, images: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (images / "cross" / f"{name}.png").write_bytes(b"torn")
+    text = io.StringIO()
+    result = jobs.train_folder(
+        options(tmp_path / "run"),
+        folder=images,
+        held_out=0.25,
+        console=Console(file=text, width=400),
+        skip_unreadable=True,
+        image_memory_bytes=memory_bytes,
+    )
+    assert result.report is not None
+    assert [Path(name).name for name in result.report["unreadable"]] == ["a.png", "b.png"]
+    assert "Left out 2 unreadable images: " in text.getvalue()
+    assert result.report["held_out"]["validation"]["top1"] > 0.7
+    resumed = train(tmp_path / "run", None, resume=True, resume_steps=1)
+    assert resumed.report is not None and len(resumed.report["unreadable"]) == 2
+
+
+def test_a_class_of_which_nothing_can_be_read_is_named(images: Path) -> None:
+    for path in (images / "cross").iterdir():
+        path.write_bytes(b"torn")
+    with pytest.raises(InvalidArgument, match=r"no image to train on can be read of 1 class: cross"):
+        load_folder(images, LOOK, held_out=0.25, seed=0, console=QUIET, skip_unreadable=True)
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> None:
@@ -312,7 +387,7 @@ def test_a_run_is_not_both_resumed_and_replaced(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--batch-size, --seed cannot change"):
+    with pytest.raises(ConfigError, match=r"--batch-size, --seed cannot change .* leave it out, or start a new run"):
         invoke("worker", "classify", "--resume", str(tmp_path), "--batch-size", "7", "--seed", "1")
 
 

@@ -16,8 +16,8 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.worker import app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job import job
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
-from geartrain.workers.job.training_run import JobOptions
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
 from tests.integration.conftest import ServedCluster

@@ -19,8 +19,8 @@ from geartrain.bridge.rows.state import state_from_bytes
 from geartrain.cli.worker import app
 from geartrain.workers.job import job, loop
 from geartrain.workers.job.loop import Phases
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
-from geartrain.workers.job.training_run import JobOptions
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.graph_lines import GraphLines
 from geartrain.workers.recipes.recipe import Recipe, selection_of
@@ -90,7 +90,7 @@ def test_the_report_states_the_time_of_the_graphs_apart_from_that_of_the_steps(t
     train(tmp_path / "run", images, io.StringIO(), RECIPE)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert {"projection", "imprint", "graph", "steps"} < set(report["phases"])
-    parts = ("projection", "imprint", "graph", "steps")
+    parts = ("projection", "imprint", "graph", "steps", "looks")
     assert sum(report["phases"][part] for part in parts) == pytest.approx(report["train_seconds"])
 
 

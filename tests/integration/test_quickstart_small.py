@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job.training_run import JobOptions
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import glyphs, jobs
 from geartrain.workers.recipes.fonts import FACES, FontFile
 from geartrain.workers.recipes.recipe import Recipe

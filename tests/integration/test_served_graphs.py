@@ -34,7 +34,7 @@ from geartrain.bridge.head.selection.served_graph import ServedRows
 from geartrain.cli.main import build_app
 from geartrain.launch.graph_role import ConnectedCluster
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job.training_run import JobOptions
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
 from tests.integration.conftest import QUICK, ServedCluster

@@ -5,7 +5,8 @@ Legend: B batch, K channels, S side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -26,12 +27,37 @@ class Augmentation:
     """Of the two coordinates of the centre."""
     elastic: float = 0.06
     """Of a smooth displacement field: parts of a character move by themselves, as they do between type designs."""
+    colour: float = 0.0
+    """Of the contrast's factor and of the brightness, as a part of the whole range; for each image."""
+    flip: float = 0.0
+    """Part of the images that are mirrored: 0.5 where left and right mean nothing (not for characters)."""
 
     def __post_init__(self) -> None:
-        for name in ("affine", "shift", "elastic"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if not 0 <= value <= 1:
                 raise InvalidArgument(f"{name} is {value!r}; it must lie in [0, 1]")
+
+    def changed(self, text: str) -> Augmentation:
+        """This one with what ``text`` says: ``NAME=SIZE,...``, or ``none``: no change of any kind.
+
+        Raises InvalidArgument.
+        """
+        names = [field.name for field in fields(self)]
+        if text == "none":
+            return Augmentation(**dict.fromkeys(names, 0.0))
+        sizes = {}
+        for part in text.split(","):
+            name, _, size = part.strip().partition("=")
+            try:
+                sizes[name] = float(size)
+            except ValueError:
+                sizes[name] = math.nan
+            if name not in names or math.isnan(sizes[name]):
+                raise InvalidArgument(
+                    f"the augmentation is {text!r}; it must be none, or NAME=SIZE,... of {', '.join(names)}, as in "
+                    "affine=0.1,flip=0.5"
+                )
+        return replace(self, **sizes)
 
     def distort(self, images: Tensor, first: int, joint_batch: int, seed: int, step: int) -> Tensor:
         """Distort images [B, K, S, S] float, which are those from ``first`` on of a joint batch of all ranks.
@@ -43,11 +69,19 @@ class Augmentation:
         linear = torch.randn(joint_batch, 2, 2, generator=generator)[own] * self.affine + torch.eye(2)
         shift = torch.randn(joint_batch, 2, 1, generator=generator)[own] * self.shift
         bend = torch.randn(joint_batch, 2, _GRID, _GRID, generator=generator)[own] * self.elastic
+        if self.flip:  # drawn behind the others, which are then what they were without it
+            mirrored = torch.rand(joint_batch, generator=generator)[own] < self.flip
+            linear[:, 0, :] *= torch.where(mirrored, -1.0, 1.0)[:, None]
         maps = torch.cat([linear, shift], dim=2).to(images.device)
         grid = functional.affine_grid(maps, list(images.shape), align_corners=False)
         field = functional.interpolate(
             bend.to(images.device), size=images.shape[2:], mode="bilinear", align_corners=True
         )
-        return functional.grid_sample(
+        moved: Tensor = functional.grid_sample(
             images, grid + field.permute(0, 2, 3, 1), align_corners=False, padding_mode="border"
         )
+        if not self.colour:
+            return moved
+        size = (self.colour * torch.randn(2, joint_batch, 1, 1, 1, generator=generator)[:, own]).to(images.device)
+        mean = moved.mean(dim=(1, 2, 3), keepdim=True)
+        return torch.clamp(mean + (moved - mean) * (1 + size[0]) + size[1], 0, 1)

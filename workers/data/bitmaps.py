@@ -6,13 +6,14 @@ matter) and ``photo`` (the whole picture, scaled). Legend: H, W of a picture; S 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 
@@ -26,6 +27,13 @@ LEAST_ASPECT = 0.5
 MAX_PIXELS = 64 << 20
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
+FITS: dict[str, Callable[[Image.Image, tuple[int, int]], Image.Image]] = {
+    "stretch": lambda picture, size: picture.resize(size, Image.Resampling.BILINEAR),
+    "crop": lambda picture, size: ImageOps.fit(picture, size, Image.Resampling.BILINEAR),
+    "pad": lambda picture, size: ImageOps.pad(picture, size, Image.Resampling.BILINEAR),
+}
+"""Ways to make a picture square."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
@@ -34,15 +42,20 @@ class Preprocessing:
     kind: Literal["ink", "photo"] = "ink"
     """What part of the picture counts."""
     size: int = 32
-    """Side of the bitmap in pixels; a multiple of 32."""
+    """Side of the bitmap in pixels; a multiple of 8."""
     channels: Literal[1, 3] = 1
     """1: grey, 3: RGB; ``ink`` is always grey."""
+    fit: Literal["stretch", "crop", "pad"] = "stretch"
+    """How a ``photo`` that is not square becomes so: ``stretch`` (each axis by itself), ``crop`` (its middle) or
+    ``pad`` (black beside it)."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("ink", "photo"):
             raise ConfigError(f"preprocessing is {self.kind!r}; it must be 'ink' or 'photo'")
-        if self.size % 32 or not 32 <= self.size <= 256:
-            raise ConfigError(f"image size is {self.size!r}; it must be a multiple of 32 from 32 to 256")
+        if self.size % 8 or not 16 <= self.size <= 512:
+            raise ConfigError(f"image size is {self.size!r}; it must be a multiple of 8 from 16 to 512")
+        if self.fit not in FITS:
+            raise ConfigError(f"fit is {self.fit!r}; it must be one of {', '.join(FITS)}")
         if self.channels not in (1, 3) or (self.kind == "ink" and self.channels != 1):
             raise ConfigError(f"channels is {self.channels!r}; it must be 1 or 3, and 1 with 'ink'")
 
@@ -55,7 +68,7 @@ class Preprocessing:
         opaque = flatten(picture, keeps_range=self.kind == "photo")
         if self.kind == "photo":
             mode = "L" if self.channels == 1 else "RGB"
-            scaled = opaque.convert(mode).resize((self.size, self.size), Image.Resampling.BILINEAR)
+            scaled = FITS[self.fit](opaque.convert(mode), (self.size, self.size))
             array = np.asarray(scaled, dtype=np.uint8)
             return array[None] if self.channels == 1 else np.ascontiguousarray(array.transpose(2, 0, 1))
         cropped = crop_ink(bright_ink(np.asarray(opaque.convert("L"), dtype=np.uint8)), self.size)
@@ -132,7 +145,7 @@ def decode_picture(source: Path | BinaryIO, where: str) -> Image.Image:
                     f"{where} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}; scale it down"
                 )
             picture.load()
-            return picture.copy()
+            return ImageOps.exif_transpose(picture)  # a copy; cameras note how they were held
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         if isinstance(exc, InvalidArgument):
             raise

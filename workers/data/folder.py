@@ -1,12 +1,10 @@
-"""A person's own images, read into memory and split: a folder with one sub-folder per class, or an archive of them.
+"""A person's own images, found and split: a folder with one sub-folder per class, or an archive of them.
 
 Legend: K channels, S side.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,15 +14,18 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import counted
 from geartrain.workers.data import recordio, webdataset
-from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Bitmap, Preprocessing, open_picture
-from geartrain.workers.data.images import ImageSet
-from geartrain.workers.data.pictures import Picture
+from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Bitmap, Preprocessing
+from geartrain.workers.data.images import Images, ImageSet, StreamedImages, Unreadable, decoding_threads, read_bitmap
+from geartrain.workers.data.pictures import Picture, read_file
 
 _BAD_FILES_NAMED = 5
+MEMORY_BYTES = 2 << 30
+"""Bitmaps of up to so many bytes are kept decoded."""
 
 
 @dataclass(frozen=True)
@@ -33,37 +34,59 @@ class FolderData:
 
     class_names: list[str]
     """Names of the sub-folders, sorted; of an archive its labels, rising."""
-    train: ImageSet
-    validation: ImageSet
+    train: Images
+    validation: Images
     """The part held out; may be empty."""
+    unreadable: Unreadable
+    """The pictures that were passed over, and those that will be."""
 
 
 def load_folder(
-    folder: Path, preprocessing: Preprocessing, *, held_out: float, seed: int, console: Console
+    folder: Path,
+    preprocessing: Preprocessing,
+    *,
+    held_out: float,
+    seed: int,
+    console: Console,
+    skip_unreadable: bool = False,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> FolderData:
-    """Read all images of ``folder`` into memory; of each class the part ``held_out`` is kept for validation.
+    """Find the images of ``folder``; of each class the part ``held_out`` is kept for validation.
 
     What it is decides who reads it: sub-folders of images (:func:`find_classes`), WebDataset shards
-    (:mod:`.webdataset`), or a RecordIO file or a folder with one (:mod:`.recordio`). Raises InvalidArgument naming the
-    folder or the files that cannot be used.
+    (:mod:`.webdataset`), or a RecordIO file or a folder with one (:mod:`.recordio`). Bitmaps that take at most
+    ``memory_bytes`` in all are read now; of more, every batch is read when it is wanted. With ``skip_unreadable``
+    pictures that cannot be read are left out and counted, else named in the error: all of them at once if they are
+    read now.
+
+    The split is a function of the names, ``held_out`` and ``seed``. Raises InvalidArgument naming the folder or the
+    files that cannot be used.
     """
     if not 0 <= held_out < 1:
         raise InvalidArgument(f"the held-out part is {held_out!r}; it must lie in [0, 1)")
     classes = find_pictures(folder)
-    train, validation = [], []
+    train: list[tuple[Picture, int]] = []
+    validation: list[tuple[Picture, int]] = []
     for label, files in enumerate(classes.values()):
         kept = list(files)
         random.Random(f"{seed}/{label}").shuffle(kept)
         count = min(len(kept) - 1, round(held_out * len(kept)))
         validation += [(picture, label) for picture in kept[:count]]
         train += [(picture, label) for picture in kept[count:]]
-    bitmaps = _read_all([picture for picture, _ in train + validation], preprocessing, console)
-    split = len(train)
-    return FolderData(
-        class_names=list(classes),
-        train=_image_set(bitmaps[:split], [label for _, label in train]),
-        validation=_image_set(bitmaps[split:], [label for _, label in validation]),
-    )
+    unreadable = Unreadable(skip=skip_unreadable)
+    num_bytes = (len(train) + len(validation)) * preprocessing.channels * preprocessing.size**2
+    if num_bytes <= memory_bytes:
+        sets = _read_all([train, validation], preprocessing, console, unreadable)
+    else:
+        console.print(
+            f"The images decoded would take {num_bytes / (1 << 30):,.1f} GiB: they are read batch by batch "
+            "(--image-memory says from when on)",
+            highlight=False,
+            soft_wrap=True,
+        )
+        sets = [_streamed(part, preprocessing, unreadable) for part in (train, validation)]
+    _require_every_class(list(classes), sets[0].labels, unreadable)
+    return FolderData(list(classes), sets[0], sets[1], unreadable)
 
 
 def find_pictures(data: Path) -> dict[str, list[Picture]]:
@@ -73,10 +96,7 @@ def find_pictures(data: Path) -> dict[str, list[Picture]]:
             return webdataset.read_shards(shards)
         if (records := recordio.records_of(data)) is not None:
             return recordio.read_records(records)
-    return {
-        name: [Picture(str(path), functools.partial(open_picture, path)) for path in files]
-        for name, files in find_classes(data).items()
-    }
+    return {name: [Picture(path, read_file) for path in files] for name, files in find_classes(data).items()}
 
 
 def find_classes(folder: Path) -> dict[str, list[Path]]:
@@ -106,23 +126,45 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
     return classes
 
 
-def _read_all(pictures: list[Picture], preprocessing: Preprocessing, console: Console) -> list[Bitmap]:
-    """Bitmaps [K, S, S] in order. All files are tried, so that all bad ones are named at once."""
-    bad: list[str] = []
+def _read_all(
+    parts: list[list[tuple[Picture, int]]], preprocessing: Preprocessing, console: Console, unreadable: Unreadable
+) -> list[Images]:
+    """Each part in memory. All pictures are tried, so that all bad ones are named at once."""
+    tolerant = Unreadable(skip=True)
+    pictures = [picture for part in parts for picture, _ in part]
 
-    def read(picture: Picture) -> Bitmap:
-        try:
-            return preprocessing.bitmap(picture.open())
-        except InvalidArgument as exc:
-            bad.append(str(exc) if picture.where in str(exc) else f"{picture.where}: {exc}")
-            return np.zeros((preprocessing.channels, preprocessing.size, preprocessing.size), np.uint8)
+    def read(picture: Picture) -> Bitmap | None:
+        return read_bitmap(picture, preprocessing, tolerant)
 
-    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(decoding_threads()) as pool:
         bitmaps = list(progress.track(pool.map(read, pictures), total=len(pictures), description="reading images"))
-    if bad:
+    bad = sorted(tolerant.found.values())
+    if bad and not unreadable.skip:
         more = f"; and {len(bad) - _BAD_FILES_NAMED} more" if len(bad) > _BAD_FILES_NAMED else ""
-        raise InvalidArgument("; ".join(sorted(bad)[:_BAD_FILES_NAMED]) + more)
-    return bitmaps
+        raise InvalidArgument("; ".join(bad[:_BAD_FILES_NAMED]) + more + "; --skip-unreadable trains without them")
+    unreadable.found.update(tolerant.found)
+    sets: list[Images] = []
+    for part in parts:
+        own, bitmaps = bitmaps[: len(part)], bitmaps[len(part) :]
+        labels = [label for (_, label), bitmap in zip(part, own, strict=True) if bitmap is not None]
+        sets.append(_image_set([bitmap for bitmap in own if bitmap is not None], labels))
+    return sets
+
+
+def _streamed(part: list[tuple[Picture, int]], preprocessing: Preprocessing, unreadable: Unreadable) -> Images:
+    labels = torch.tensor([label for _, label in part], dtype=torch.int64)
+    return StreamedImages([picture for picture, _ in part], labels, preprocessing, unreadable)
+
+
+def _require_every_class(names: list[str], labels: Tensor, unreadable: Unreadable) -> None:
+    """Raise InvalidArgument if what could not be read left a class without an image to train on."""
+    empty = (labels.bincount(minlength=len(names)) == 0).nonzero().squeeze(1).tolist()
+    if empty:
+        raise InvalidArgument(
+            f"no image to train on can be read of {counted(len(empty), 'class', 'classes')}: "
+            f"{', '.join(names[label] for label in empty[:_BAD_FILES_NAMED])} "
+            f"({'; '.join(sorted(unreadable.found.values())[:_BAD_FILES_NAMED])}); mend or remove them"
+        )
 
 
 def _image_set(bitmaps: list[Bitmap], labels: list[int]) -> ImageSet:

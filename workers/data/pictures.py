@@ -10,31 +10,49 @@ from pathlib import Path
 from PIL import Image
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.workers.data.bitmaps import decode_picture
+from geartrain.workers.data.bitmaps import decode_picture, open_picture
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture of a class."""
+    """One picture of a class: some 150 bytes, for a data set of millions has as many."""
 
-    where: str
-    """File, and offset within it, as errors name it."""
-    open: Callable[[], Image.Image]
-    """Read and decode it. Raises InvalidArgument."""
+    path: Path
+    """Its file, or the archive that it is in."""
+    read: Callable[[Picture], Image.Image]
+    """How to find and decode it. Raises InvalidArgument."""
+    offset: int = 0
+    """Where in the archive it begins."""
+    size: int = 0
+    """Bytes there, if they can be told beforehand."""
+    place: str = ""
+    """The place in the archive, as errors name it."""
+
+    @property
+    def where(self) -> str:
+        """File, and place within it, as errors name it."""
+        return f"{self.path}{self.place}"
+
+    def open(self) -> Image.Image:
+        """Read and decode it. Raises InvalidArgument."""
+        return self.read(self)
 
 
-def picture_within(path: Path, offset: int, size: int, where: str) -> Picture:
-    """The picture whose encoded bytes are ``size`` of ``path`` from ``offset`` on."""
-    return Picture(where, lambda: decode_picture(io.BytesIO(_read_part(path, offset, size, where)), where))
+def read_file(picture: Picture) -> Image.Image:
+    """Decode a picture that is a file of its own."""
+    return open_picture(picture.path)
 
 
-def _read_part(path: Path, offset: int, size: int, where: str) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(size)
-    if len(data) != size:
-        raise InvalidArgument(f"{where} is cut: {len(data)} of {size} bytes are there; copy the file anew")
-    return data
+def read_part(picture: Picture) -> Image.Image:
+    """Decode a picture whose encoded bytes are ``size`` of the file from ``offset`` on."""
+    with picture.path.open("rb") as file:
+        file.seek(picture.offset)
+        data = file.read(picture.size)
+    if len(data) != picture.size:
+        raise InvalidArgument(
+            f"{picture.where} is cut: {len(data)} of {picture.size} bytes are there; copy the file anew"
+        )
+    return decode_picture(io.BytesIO(data), picture.where)
 
 
 def by_class(labelled: Iterable[tuple[str, Picture]], source: str) -> dict[str, list[Picture]]:

@@ -13,13 +13,11 @@ classes from there on could be others', and are refused.
 
 from __future__ import annotations
 
-import functools
 import io
 import mmap
 import struct
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,14 +37,6 @@ _EXACT_FLOATS = 1 << 24
 _MOST_DIGITS = 20
 
 
-@dataclass(frozen=True)
-class _Record:
-    """One record, unpacked."""
-
-    labels: tuple[float, ...]
-    image: bytes
-
-
 def records_of(data: Path) -> Path | None:
     """The record file that ``data`` names: itself, or the only ``*.rec`` (or ``train.rec``) of a folder; else None."""
     if not data.is_dir():
@@ -60,7 +50,7 @@ def records_of(data: Path) -> Path | None:
 def read_records(path: Path) -> dict[str, list[Picture]]:
     """Class -> its pictures, in the order of their keys (of the file without an index).
 
-    Every header is read now, every picture later. Raises InvalidArgument naming the file and the offset.
+    Of every record the header is read now, the picture later. Raises InvalidArgument naming the file and the offset.
     """
     return by_class(_labelled(path), str(path))
 
@@ -73,27 +63,26 @@ def _labelled(path: Path) -> Iterator[tuple[str, Picture]]:
         offsets = _read_index(index, len(data)) if index.exists() else list(_walk(path, data))
         images, claimed = 0, 0.0
         for place, (key, offset) in enumerate(offsets):
-            record = _read_record(path, data, offset)
-            if place == 0 and key == 0 and len(record.labels) > 1 and not record.image:
-                claimed = record.labels[0] - 1
-            if not record.image:
+            label, num_labels, has_picture = _read_header(path, data, offset)
+            if place == 0 and key == 0 and num_labels > 1 and not has_picture:
+                claimed = label - 1
+            if not has_picture:
                 continue
-            label = record.labels[0]
             if not (0 <= label < _EXACT_FLOATS and label == int(label)):
                 _refuse(path, offset, f"the class is {label!r}; it must be an integer from 0 to {_EXACT_FLOATS - 1:,}")
             images += 1
-            where = f"{path} at offset {offset}"
-            yield str(int(label)), Picture(where, functools.partial(_open, path, offset, where))
+            yield str(int(label)), Picture(path, _read_picture, offset, 0, f" at offset {offset}")
         if images < claimed < _EXACT_FLOATS:
             raise InvalidArgument(
                 f"{path} has {images:,} pictures, its record 0 says {int(claimed):,}; copy the file and its index anew"
             )
 
 
-def _open(path: Path, offset: int, where: str) -> Image.Image:
+def _read_picture(picture: Picture) -> Image.Image:
+    path, offset = picture.path, picture.offset
     with path.open("rb") as file, closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as data:
-        record = _read_record(path, data, offset)
-    return decode_picture(io.BytesIO(record.image), where)
+        payload = _payload(data, _parts(path, data, offset))
+    return decode_picture(io.BytesIO(payload[_header_end(path, offset, payload, len(payload)) :]), picture.where)
 
 
 def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
@@ -130,9 +119,34 @@ def _walk(path: Path, data: mmap.mmap) -> Iterator[tuple[int, int]]:
         number, offset = number + 1, start + _padded(length)
 
 
-def _read_record(path: Path, data: mmap.mmap, offset: int) -> _Record:
-    parts = [data[start : start + length] for start, length in _parts(path, data, offset)]
-    return _unpack(path, offset, _MAGIC_BYTES.join(parts))  # the magic was cut out where the parts meet
+def _read_header(path: Path, data: mmap.mmap, offset: int) -> tuple[float, int, bool]:
+    """First label of the record at ``offset``, how many it has, and whether a picture follows them."""
+    parts = _parts(path, data, offset)
+    length = sum(size for _, size in parts) + len(_MAGIC_BYTES) * (len(parts) - 1)
+    start, size = parts[0]
+    head = data[start : start + min(size, _IMAGE_HEADER.size + 4)]
+    if len(head) < _IMAGE_HEADER.size + 4 and len(parts) > 1:  # the magic lies in the header itself
+        head = _payload(data, parts)
+    end = _header_end(path, offset, head, length)
+    flag, label, _, _ = _IMAGE_HEADER.unpack_from(head)
+    if flag:
+        (label,) = struct.unpack_from("<f", head, _IMAGE_HEADER.size)
+    return label, flag or 1, length > end
+
+
+def _header_end(path: Path, offset: int, head: bytes, length: int) -> int:
+    """Bytes of the header, labels included, of a payload of ``length`` bytes that begins with ``head``."""
+    if length < _IMAGE_HEADER.size:
+        _refuse(path, offset, f"a record of {length} bytes has no image header ({_IMAGE_HEADER.size} bytes)")
+    flag, _, _, _ = _IMAGE_HEADER.unpack_from(head)
+    end = int(_IMAGE_HEADER.size + 4 * flag)
+    if end > length:
+        _refuse(path, offset, f"its header tells {flag:,} labels, which do not fit its {length:,} bytes")
+    return end
+
+
+def _payload(data: mmap.mmap, parts: list[tuple[int, int]]) -> bytes:
+    return _MAGIC_BYTES.join(data[start : start + size] for start, size in parts)  # it was cut out where they meet
 
 
 def _parts(path: Path, data: mmap.mmap, offset: int) -> list[tuple[int, int]]:
@@ -159,18 +173,6 @@ def _parts(path: Path, data: mmap.mmap, offset: int) -> list[tuple[int, int]]:
 
 def _padded(length: int) -> int:
     return (length + 3) // 4 * 4
-
-
-def _unpack(path: Path, offset: int, payload: bytes) -> _Record:
-    if len(payload) < _IMAGE_HEADER.size:
-        _refuse(path, offset, f"a record of {len(payload)} bytes has no image header ({_IMAGE_HEADER.size} bytes)")
-    flag, label, _, _ = _IMAGE_HEADER.unpack_from(payload)
-    if flag == 0:
-        return _Record((label,), payload[_IMAGE_HEADER.size :])
-    end = _IMAGE_HEADER.size + 4 * flag
-    if end > len(payload):
-        _refuse(path, offset, f"its header tells {flag:,} labels, which do not fit its {len(payload):,} bytes")
-    return _Record(struct.unpack_from(f"<{flag}f", payload, _IMAGE_HEADER.size), payload[end:])
 
 
 def _refuse(path: Path, offset: int, what: str) -> NoReturn:

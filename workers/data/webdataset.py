@@ -18,7 +18,7 @@ from typing import Any
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES
-from geartrain.workers.data.pictures import Picture, by_class, picture_within
+from geartrain.workers.data.pictures import Picture, by_class, read_part
 
 _CLASS_KEYS = ("label", "cls", "class")
 _LARGEST_LABEL_BYTES = 1 << 20
@@ -62,7 +62,8 @@ def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
                 if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                     if picture is not None:
                         raise InvalidArgument(f"{where} is a second picture of its sample; give each a name of its own")
-                    picture = picture_within(shard, member.offset_data, member.size, where)
+                    place = f": {member.name} at offset {member.offset}"
+                    picture = Picture(shard, read_part, member.offset_data, member.size, place)
                 elif suffix in ("cls", "json"):
                     told = _label(archive, member, where)
                     if None not in (told, label) and told != label:

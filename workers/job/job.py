@@ -23,8 +23,9 @@ from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
 from geartrain.workers.job.interruption import interruption
+from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
-from geartrain.workers.job.training_run import LOST, GoBack, JobData, JobOptions, JobResult, Loss, TrainingRun
+from geartrain.workers.job.training_run import LOST, GoBack, Loss, TrainingRun
 
 _CLOCKS_DIFFER_SECONDS = 5.0
 

@@ -23,9 +23,10 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import set_random_state
-from geartrain.workers.data.images import ImageSet
+from geartrain.workers.data.images import Images, ReadAhead
 from geartrain.workers.data.streams import JointOrder, ReadingPosition
 from geartrain.workers.devices import images_at_once
+from geartrain.workers.job.best import LOOKS
 from geartrain.workers.job.live import Events, LiveLine
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.row_timing import RowTimes
@@ -55,7 +56,7 @@ class Phases:
 
 
 class Trainer:
-    """Trains a backbone and the centers of a head on an :class:`ImageSet`."""
+    """Trains a backbone and the centers of a head on an :class:`Images`."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Trainer:
         backbone: StrokeNet,
         head: ClassHead,
         recipe: Recipe,
-        images: ImageSet,
+        images: Images,
         progress: Progress,
         ranks: JobRanks,
         device: torch.device,
@@ -84,6 +85,7 @@ class Trainer:
         self._device = device
         self._row_times = row_times
         self._order = JointOrder(len(images), recipe.batch_size, recipe.seed)
+        self._batches = ReadAhead(images, self._own_indices)
         self._bfloat16 = has_fast_bfloat16(device)
         self._replica: nn.Module = self.backbone
         self._optimizer = torch.optim.SGD(
@@ -146,19 +148,21 @@ class Trainer:
         stop: Callable[[], bool],
         due: Callable[[], bool],
         save: Callable[[], None],
+        look: Callable[[], None],
         line: LiveLine | None,
         events: Events,
     ) -> bool:
         """Train to the end of the stage; return False if ``stop`` ended it before.
 
         ``save`` runs on every rank, every ``recipe.save_every`` steps and after a step before which a rank was ``due``.
+        ``look`` runs on every rank :data:`LOOKS` times a stage; the last one is left to the caller.
         """
         before, seconds = self.progress.step, self.train_seconds
         finished = True
 
         def steps() -> None:
             nonlocal finished
-            finished = self._steps(stop, due, save, line, events)
+            finished = self._steps(stop, due, save, look, line, events)
 
         try:
             self.phases.measured("steps", steps)
@@ -173,11 +177,13 @@ class Trainer:
         stop: Callable[[], bool],
         due: Callable[[], bool],
         save: Callable[[], None],
+        look: Callable[[], None],
         line: LiveLine | None,
         events: Events,
     ) -> bool:
         self._replica.train()
         self.head.train()
+        look_every = max(1, self.progress.stage_steps // LOOKS)
         window = _Window(self._row_times, self.progress.step)
         while not self.progress.is_complete:
             is_told, is_due = self._ranks.any_of(stop(), due())
@@ -191,7 +197,12 @@ class Trainer:
                 events.scalars("train", {**numbers, "lr": self._optimizer.param_groups[0]["lr"]}, step)
                 if line is not None:
                     line.show(step, numbers)
-            if (is_due or step % self.recipe.save_every == 0) and not self.progress.is_complete:
+            if self.progress.is_complete:
+                break
+            if (step - self.progress.stage_start) % look_every == 0:
+                self.phases.measured("looks", look)
+                self._replica.train()
+            if is_due or step % self.recipe.save_every == 0:
                 save()
         return True
 
@@ -218,13 +229,15 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's distorted images [B, K, S, S] in [0, 1] on the device, and labels [B]."""
-        joint = self.recipe.batch_size
-        own = joint // self._ranks.world_size
-        first = self._ranks.rank * own
-        indices = self._order.indices(step)[first : first + own]
-        images = self._images.bitmaps[indices].to(self._device).float().div_(255)
-        distorted = self.recipe.augmentation.distort(images, first, joint, self.recipe.seed, step)
-        return distorted, self._images.labels[indices]
+        bitmaps, labels = self._batches.take(step)
+        images, joint = bitmaps.to(self._device).float().div_(255), self.recipe.batch_size
+        first = self._ranks.rank * len(labels)
+        return self.recipe.augmentation.distort(images, first, joint, self.recipe.seed, step), labels
+
+    def _own_indices(self, step: int) -> Tensor:
+        """Of the images of this rank in the batch of ``step``."""
+        own = self.recipe.batch_size // self._ranks.world_size
+        return self._order.indices(step)[self._ranks.rank * own : (self._ranks.rank + 1) * own]
 
     def _imprint(self, features: nn.Module) -> None:
         part = self._images.part(self._ranks.rank, self._ranks.world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.workers.atomic import write_json
-from geartrain.workers.data.images import ImageSet
+from geartrain.workers.data.images import Images
+from geartrain.workers.job.best import IMPRINTED
 from geartrain.workers.job.live import Events
 from geartrain.workers.models.backbones import StrokeNet
-from geartrain.workers.models.evaluate import Answers, answer, every_nth
+from geartrain.workers.models.evaluate import Answers, answer, answer_of_model, every_nth
 from geartrain.workers.models.mistakes import draw_mistakes
+from geartrain.workers.models.saved_model import Model
 
 _QUICK_LOOK_IMAGES = 2000
 
@@ -31,7 +33,7 @@ class Evaluation:
 
     def __init__(
         self,
-        held_out: dict[str, ImageSet],
+        held_out: Mapping[str, Images],
         backbone: StrokeNet,
         head: ClassHead,
         device: torch.device,
@@ -44,21 +46,45 @@ class Evaluation:
         self._device = device
         self._events = events
         self._say = say
+        self._logged: dict[str, int] = {}
 
     def quick_look(self) -> None:
         """Accuracy before the first step, on a part of each test."""
-        for name, images in self._held_out.items():
-            result = answer(self._backbone, self._head, every_nth(images, _QUICK_LOOK_IMAGES), self._device)
-            self._events.scalars(f"held_out/{name}", {"top1": result.top1, "top5": result.top5}, 0)
-            self._say(f"before the first step: {name} top-1 {result.top1:.3f} (of every n-th image)")
+        for name in self._held_out:
+            self._look(name, 0)
 
-    def answers(self, step: int) -> dict[str, Answers]:
-        """The answers to every test."""
+    def look(self, step: int, centers: str) -> tuple[float, int]:
+        """Top-1 on a part of the first test, the same at every look, and how many images that is."""
+        result = self._look(next(iter(self._held_out)), step, centers)
+        return result.top1, len(result.images)
+
+    def _look(self, name: str, step: int, centers: str = "") -> Answers:
+        images = self._held_out[name]
+        result = answer(self._backbone, self._head, every_nth(images, _QUICK_LOOK_IMAGES), self._device)
+        if step > self._logged.get(name, -1):  # the centers of one step may be looked at twice
+            self._logged[name] = step
+            self._events.scalars(f"held_out/{name}", {"top1": result.top1, "top5": result.top5}, step)
+        seen, all_of_them = len(result.images), counted(len(images), "image")
+        part = f"all {all_of_them}" if seen == len(images) else f"{seen:,} of {all_of_them}"
+        when = (
+            f"step {step}" + (", centers imprinted anew" if centers == IMPRINTED else "")
+            if step
+            else ("before the first step")
+        )
+        self._say(f"{when}: {name} top-1 {result.top1:.3f} ({part})")
+        return result
+
+    def answers(self, step: int, model: Model | None = None) -> dict[str, Answers]:
+        """The answers to every test: of the saved ``model``, if one is given."""
         answers: dict[str, Answers] = {}
         for name, images in self._held_out.items():
-            answers[name] = answer(self._backbone, self._head, images, self._device)
+            if model is None:
+                answers[name] = answer(self._backbone, self._head, images, self._device)
+            else:
+                answers[name] = answer_of_model(model, images, self._device)
             summary = answers[name].summary()
-            self._events.scalars(f"held_out/{name}", {k: summary[k] for k in ("top1", "top5")}, step)
+            if model is None:
+                self._events.scalars(f"held_out/{name}", {k: summary[k] for k in ("top1", "top5")}, step)
             images_text = counted(summary["images"], "image")
             self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
         return answers
@@ -67,7 +93,7 @@ class Evaluation:
 def write_report(
     out: Path,
     answers: dict[str, Answers],
-    train: ImageSet,
+    train: Images,
     class_names: list[str],
     *,
     ink: bool,
@@ -76,14 +102,22 @@ def write_report(
     samples_per_second: float,
     phases: dict[str, float],
     device: torch.device,
+    model: dict[str, Any],
+    unreadable: list[str],
 ) -> dict[str, Any]:
-    """Write ``report.json`` and ``mistakes.png``; return the report. The evaluation began at ``started``."""
+    """Write ``report.json`` and ``mistakes.png``; return the report. The evaluation began at ``started``.
+
+    ``model`` says which model was kept (:meth:`BestModel.training`); empty if there was no validation to choose by.
+    ``unreadable`` names the images that were left out.
+    """
     report = {
         "held_out": {name: result.summary() for name, result in answers.items()},
         "train_seconds": train_seconds,
         "samples_per_second": samples_per_second,
         "phases": {**phases, "evaluation": time.perf_counter() - started},
         "versions": versions(device),
+        **({"model": model} if model else {}),
+        **({"unreadable": unreadable} if unreadable else {}),
     }
     draw_mistakes(out / "mistakes.png", answers, train, class_names, ink=ink)
     write_json(out / "report.json", report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,26 +20,28 @@ from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, Spar
 from geartrain.ams.values.specs import Normal
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
 from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to_bytes
-from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.data.images import ImageSet
 from geartrain.workers.devices import choose_device
+from geartrain.workers.job.best import IMPRINTED, START, TRAINED, BestModel
 from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
 from geartrain.workers.job.live import Events, LiveLine
 from geartrain.workers.job.loop import Trainer
+from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.report import Evaluation, write_report
 from geartrain.workers.job.row_timing import TimedCluster
 from geartrain.workers.job.snapshots import JobSnapshots, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
 from geartrain.workers.models.backbones import StrokeNet, build_backbone
-from geartrain.workers.models.saved_model import Model, save_model
+from geartrain.workers.models.saved_model import Model, load_model, save_model
 from geartrain.workers.recipes.graph_lines import GraphLines
-from geartrain.workers.recipes.recipe import PLACES, Recipe, selection_of
+from geartrain.workers.recipes.margins import margin_of
+from geartrain.workers.recipes.recipe import Recipe, selection_of
 
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""
+
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -56,73 +58,6 @@ class GoBack(Exception):
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
         self.loss = loss
-
-
-@dataclass(frozen=True)
-class JobData:
-    """What a job trains on."""
-
-    class_names: list[str]
-    train: ImageSet
-    held_out: dict[str, ImageSet]
-    """Name -> images of a test; training never sees them."""
-    source: dict[str, Any]
-    """How to find the same data again when the run is resumed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """Where and how a job runs."""
-
-    out: Path
-    """Run folder."""
-    recipe: Recipe
-    preprocessing: Preprocessing
-    resume: bool = False
-    """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
-    resume_steps: int | None = None
-    """Steps of that other stage; as many as before by default."""
-    allow_fallback: bool = False
-    """When resuming, take the newest sound snapshot if the newest one is damaged."""
-    overwrite: bool = False
-    """Start over where ``out`` holds a run already."""
-    snapshots: str | None = None
-    """Folder or URL for the snapshots, which the shards see as this process does; ``out``/snapshots by default."""
-    snapshot_minutes: float | None = None
-    """Take one at least so often, besides those every ``recipe.save_every`` steps."""
-    keep_snapshots: int = 2
-    """Snapshots that stay, with those they add to."""
-    increments: int = 0
-    """Snapshots of only the rows written since the one before, between two of all rows."""
-    scheduler: str | None = None
-    """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
-    graph: str | None = None
-    """host:port of the cluster's graph service; by default a head that selects by a graph builds it here."""
-    max_recoveries: int = 10
-    """How often the job goes back to its last snapshot when shards were lost, before it gives up."""
-    rows: str | None = None
-    """Where the work on the class centers is done from now on; None: where the recipe, or the resumed run, says."""
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.keep_snapshots < 1:
-            raise ConfigError(f"keep_snapshots is {self.keep_snapshots}; it must be at least 1")
-        if self.increments < 0:
-            raise ConfigError(f"increments is {self.increments}; it must be >= 0")
-        if self.rows not in (None, *PLACES):
-            raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
-        if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:
-            raise ConfigError(f"snapshot_minutes is {self.snapshot_minutes}; it must be > 0")
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """How a job ended."""
-
-    finished: bool
-    """False: it was interrupted, and can be resumed."""
-    report: dict[str, Any] | None
-    step: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +98,8 @@ class TrainingRun:
         self._launch = launch
         self._again = again
         self._loss = loss
+        self._best: BestModel | None = None
+        self._unreadable_said = 0
         self._device = choose_device(options.device, ranks.local_rank)
         self._saved = self._find_saved()
         progress = self._first_progress()
@@ -177,7 +114,7 @@ class TrainingRun:
             num_classes=len(data.class_names),
             dim=recipe.dim,
             select=selection_of(recipe),
-            margin=CosFace(scale=recipe.scale, margin=recipe.margin),
+            margin=margin_of(recipe.margin),
             optimizer=_row_optimizer(recipe),
             initializer=Normal(),
             rows=recipe.rows,
@@ -230,6 +167,7 @@ class TrainingRun:
             return Progress(step=0, stage_start=0, stage_steps=self._options.recipe.steps, table=self._job)
         run, progress = read_run(self._options.out), self._saved.state.progress
         if not progress.is_complete:
+            self._require_same_steps(progress)
             return progress
         if run.stage_end > progress.step:  # another stage had begun, and saved nothing yet
             return replace(progress, stage_start=progress.step, stage_steps=run.stage_end - progress.step)
@@ -237,6 +175,14 @@ class TrainingRun:
             return progress  # the training is done, and only the rest is left to do
         steps = self._options.resume_steps or self._saved.state.recipe.steps
         return replace(progress, stage_start=progress.step, stage_steps=steps)
+
+    def _require_same_steps(self, stage: Progress) -> None:
+        asked = self._options.resume_steps
+        if asked is not None and asked != stage.stage_steps and not self._again:
+            raise ConfigError(
+                f"--steps {asked} is for a run that has ended; {self._options.out} stands at step {stage.step} of "
+                f"{stage.stage_start + stage.stage_steps}. Leave --steps out to train it to its end, and give it after"
+            )
 
     def _build_backbone(self) -> tuple[dict[str, Any], StrokeNet]:
         if self._saved is not None:
@@ -266,14 +212,23 @@ class TrainingRun:
                 self._note_stage(ended=False)
         events = Events(self._options.out / "events" / trainer.progress.table if first else None)
         evaluation = Evaluation(self._data.held_out, trainer.backbone, self._head, self._device, events, self._say)
+        if first and self._data.chooses_model:
+            self._best = BestModel(self._options.out / "model", self._job, evaluation.look, self._write_model)
         try:
             self._begin(evaluation)
             with LiveLine(self._console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
                 finished = trainer.run(
-                    stop=stop, due=self._is_due, save=self._save, line=line if first else None, events=events
+                    stop=stop,
+                    due=self._is_due,
+                    save=self._save,
+                    look=partial(self._consider, TRAINED),
+                    line=line if first else None,
+                    events=events,
                 )
             if finished and not was_complete:
+                self._consider(TRAINED)
                 trainer.imprint()
+                self._consider(IMPRINTED)
             self._save(last=True)
             report = self._conclude(evaluation, seconds) if first and finished else None
             if report is not None:
@@ -311,12 +266,15 @@ class TrainingRun:
     def _begin(self, evaluation: Evaluation) -> None:
         if self._saved is None:
             classes = counted(len(self._data.class_names), "class", "classes")
+            self._say_unreadable()
             self._say(f"Training {classes} on {counted(len(self._data.train), 'image')}")
             self._trainer.start()
             state = self._state()
             if self._ranks.is_first:
                 self._snapshots.require(state)  # something to go back to, or to go on from
-                evaluation.quick_look()
+                if self._best is None:
+                    evaluation.quick_look()
+                self._consider(START)
             return
         self._trainer.restore(self._saved.state)
         self._snapshots.last = Moment(self._saved.state.progress, time.monotonic())
@@ -326,19 +284,13 @@ class TrainingRun:
             steps = counted(self._loss.step - step, "step")
             lost = f": {steps} ({self._loss.unix_seconds - taken:.0f} s) were lost"
         self._say(f"Going on at step {step}{lost}")
-        asked, stage = self._options.resume_steps, self._trainer.progress
-        if asked is not None and asked != stage.stage_steps:
-            self._say(
-                f"--steps {asked} is for a run that has ended; this one had not, and goes on to step "
-                f"{stage.stage_start + stage.stage_steps} as it was to"
-            )
 
     def _is_due(self) -> bool:
         """Whether the clock says that it is time for a snapshot; the first rank decides."""
         return self._ranks.is_first and self._snapshots.is_due
 
     def _save(self, *, last: bool = False) -> None:
-        """Begin a snapshot; the ``last`` one is waited for, and a model for predictions written."""
+        """Begin a snapshot; the ``last`` one is waited for, and without a best model this one written."""
         state = self._state()
         if not self._ranks.is_first:
             return
@@ -351,8 +303,17 @@ class TrainingRun:
         if self._snapshots.last is None or self._snapshots.last.progress != state.progress:
             self._snapshots.begin(state)
             self._snapshots.settle()
-        rows = self._head.weights()
-        model = Model(self._trainer.backbone, self._settings, rows, self._data.class_names, self._options.preprocessing)
+        if self._best is None:
+            self._write_model(training={})
+
+    def _consider(self, centers: str) -> None:
+        if self._best is not None:
+            self._best.consider(self._trainer.progress.step, centers)
+
+    def _write_model(self, *, training: dict[str, Any]) -> None:
+        names, look = self._data.class_names, self._options.preprocessing
+        is_cosine = self._head.margin is not None
+        model = Model(self._trainer.backbone, self._settings, self._head.weights(), names, look, is_cosine, training)
         save_model(self._options.out / "model", model)
 
     def _state(self) -> JobState:
@@ -377,9 +338,11 @@ class TrainingRun:
     def _conclude(self, evaluation: Evaluation, seconds: dict[str, float]) -> dict[str, Any]:
         """Evaluate, draw the mistakes, write the report."""
         trainer, started, out = self._trainer, time.perf_counter(), self._options.out
+        best = None if self._best is None else self._best.best
+        saved = None if best is None else load_model(out / "model")
         report = write_report(
             out,
-            evaluation.answers(trainer.progress.step),
+            evaluation.answers(trainer.progress.step if best is None else best.step, saved),
             self._data.train,
             self._data.class_names,
             ink=self._options.preprocessing.kind == "ink",
@@ -388,9 +351,22 @@ class TrainingRun:
             samples_per_second=trainer.samples_per_second,
             phases={**seconds, **trainer.phases.seconds},
             device=self._device,
+            model={} if self._best is None else self._best.training(),
+            unreadable=sorted(self._data.unreadable.found),
         )
+        self._say_unreadable()
+        for line in [] if self._best is None else self._best.verdict():
+            self._say(line)
         self._say(f"Trained in {trainer.train_seconds:.0f} s. Model, report and mistakes are in {out}")
         return report
+
+    def _say_unreadable(self) -> None:
+        """Name the pictures that were passed over, unless that is said already."""
+        found = sorted(self._data.unreadable.found.values())
+        if len(found) > self._unreadable_said:
+            self._unreadable_said = len(found)
+            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            self._say(f"Left out {counted(len(found), 'unreadable image')}: {'; '.join(found[:_NAMED])}{more}")
 
     def _drop_rows(self) -> None:
         """Leave the memory of the shards to others: a snapshot has the rows."""

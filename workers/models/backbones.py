@@ -62,7 +62,7 @@ class GradientStem(nn.Module):
             images.contiguous(memory_format=torch.channels_last), self.edges, padding=2, groups=self.channels
         )
         cells = functional.conv2d(
-            edges.relu(), self.window, stride=self.stride, padding=self.stride // 4, groups=edges.shape[1]
+            edges.relu(), self.window, stride=self.stride, padding=(self.stride // 2 + 1) // 2, groups=edges.shape[1]
         )
         maps = (cells + _SQRT_FLOOR).sqrt()
         if self.channels > 1:

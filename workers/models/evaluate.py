@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.workers.data.images import ImageSet
+from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.models.backbones import StrokeNet
+from geartrain.workers.models.saved_model import Model
 
 ANSWERS = 5
 
@@ -24,7 +25,7 @@ ANSWERS = 5
 class Answers:
     """The best classes of every image of a set."""
 
-    images: ImageSet
+    images: Images
     scores: Tensor
     """[N, k] cosines, best first."""
     classes: Tensor
@@ -57,7 +58,7 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(backbone: StrokeNet, head: ClassHead, images: ImageSet, device: torch.device) -> Answers:
+def answer(backbone: StrokeNet, head: ClassHead, images: Images, device: torch.device) -> Answers:
     """The five best classes of each image (fewer if there are fewer classes); see ``ClassHead.predict``."""
     backbone.eval()
     batches = images.batches(images_at_once(device), device)
@@ -67,24 +68,40 @@ def answer(backbone: StrokeNet, head: ClassHead, images: ImageSet, device: torch
 
 
 @torch.no_grad()
-def best_centers(features_ND: Tensor, unit_centers_CD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Cosines [N, k] and classes [N, k] of the centers nearest to each feature; of equal scores the lower class."""
-    unit_ND = torch.nn.functional.normalize(features_ND, dim=1)
-    scores, order = (unit_ND @ unit_centers_CD.T).sort(dim=1, descending=True, stable=True)
+def answer_of_model(model: Model, images: Images, device: torch.device) -> Answers:
+    """The same of a saved model, whose centers are in memory: a matrix [128, C] of scores at a time."""
+    backbone, centers_CD = model.backbone.to(device), scoring_centers(model).to(device)
+    k = min(ANSWERS, len(model.class_names))
+    batches = images.batches(images_at_once(device), device)
+    found = [best_classes(model, backbone(bitmaps).float(), centers_CD, k) for bitmaps, _ in batches]
+    return Answers(images, *(torch.cat(part).cpu() for part in zip(*found, strict=True)))
+
+
+def scoring_centers(model: Model) -> Tensor:
+    """The centers [C, D] as :func:`best_classes` takes them."""
+    return torch.nn.functional.normalize(model.centers, dim=1) if model.is_cosine else model.centers
+
+
+@torch.no_grad()
+def best_classes(model: Model, features_ND: Tensor, centers_CD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Scores [N, k] and classes [N, k] that fit each feature best (:func:`scoring_centers`); of equal ones the lower
+    class."""
+    compared_ND = torch.nn.functional.normalize(features_ND, dim=1) if model.is_cosine else features_ND
+    scores, order = (compared_ND @ centers_CD.T).sort(dim=1, descending=True, stable=True)
     return scores[:, :k], order[:, :k]
 
 
-def every_nth(images: ImageSet, count: int) -> ImageSet:
+def every_nth(images: Images, count: int) -> Images:
     """About ``count`` images spread evenly over the set."""
     step = max(1, len(images) // count)
-    return ImageSet(images.bitmaps[::step], images.labels[::step])
+    return images.subset(slice(None, None, step))
 
 
-def first_images(images: ImageSet, classes: Iterable[int]) -> dict[int, Tensor]:
+def first_images(images: Images, classes: Iterable[int]) -> dict[int, Tensor]:
     """Class -> its first bitmap [K, S, S], of those classes that have one."""
     found = {}
     for label in classes:
         places = (images.labels == label).nonzero()
         if len(places):
-            found[label] = images.bitmaps[int(places[0])]
+            found[label] = images.take(places[0])[0][0]
     return found

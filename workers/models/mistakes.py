@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from geartrain.workers.atomic import replacing
-from geartrain.workers.data.images import ImageSet
+from geartrain.workers.data.images import Images
 from geartrain.workers.models.evaluate import Answers, first_images
 
 _TILE = 72
@@ -20,9 +21,7 @@ _HEADINGS = ("image", "truth", "1st", "2nd", "3rd")
 _PAPER, _PEN, _RIGHT, _WRONG = (255, 255, 255), (20, 20, 20), (0, 120, 60), (180, 30, 30)
 
 
-def draw_mistakes(
-    path: Path, answers: dict[str, Answers], train: ImageSet, class_names: list[str], *, ink: bool
-) -> int:
+def draw_mistakes(path: Path, answers: dict[str, Answers], train: Images, class_names: list[str], *, ink: bool) -> int:
     """Write the picture; return how many mistakes it shows. ``ink``: bitmaps are bright ink, to be drawn dark."""
     shown = [(name, result, index) for name, result in answers.items() for index in result.hardest(_ROWS)]
     wanted = {int(result.images.labels[index]) for _, result, index in shown}
@@ -52,7 +51,7 @@ def _draw_column(
     for row, index in enumerate(result.hardest(_ROWS)):
         top = 2 * _CAPTION + 8 + row * (_TILE + _CAPTION + _GAP)
         truth = int(result.images.labels[index])
-        _draw_tile(sheet, left, top, result.images.bitmaps[index], ink)
+        _draw_tile(sheet, left, top, result.images.take(torch.tensor([index]))[0][0], ink)
         _draw_tile(sheet, left + _TILE + _GAP, top, examples.get(truth), ink, _caption(names[truth]))
         for rank, label in enumerate(result.classes[index, :3].tolist()):
             caption = f"{_caption(names[label])} {float(result.scores[index, rank]):.2f}"

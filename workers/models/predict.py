@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, open_picture
-from geartrain.workers.models.evaluate import best_centers
+from geartrain.workers.models.evaluate import best_classes, scoring_centers
 from geartrain.workers.models.saved_model import Model
 
 _AT_ONCE = 256
@@ -25,7 +24,7 @@ class Prediction:
 
     path: Path
     best: list[tuple[str, float]]
-    """Class name and cosine, best first."""
+    """Class name and score, best first."""
     error: str | None = None
 
 
@@ -46,7 +45,7 @@ def image_files(paths: Iterable[Path]) -> list[Path]:
 def predict(model: Model, files: list[Path], k: int) -> Iterator[Prediction]:
     """Name each image, in order. A file that cannot be read has an error instead of answers."""
     k = integer("k", k, 1, len(model.class_names))
-    unit_centers_CD = functional.normalize(model.centers, dim=1)
+    centers_CD = scoring_centers(model)
     for start in range(0, len(files), _AT_ONCE):
         bitmaps, errors = {}, {}
         for path in files[start : start + _AT_ONCE]:
@@ -58,7 +57,7 @@ def predict(model: Model, files: list[Path], k: int) -> Iterator[Prediction]:
         if bitmaps:
             with torch.no_grad():
                 features_ND = model.backbone(torch.from_numpy(np.stack(list(bitmaps.values()))))
-            scores, classes = best_centers(features_ND, unit_centers_CD, k)
+            scores, classes = best_classes(model, features_ND, centers_CD, k)
             for path, row, ids in zip(bitmaps, scores.tolist(), classes.tolist(), strict=True):
                 answers[path] = [(model.class_names[label], score) for label, score in zip(ids, row, strict=True)]
         for path in files[start : start + _AT_ONCE]:

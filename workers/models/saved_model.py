@@ -2,7 +2,8 @@
 
     model/config.json             backbone, preprocessing, class count, checksums (XXH3) of all the files
     model/backbone.safetensors    parameters
-    model/centers.safetensors     class centers [C, D]
+    model/centers.safetensors     class centers [C, D]; a class's score is their cosine with the feature, or, without a
+                                  margin, their product: "score" in config.json says which
     model/classes.json            name of each class
 
 The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ _WITHOUT_CHECKSUMS = 1
 _CONFIG = "config.json"
 _BACKBONE, _CENTERS, _CLASSES = "backbone.safetensors", "centers.safetensors", "classes.json"
 _FILES = (_BACKBONE, _CENTERS, _CLASSES)
+COSINE, PRODUCT = "cosine of feature and class center", "product of feature and class center"
 _CHUNK_BYTES = 1 << 20
 _REMEDY = "bring it back from a copy, or train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
 
@@ -52,6 +54,10 @@ class Model:
     """[C, D] float32."""
     class_names: list[str]
     preprocessing: Preprocessing
+    is_cosine: bool = True
+    """Whether a class's score is the cosine of feature and center, as under a margin, or their product."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.job.best`."""
 
 
 def save_model(folder: Path, model: Model) -> None:
@@ -62,7 +68,8 @@ def save_model(folder: Path, model: Model) -> None:
         "preprocessing": model.preprocessing.to_json(),
         "num_classes": len(model.class_names),
         "dim": model.centers.shape[1],
-        "score": "cosine of feature and class center",
+        "score": COSINE if model.is_cosine else PRODUCT,
+        "training": model.training,
     }
     with replacing_folder(folder) as staging:
         save_file(_on_host(model.backbone.state_dict()), staging / _BACKBONE)
@@ -93,7 +100,18 @@ def load_model(folder: Path) -> Model:
         names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
     except (KeyError, TypeError, RuntimeError, OSError, ValueError, SafetensorError) as exc:
         raise ConfigError(f"{folder} is not a model of this version of Geartrain: {exc}") from exc
-    return Model(backbone.eval(), config["backbone"]["settings"], centers.float(), names, preprocessing)
+    settings, training = config["backbone"]["settings"], config.get("training", {})
+    is_cosine = config["score"] != PRODUCT
+    return Model(backbone.eval(), settings, centers.float(), names, preprocessing, is_cosine, training)
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """What the model in ``folder`` says of its training; nothing if there is no whole model. Reads one small file."""
+    try:
+        training: dict[str, Any] = _read_config(complete_folder(folder) / _CONFIG).get("training", {})
+    except (ConfigError, ModelDamaged):
+        return {}
+    return training
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.data.folder import load_folder
+from geartrain.workers.data.folder import MEMORY_BYTES, load_folder
 from geartrain.workers.job.folder import read_run, require_folder
 from geartrain.workers.job.job import run_job
+from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.state import find_state
-from geartrain.workers.job.training_run import JobData, JobOptions, JobResult
 from geartrain.workers.recipes.glyphs import load_glyphs
 
 GLYPH_SIZE = 32
@@ -34,12 +34,23 @@ def train_glyphs(options: JobOptions, *, cache: Path, num_classes: int | None, c
     return run_job(options, load, console)
 
 
-def train_folder(options: JobOptions, *, folder: Path | None, held_out: float, console: Console) -> JobResult:
-    """Train on a person's images (see ``load_folder``); the held-out part of each class is the test."""
+def train_folder(
+    options: JobOptions,
+    *,
+    folder: Path | None,
+    held_out: float,
+    console: Console,
+    skip_unreadable: bool = False,
+    image_memory_bytes: int = MEMORY_BYTES,
+) -> JobResult:
+    """Train on a person's images (see ``load_folder``); the held-out part of each class chooses the model."""
     seed = options.recipe.seed
     if options.resume:
         options, source = resumed(options, "classify")
         folder, held_out, seed = folder or Path(source["folder"]), source["held_out"], source["split_seed"]
+        # As the data were read before: what was left out then has no place in the order of the images.
+        skip_unreadable = source.get("skip_unreadable", skip_unreadable)
+        image_memory_bytes = source.get("image_memory_bytes", image_memory_bytes)
     if folder is None:
         raise ConfigError(
             "which images? Give --data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
@@ -53,10 +64,27 @@ def train_folder(options: JobOptions, *, folder: Path | None, held_out: float, c
         )
 
     def load(console: Console) -> JobData:
-        data = load_folder(images, options.preprocessing, held_out=held_out, seed=seed, console=console)
-        source = {"job": "classify", "folder": str(images.resolve()), "held_out": held_out, "split_seed": seed}
+        data = load_folder(
+            images,
+            options.preprocessing,
+            held_out=held_out,
+            seed=seed,
+            console=console,
+            skip_unreadable=skip_unreadable,
+            memory_bytes=image_memory_bytes,
+        )
+        source = {
+            "job": "classify",
+            "folder": str(images.resolve()),
+            "held_out": held_out,
+            "split_seed": seed,
+            "skip_unreadable": skip_unreadable,
+            "image_memory_bytes": image_memory_bytes,
+        }
         tests = {"validation": data.validation} if len(data.validation) else {}
-        return JobData(data.class_names, data.train, tests, source)
+        return JobData(
+            data.class_names, data.train, tests, source, chooses_model=bool(tests), unreadable=data.unreadable
+        )
 
     return run_job(options, load, console)
 

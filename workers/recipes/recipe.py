@@ -13,6 +13,7 @@ from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.workers.data.augment import Augmentation
+from geartrain.workers.recipes.margins import margin_of
 
 PLACES = tuple(name for name, backend in ROW_BACKENDS.items() if backend.needs_cluster)
 """A job's rows are in a cluster, whose snapshots hold them."""
@@ -53,10 +54,8 @@ class Recipe:
     rows: str = "pull"
     """Where the work on the class centers is done: ``pull`` (here; they travel) or ``hosted`` (beside them, on the
     shards; features travel)."""
-    scale: float = 24.0
-    """Scale of the cosine margin loss (CosFace)."""
-    margin: float = 0.15
-    """Subtracted from the target's cosine."""
+    margin: str = "cosface:24,0.15"
+    """The loss: ``none``, or a margin's name with its numbers (:func:`margin_of`)."""
     dim: int = 128
     """Width of features and class centers."""
     width: int = 64
@@ -72,7 +71,8 @@ class Recipe:
         for name in ("steps", "batch_size", "dim", "save_every", "neighbours"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
-        for name in ("lr", "row_lr", "weight_decay", "margin", "warmup_steps"):
+        margin_of(self.margin)
+        for name in ("lr", "row_lr", "weight_decay", "warmup_steps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be finite and >= 0")
         if not 0 <= self.row_momentum < 1:
@@ -115,6 +115,9 @@ class Recipe:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Recipe:
         """The recipe that :meth:`to_json` wrote. Raises ConfigError for fields this version does not know."""
+        if not isinstance(values.get("margin", ""), str):  # the two numbers of CosFace, as format 1 began
+            rest = {name: value for name, value in values.items() if name != "scale"}
+            values = {**rest, "margin": f"cosface:{values['scale']!r},{values['margin']!r}"}
         unknown = set(values) - {known.name for known in fields(cls)}
         if unknown:
             raise ConfigError(

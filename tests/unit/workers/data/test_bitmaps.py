@@ -84,8 +84,8 @@ def test_a_photo_is_scaled_as_a_whole(channels: int) -> None:
 
 
 def test_impossible_preprocessing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="image size is 48"):
-        Preprocessing(size=48)
+    with pytest.raises(ConfigError, match="image size is 50"):
+        Preprocessing(size=50)
     with pytest.raises(ConfigError, match="channels is 3"):
         Preprocessing(kind="ink", channels=3)
 

@@ -1,0 +1,96 @@
+"""The best model of a run so far, by the images of the validation: the one that is written.
+
+A training may make a model worse than it was: on easy problems, with a rate too high, or after the step at which it
+begins to learn its images by heart. So the run looks at its start and then ten times a stage, and the folder ``model``
+holds the look that named most. The looks are a function of the step alone, as everything else of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.models.saved_model import read_training
+
+LOOKS = 10
+"""Of a stage, beside the start."""
+START, TRAINED, IMPRINTED = "start", "trained", "imprinted"
+
+ADVICE = (
+    "Try: more images of each class, a lower --lr, less of --augment, --margin none, a larger --image-size, or, for "
+    "characters and signs, --look ink"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How well the model did at a step."""
+
+    step: int
+    centers: str
+    """``start`` (the means that training begins at), ``trained``, or ``imprinted`` (means of the trained features)."""
+    validation_top1: float
+    images: int
+    """Looked at."""
+
+
+class BestModel:
+    """Keeps the best of the models that a run comes by in its folder. For the first rank."""
+
+    def __init__(
+        self, folder: Path, job: str, look: Callable[[int, str], tuple[float, int]], write: Callable[..., None]
+    ) -> None:
+        """``look(step, centers)`` returns (top-1, images looked at) of the model as it is.
+
+        ``write(training=...)`` puts it in ``folder`` with what is known of it. A model there already, if of ``job``, is
+        the best so far.
+        """
+        self._job = job
+        self._look = look
+        self._write = write
+        found = read_training(folder)
+        is_ours = found.get("job") == job
+        self.best: Look | None = Look(**found["best"]) if is_ours else None
+        self.start: Look | None = Look(**found["start"]) if is_ours else None
+
+    def consider(self, step: int, centers: str) -> Look:
+        """Look at the model as it is, and keep it if none was better; of equal ones the later."""
+        top1, images = self._look(step, centers)
+        look = Look(step=step, centers=centers, validation_top1=top1, images=images)
+        if self.start is None:
+            self.start = look
+        if self.best is None or look.validation_top1 >= self.best.validation_top1:
+            self.best = look
+            self._write(training=self.training())
+        return look
+
+    def training(self) -> dict[str, Any]:
+        """What the model's folder and the report say of it."""
+        if self.best is None or self.start is None:
+            raise ConfigError("no model was looked at yet")
+        return {"job": self._job, "best": asdict(self.best), "start": asdict(self.start)}
+
+    def verdict(self) -> list[str]:
+        """Lines for the person: which model is written, and what to try if training was of no use."""
+        best, start = self.best, self.start
+        if best is None or start is None:
+            return []
+        if best.centers != START:
+            what = ", centers imprinted anew" if best.centers == IMPRINTED else ""
+            gain = f"top-1 {best.validation_top1:.4f}, at the start {start.validation_top1:.4f}"
+            lines = [f"The model is that of step {best.step}{what}: {gain}"]
+            return (
+                lines
+                if best.validation_top1 > start.validation_top1 or start.validation_top1 == 1
+                else [
+                    *lines,
+                    f"Training did not help: it named no more validation images than the start did. {ADVICE}",
+                ]
+            )
+        return [
+            f"Training did not help: at no step were more validation images named than at the start (top-1 "
+            f"{start.validation_top1:.4f}), whose model is the one written. {ADVICE}"
+        ]

@@ -1,0 +1,84 @@
+"""What a job is asked to do, on which data, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.data.images import Images, Unreadable
+from geartrain.workers.recipes.recipe import PLACES, Recipe
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What a job trains on."""
+
+    class_names: list[str]
+    train: Images
+    held_out: Mapping[str, Images]
+    """Name -> images of a test; training never sees them."""
+    source: dict[str, Any]
+    """How to find the same data again when the run is resumed."""
+    chooses_model: bool = False
+    """Whether the first of ``held_out`` is a validation by which the model that is kept is chosen."""
+    unreadable: Unreadable = field(default_factory=lambda: Unreadable(skip=False))
+    """The pictures that were passed over so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Where and how a job runs."""
+
+    out: Path
+    """Run folder."""
+    recipe: Recipe
+    preprocessing: Preprocessing
+    resume: bool = False
+    """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
+    resume_steps: int | None = None
+    """Steps of that other stage; as many as before by default."""
+    allow_fallback: bool = False
+    """When resuming, take the newest sound snapshot if the newest one is damaged."""
+    overwrite: bool = False
+    """Start over where ``out`` holds a run already."""
+    snapshots: str | None = None
+    """Folder or URL for the snapshots, which the shards see as this process does; ``out``/snapshots by default."""
+    snapshot_minutes: float | None = None
+    """Take one at least so often, besides those every ``recipe.save_every`` steps."""
+    keep_snapshots: int = 2
+    """Snapshots that stay, with those they add to."""
+    increments: int = 0
+    """Snapshots of only the rows written since the one before, between two of all rows."""
+    scheduler: str | None = None
+    """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
+    graph: str | None = None
+    """host:port of the cluster's graph service; by default a head that selects by a graph builds it here."""
+    max_recoveries: int = 10
+    """How often the job goes back to its last snapshot when shards were lost, before it gives up."""
+    rows: str | None = None
+    """Where the work on the class centers is done from now on; None: where the recipe, or the resumed run, says."""
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.keep_snapshots < 1:
+            raise ConfigError(f"keep_snapshots is {self.keep_snapshots}; it must be at least 1")
+        if self.increments < 0:
+            raise ConfigError(f"increments is {self.increments}; it must be >= 0")
+        if self.rows not in (None, *PLACES):
+            raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
+        if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:
+            raise ConfigError(f"snapshot_minutes is {self.snapshot_minutes}; it must be > 0")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended."""
+
+    finished: bool
+    """False: it was interrupted, and can be resumed."""
+    report: dict[str, Any] | None
+    step: int
