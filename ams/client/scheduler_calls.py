@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from geartrain.ams.values.scheduler_messages import (
     DropClusterTable,
     FenceJob,
     PublishClusterTables,
+    ShardCondition,
     TakeIncarnation,
 )
 from geartrain.ams.values.specs import TableSpec
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
-_TOLD_AFTER_SECONDS = 2.5
+_TOLD_AFTER_SECONDS = 1.0
 """Who waits for a cluster for so long is told for whom."""
 
 
@@ -116,7 +117,7 @@ class SchedulerCalls:
             with naming:
                 return self.carrier.call(request, self._calls.config.attempt_timeout_seconds)
         except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from exc
+            raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from None
 
 
 def await_cluster(
@@ -147,17 +148,26 @@ def await_cluster(
             if isinstance(exc, NobodyThere):
                 seconds = min(seconds, config.refused_timeout_seconds)
             if waited >= seconds:
-                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from exc
+                raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from None
             waits_for = f"{exc}; waiting up to {seconds:g} s"
         if answered is not None and waited >= config.recovery_timeout_seconds:
-            raise ClusterNotReady(
-                f"{_absent_shards(answered)} not up after {waited:.1f} s; start them with "
-                f"'geartrain server --scheduler {address}'"
-            )
+            advice = remedy_for_absent((entry.state for entry in answered.shards), address)
+            raise ClusterNotReady(f"{_absent_shards(answered)} not up after {waited:.1f} s; {advice}")
         if waited >= _TOLD_AFTER_SECONDS and not is_told:
             is_told = True
             logger.warning("%s", waits_for)
         time.sleep(_POLL_SECONDS)
+
+
+def remedy_for_absent(states: Iterable[ShardCondition], scheduler: str) -> str:
+    """What to do about shards that are not up: one that was never there is started, one that is lost may come back."""
+    start = f"'geartrain server --scheduler {scheduler}'"
+    if {"silent", "lost"}.intersection(states):
+        return (
+            "one that is lost or silent may be stopped or out of reach: let it go on, and it has its rows still. In "
+            f"place of one that ended, start {start} ('geartrain up' does it by itself) and restore a snapshot"
+        )
+    return f"start them with {start}"
 
 
 def _absent_shards(view: ClusterView) -> str:

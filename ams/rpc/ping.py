@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ class PingHandler:
             version=_version(),
             uptime_seconds=time.monotonic() - self._began,
             incarnation=self._incarnation(),
+            pid=os.getpid(),
         )
 
 

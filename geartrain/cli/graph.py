@@ -29,6 +29,7 @@ from geartrain.cli.options import (
 )
 from geartrain.launch import role
 from geartrain.launch.logs import log_to_stderr
+from geartrain.launch.ports import require_free
 
 if TYPE_CHECKING:
     from geartrain.ams.graph.client.remote import RemoteGraphs
@@ -83,6 +84,7 @@ def graph(
     from geartrain.ams.graph.service.role import GraphServer  # after the settings are known to be right: it is slower
     from geartrain.launch.graph_role import ConnectedCluster
 
+    require_free(whole.graph.listen, "--listen")
     role.warn_if_open(whole.graph.listen)
     service = GraphServer(whole.graph, ConnectedCluster(whole.graph.scheduler, whole.client))
     address = service.start()

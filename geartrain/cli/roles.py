@@ -12,6 +12,7 @@ from geartrain.cli import configuration
 from geartrain.cli.options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, SnapshotRoots, shows_defaults
 from geartrain.launch import role
 from geartrain.launch.logs import log_to_stderr
+from geartrain.launch.ports import require_free
 
 Listen = Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")]
 EndWithParent = Annotated[bool, typer.Option("--end-with-parent", hidden=True, help="End when stdin closes.")]
@@ -44,6 +45,7 @@ def scheduler(
         SchedulerServer,  # after the settings are known to be right: it is slower
     )
 
+    require_free(config.listen, "--listen")
     role.warn_if_open(config.listen)
     service = SchedulerServer(config)
     address = service.start()
@@ -92,6 +94,8 @@ def server(
     from geartrain.ams.programs.models import hosted_models
     from geartrain.ams.server.role import ShardServer  # after the settings are known to be right: it is slower
 
+    if config.ports is None:
+        require_free(config.listen, "--listen")
     role.warn_if_open(config.listen)
     service = ShardServer(config, hosted_models())
     addresses = service.start()

@@ -12,6 +12,7 @@ from geartrain.cli import configuration
 from geartrain.cli.options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, shows_defaults
 from geartrain.launch import role
 from geartrain.launch.logs import log_to_stderr
+from geartrain.launch.ports import require_free
 
 
 @shows_defaults(SlowGearConfig)
@@ -107,6 +108,7 @@ def slowgear(
     failpoints.arm_from_environment(whole.mode)
     from geartrain.launch.slowgear_role import SlowGearRole  # after the settings are known to be right: it loads torch
 
+    require_free(whole.slowgear.listen, "--listen")
     role.warn_if_open(whole.slowgear.listen)
     service = SlowGearRole(whole.slowgear, whole.client)
     address = service.start()

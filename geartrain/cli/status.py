@@ -33,8 +33,8 @@ def status(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Show shards, tables and slow gears of a running cluster, and its graphs with --graph, each role with its version
-    and since when it is up; exits with 1 if it is not ready."""
+    """Show shards, tables and slow gears of a running cluster, and its graphs with --graph, each role with its
+    process, its version and since when it is up; exits with 1 if it is not ready."""
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)
     # After the settings are known to be right: it is slower.
@@ -85,8 +85,8 @@ def _pongs(scheduler: str, found: ClusterStatus, gears: list[GearState], config:
 
 
 def _age(pong: Pong | None) -> str:
-    """`` (version 0.1.0, up 12 s)``."""
-    return "" if pong is None else f" (version {pong.version}, up {pong.uptime_seconds:.0f} s)"
+    """`` (pid 12, version 0.1.0, up 12 s)``."""
+    return "" if pong is None else f" (pid {pong.pid}, version {pong.version}, up {pong.uptime_seconds:.0f} s)"
 
 
 def _print_gears(gears: list[GearState], pongs: dict[str, Pong]) -> None:
@@ -163,6 +163,7 @@ def health(
 
 
 def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) -> None:
+    from geartrain.ams.client.scheduler_calls import remedy_for_absent
     from geartrain.cli.consoles import table_console
 
     console = table_console()
@@ -173,6 +174,9 @@ def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) ->
         f"{state}: scheduler {address}{age} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False
     )
     console.print(_shard_table(found, pongs))
+    if not found.ready:
+        advice = remedy_for_absent((shard.state for shard in found.shards), address)
+        console.print(f"{counted(found.num_shards - up, 'shard')} not up: {advice}", highlight=False, markup=False)
     if found.tables:
         console.print(_table_table(found))
     for name in found.incomplete_tables:
@@ -182,7 +186,7 @@ def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) ->
 def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
     from rich.table import Table
 
-    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "version")
+    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "pid", "version")
     table.columns[2].no_wrap = False
     table.columns[2].overflow = "fold"
     for shard in found.shards:
@@ -194,6 +198,7 @@ def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
             f"{shard.memory_bytes / 2**20:.1f}",
             f"{shard.uptime_seconds:.0f}",
             "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}",
+            str(pongs[shard.address].pid) if shard.address in pongs else "",
             pongs[shard.address].version if shard.address in pongs else "",
         )
     return table

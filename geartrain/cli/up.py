@@ -14,7 +14,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.text import counted
 from geartrain.cli import configuration
 from geartrain.cli.options import ConfigFile, Insecure, Json, Mode
-from geartrain.launch.up import Launcher
+from geartrain.launch.up import ClusterFacts, Launcher
 
 
 def up(
@@ -63,9 +63,17 @@ def up(
         if as_json:
             print(json.dumps({"ready": "cluster", **dataclasses.asdict(facts)}), flush=True)
         else:
-            more = "" if facts.graph is None else f" · graph service {facts.graph}"
-            print(f"ready: scheduler {facts.scheduler} · {counted(len(facts.shards), 'shard')}{more}", flush=True)
+            print(_ready_line(facts), flush=True)
         launcher.wait(restart=restart)
+
+
+def _ready_line(facts: ClusterFacts) -> str:
+    """``ready: scheduler 127.0.0.1:7000 (pid 12) · 2 shards (pid 13, 14)``."""
+    pids = dict(facts.pids)
+    scheduler, graph = pids.pop("scheduler"), pids.pop("graph", None)
+    shards = f"{counted(len(facts.shards), 'shard')} (pid {', '.join(map(str, pids.values()))})"
+    more = "" if facts.graph is None else f" · graph service {facts.graph} (pid {graph})"
+    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{more}"
 
 
 def _print_log_line(line: str) -> None:

@@ -51,6 +51,7 @@ class Child:
         """What its ready line said; None before."""
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         """The last log lines."""
+        self._last_words: str | None = None
         self._on_line = on_line
         self._on_ready = on_ready
         self._on_exit = on_exit
@@ -123,10 +124,23 @@ class Child:
 
     def _read_log(self, stream: IO[str]) -> None:
         for line in stream:
-            self._pass_on(line)
+            self._say_last_words()
+            if line.startswith(ERROR_PREFIX):  # if it ends with a complaint, whoever started it tells people of that
+                self.tail.append(line.rstrip("\n"))
+                self._last_words = line
+            else:
+                self._pass_on(line)
 
     def _pass_on(self, line: str) -> None:
         self.tail.append(line.rstrip("\n"))
+        self._show(line)
+
+    def _say_last_words(self) -> None:
+        if self._last_words is not None:
+            self._show(self._last_words)
+            self._last_words = None
+
+    def _show(self, line: str) -> None:
         self._on_line(f"{self.name} | {line.rstrip()}")
 
     def _watch(self, readers: Sequence[threading.Thread]) -> None:
@@ -136,4 +150,6 @@ class Child:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
+        if self.complaint is None:
+            self._say_last_words()
         self._on_exit(self)

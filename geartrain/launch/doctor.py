@@ -5,12 +5,10 @@ Nothing is changed but one small file, written and removed in the folder whose d
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import os
 import platform
 import resource
-import socket
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from geartrain.ams.observe.failpoints import VARIABLE
 from geartrain.ams.values.config import ClientConfig, ClusterConfig, split_address
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.text import counted
+from geartrain.launch.ports import is_taken, role_at, user_of
 
 State = Literal["ok", "warn", "fail"]
 
@@ -130,24 +129,18 @@ def check_gpu() -> Finding:
 
 def check_port(check: str, listen: str) -> Finding:
     """Whether a role could listen there, or which one does."""
-    host, port = split_address(listen)
+    _, port = split_address(listen)
     if port == 0:
         return Finding(check, "ok", f"{listen}: any free port")
+    elsewhere = "choose another address (--listen)"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a past connection is no user
-            probe.bind(address)
-            probe.listen()
+        if not is_taken(listen):
+            return Finding(check, "ok", f"{listen}: free")
     except OSError as exc:
-        from geartrain.ams.rpc.client.health import is_serving
-
-        if is_serving(listen, _ANSWER_SECONDS):
-            return Finding(check, "ok", f"{listen}: a role of Geartrain serves there")
-        taken = exc.errno == errno.EADDRINUSE
-        reason = f"{_user_of(port)} uses it" if taken else (exc.strerror or str(exc)).lower()
-        return Finding(check, "fail", f"{listen}: {reason}", "end that process, or choose another address (--listen)")
-    return Finding(check, "ok", f"{listen}: free")
+        return Finding(check, "fail", f"{listen}: {(exc.strerror or str(exc)).lower()}", elsewhere)
+    if (pong := role_at(listen)) is not None:
+        return Finding(check, "ok", f"{listen}: a {pong.role} of Geartrain serves there (process {pong.pid})")
+    return Finding(check, "fail", f"{listen}: {user_of(port)} uses it", f"end that process, or {elsewhere}")
 
 
 def check_cluster(scheduler: str | None) -> Iterator[Finding]:
@@ -156,16 +149,18 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
         yield Finding("cluster", "ok", "skipped: no --scheduler HOST:PORT was given")
         return
     from geartrain.ams.client.cluster_status import cluster_status
+    from geartrain.ams.client.scheduler_calls import remedy_for_absent
 
     try:
         status = cluster_status(scheduler, config=ClientConfig(connect_timeout_seconds=_ANSWER_SECONDS))
     except GeartrainError as exc:
         yield Finding("cluster", "fail", str(exc), "start it ('geartrain up'), or correct --scheduler")
         return
+    states = [entry.state for entry in status.shards]
     absent = [f"shard {entry.shard} is {entry.state}" for entry in status.shards if entry.state != "up"]
     found = f"scheduler {scheduler}, {counted(status.num_shards, 'shard')}, version {status.cluster_version}"
     if absent:
-        yield Finding("cluster", "fail", f"{found}; {', '.join(absent)}", "start their servers; see 'geartrain status'")
+        yield Finding("cluster", "fail", f"{found}; {', '.join(absent)}", remedy_for_absent(states, scheduler))
     elif lost := status.incomplete_tables:
         found = f"{found}, all up; incomplete tables: {', '.join(map(repr, lost))}"
         yield Finding(
@@ -268,15 +263,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
-
-
-def _user_of(port: int) -> str:
-    """The process that listens there, in words; only its owner and root are told which."""
-    for connection in psutil.net_connections("tcp"):
-        address = connection.laddr
-        if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
-            return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return "another process"
 
 
 def _sync_seconds(folder: Path, clock: Callable[[], float] = time.perf_counter) -> Iterator[float]:

@@ -21,6 +21,7 @@ from geartrain.ams.values.config import MIB, ClusterConfig, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.cli import configuration
 from geartrain.launch.child import Child
+from geartrain.launch.ports import require_free
 from geartrain.launch.role import KILL_AFTER_SECONDS
 
 START_TIMEOUT_SECONDS = 60.0
@@ -119,6 +120,8 @@ class Launcher:
             ConfigError: a child cannot run with its settings, for example because its port is in use.
             ChildFailed: a child exited, or took longer than START_TIMEOUT_SECONDS.
         """
+        for name in (_SCHEDULER, _GRAPH) if self._has_graph else (_SCHEDULER,):
+            require_free(self._listen[name], f"--{name}-listen")
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)
         if told is None:
@@ -160,7 +163,9 @@ class Launcher:
         self._restarts[dead.name] = [*recent, now]
         self._on_line(f"{dead.name} | ended by itself ({dead.exit_text}); starting it again")
         self._environ.pop(failpoints.VARIABLE, None)  # armed for the first life only, or it would never stand up again
-        self._children[self._children.index(dead)] = self._child(dead.name, self._arguments_again(dead))
+        again = self._child(dead.name, self._arguments_again(dead))
+        self._on_line(f"{dead.name} | is process {again.pid} now")
+        self._children[self._children.index(dead)] = again
 
     def _arguments_again(self, dead: Child) -> list[str]:
         """What the role was started with, but the ports that it had: others know it by them."""

@@ -203,7 +203,7 @@ def test_a_port_in_use_is_a_one_line_error(name: str, monkeypatch: pytest.Monkey
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         done = geartrain(name, "--listen", f"127.0.0.1:{port}")
-    assert_one_line_error(done, 2, f"another process uses port {port}; ", "0 picks a free one")
+    assert_one_line_error(done, 2, f"in use by process {os.getpid()} (", "--listen 127.0.0.1:0 picks a free port")
     assert "Failed to bind" not in done.stderr
 
 

@@ -68,7 +68,9 @@ def test_a_running_cluster_is_looked_at_and_its_clocks_compared(monkeypatch: pyt
         monkeypatch.setenv("GEARTRAIN_SCHEDULER__LISTEN", address)
         absent = findings("--scheduler", address, code=1)
         assert "shard 0 is missing" in absent["cluster"]["found"]
-        assert "a role of Geartrain serves there" in absent["scheduler port"]["found"]
+        assert (
+            f"a scheduler of Geartrain serves there (process {scheduler['pid']})" in absent["scheduler port"]["found"]
+        )
         with role("server", "--scheduler", address):
             found = findings("--scheduler", address, code=0)
     assert "1 shard, version 1, all up" in found["cluster"]["found"]

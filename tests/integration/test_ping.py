@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -57,12 +58,13 @@ def test_status_shows_the_version_and_the_age_of_every_role(roles: tuple[GearClu
     expected = {cluster.address: "scheduler", gear: "slowgear", graph: "graph", **dict.fromkeys(shards, "server")}
     assert {address: one["role"] for address, one in by_address.items()} == expected
     assert all(one["version"] == version and one["uptime_seconds"] > 0 for one in by_address.values())
+    assert all(one["pid"] == os.getpid() for one in by_address.values())
     assert {address: by_address[address]["incarnation"] for address in shards} == shards
     (told_gear,) = told["slow_gears"]
     assert told_gear["process"] == f"{gear}#{by_address[gear]['incarnation']}"
     lines = status(*where)
     for start in (f"scheduler {cluster.address}", f"graph service {graph}"):
-        assert f"{start} (version {version}, up " in lines
+        assert f"{start} (pid {os.getpid()}, version {version}, up " in lines
     assert lines.count(version) == 5
 
 

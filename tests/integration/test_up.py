@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -98,14 +101,16 @@ def test_a_graph_service_comes_with_the_cluster_and_comes_back_where_it_was() ->
             assert cluster.graph.build("t", 3).graph.version == 1  # it kept nothing, and answers again
 
 
-def test_the_ready_line_for_people_counts_the_shards() -> None:
+def test_the_ready_line_for_people_counts_the_shards_and_names_the_processes() -> None:
     with started("--shards=2", "--scheduler-listen=127.0.0.1:0") as process:
         assert process.stdout is not None
         line = process.stdout.readline()
+        children = {child.pid for child in psutil.Process(process.pid).children()}
         process.terminate()
         process.wait(GONE_WITHIN_SECONDS)
-    assert line.startswith("ready: scheduler 127.0.0.1:")
-    assert line.endswith(" · 2 shards\n")
+    found = re.fullmatch(r"ready: scheduler 127.0.0.1:\d+ \(pid (\d+)\) · 2 shards \(pid (\d+), (\d+)\)\n", line)
+    assert found is not None, line
+    assert {int(pid) for pid in found.groups()} == children
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -174,8 +179,9 @@ def test_a_role_that_dies_comes_back_where_it_was(name: str, keeps: bool, tmp_pa
                 with gt.connect(running.facts["scheduler"], config=config) as again:
                     np.testing.assert_array_equal(again.table("t").pull(ids), before)
             else:
-                with pytest.raises(gt.errors.ShardRestarted, match="shard 1 was restarted"):
+                with pytest.raises(gt.errors.ShardRestarted, match="shard 1 was restarted") as told_of:
                     table.pull(ids)
+                assert "NotSent" not in "".join(traceback.format_exception(told_of.value))
                 assert table.pull(ids[:1]).shape == (1, 2)
                 with gt.connect(running.facts["scheduler"], config=config) as later:
                     with pytest.raises(gt.errors.ShardRestarted, match=r"incomplete: .* drop it"):
@@ -214,17 +220,27 @@ def test_a_port_in_use_is_reported_in_words() -> None:
             output, log = process.communicate(timeout=60)
     assert process.returncode == 2
     assert output == ""
-    port = address.rpartition(":")[2]
-    role, error = log.splitlines()  # the role's log, then what comes of it; nothing of gRPC's own
-    assert role.startswith("scheduler | error: ")
-    assert error.startswith(f"error: scheduler: cannot listen on '{address}': another process uses port {port}; ")
+    (error,) = log.splitlines()  # once, and nothing of gRPC's own
+    assert error.startswith(f"error: {address} is in use by process {os.getpid()} (")
+    assert "--scheduler-listen 127.0.0.1:0 picks a free port" in error
 
 
-def test_two_clusters_never_share_a_scheduler_port() -> None:
+def test_what_a_role_complains_of_is_said_once() -> None:
+    with started("--scheduler-listen=127.0.0.1:0", "--shards=1", "--data=/proc/nope") as process:
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 2, log
+    assert len([line for line in log.splitlines() if "/proc/nope" in line]) == 1, log
+
+
+def test_two_clusters_never_share_a_scheduler_port_and_the_second_is_told_of_the_first() -> None:
     with up() as first, started("--scheduler-listen", first.facts["scheduler"]) as second:
-        second.communicate(timeout=60)
+        _, log = second.communicate(timeout=60)
         assert second.returncode == 2
         assert cluster_status(first.facts["scheduler"]).ready
+    (error,) = log.splitlines()
+    assert f"the scheduler of a cluster that runs (process {first.facts['pids']['scheduler']})" in error
+    assert f"'geartrain status --scheduler {first.facts['scheduler']}'" in error
+    assert "--scheduler-listen 127.0.0.1:0 picks a free port" in error
 
 
 def test_a_file_can_put_several_shards_in_one_process(tmp_path: Path) -> None:

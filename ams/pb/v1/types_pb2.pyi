@@ -76,6 +76,7 @@ class PingReply(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """As its command is called: scheduler, server, graph or slowgear."""
     version: _builtins.str
@@ -84,6 +85,8 @@ class PingReply(_message.Message):
     """Since the role began."""
     incarnation: _builtins.int
     """Which process of its shard or slow gear it is. 0: a role that has none, or none yet."""
+    pid: _builtins.int
+    """Of the process, on the machine where it runs. 0: a role of an earlier version."""
     def __init__(
         self,
         *,
@@ -91,10 +94,11 @@ class PingReply(_message.Message):
         version: _builtins.str = ...,
         uptime_seconds: _builtins.float = ...,
         incarnation: _builtins.int = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "role", b"role", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pid", b"pid", "role", b"role", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

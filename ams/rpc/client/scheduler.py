@@ -29,7 +29,8 @@ class GrpcSchedulerCarrier(GrpcCalls):
         super().__init__(
             SCHEDULER, "scheduler", address, max_message_bytes=max_message_bytes, connect_seconds=connect_seconds
         )
-        self._as_peer, self._silence = Peer("scheduler", address), SilenceLog()
+        self._as_peer = Peer("scheduler", address, f"geartrain health {address}")  # 'status' would ask it, too
+        self._silence = SilenceLog()
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """See :class:`SchedulerCarrier`."""

@@ -17,10 +17,10 @@ from functools import partial
 
 logger = logging.getLogger(__name__)
 
-ASK_AFTER_SECONDS = 1.5
+ASK_AFTER_SECONDS = 0.8
 """A call without a reply for so long has its peer asked for its health."""
-ANSWER_SECONDS = 1.5
-"""How long that may take. Whoever does not answer is thus named 3 s after it was called."""
+ANSWER_SECONDS = 0.8
+"""How long that may take. Whoever does not answer is thus named within 2 s of being called."""
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two questions to one that is well and still gives no reply: the pause doubles up to here."""
 _AT_ONCE = 16
@@ -35,6 +35,8 @@ class Peer:
     name: str
     """As in a sentence: "shard 1"."""
     address: str
+    status_command: str = "geartrain status"
+    """Tells more of it."""
 
 
 class SilenceLog:
@@ -89,10 +91,11 @@ class SilenceLog:
             self._named.add(peer)
         logger.warning(
             "%s at %s does not answer; waiting for it %s. Its process may be stopped or its machine out of reach "
-            "('geartrain status')",
+            "('%s')",
             peer.name,
             peer.address,
             wait,
+            peer.status_command,
         )
 
 

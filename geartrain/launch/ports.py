@@ -1,0 +1,86 @@
+"""Who listens where a role is to listen: asked before it starts, so that it says so in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+import psutil
+
+from geartrain.ams.values.config import split_address
+from geartrain.ams.values.errors import ConfigError, GeartrainError
+from geartrain.ams.values.rpc import Ping, Pong
+
+_ANSWER_SECONDS = 1.0
+
+
+def require_free(listen: str, flag: str) -> None:
+    """Raise ConfigError if another process listens at ``"host:port"``; says which, and what ``flag`` can change.
+
+    Any other fault of the address is left to whoever binds it.
+    """
+    _, port = split_address(listen)
+    taken = False
+    with contextlib.suppress(OSError):
+        taken = port != 0 and is_taken(listen)
+    if not taken:
+        return
+    elsewhere = f"{flag} {listen.removesuffix(f':{port}')}:0 picks a free port"
+    pong = role_at(listen)
+    if pong is None:
+        raise ConfigError(f"{listen} is in use by {user_of(port)}; end that, or listen elsewhere: {elsewhere}")
+    if pong.role == "scheduler":
+        raise ConfigError(
+            f"{listen} is in use by the scheduler of a cluster that runs (process {pong.pid}): use that cluster "
+            f"('geartrain status --scheduler {listen}' shows it), end it, or start this one elsewhere: {elsewhere}"
+        )
+    raise ConfigError(
+        f"{listen} is in use by a {pong.role} of Geartrain (process {pong.pid}); end that, or listen elsewhere: "
+        f"{elsewhere}"
+    )
+
+
+def is_taken(listen: str) -> bool:
+    """Whether a process listens at ``"host:port"``. Raises OSError if nobody can listen there for another reason."""
+    host, port = split_address(listen)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a past connection is no user
+        try:
+            probe.bind(address)
+            probe.listen()
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                raise
+            return True
+    return False
+
+
+def role_at(address: str) -> Pong | None:
+    """Return what the role at ``"host:port"`` says of itself; None if none answers."""
+    from geartrain.ams.rpc.carrier import AttemptFailed
+    from geartrain.ams.rpc.client.calls import GrpcCalls
+    from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
+
+    for service in (SCHEDULER, SHARD, GRAPH, GEAR):
+        calls = GrpcCalls(service, "role", address)
+        try:
+            return calls.call(Ping(), _ANSWER_SECONDS)
+        except AttemptFailed:
+            return None
+        except GeartrainError:  # another role, or none of ours
+            continue
+        finally:
+            calls.close()
+    return None
+
+
+def user_of(port: int) -> str:
+    """The process that listens at a port of this machine, in words; only its owner and root are told which."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            address = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return "another process"
