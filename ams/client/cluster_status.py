@@ -84,7 +84,7 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
     except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
     finally:
         scheduler.close()
 
@@ -102,7 +102,7 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
         names = [spec.name for spec in scheduler.call(DescribeCluster(), seconds).tables]
         return describe_gears(names, lambda job: scheduler.call(DescribeHolders(job=job), seconds))
     except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from exc
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
     finally:
         scheduler.close()
 

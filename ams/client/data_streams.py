@@ -98,7 +98,7 @@ class DataStreams:
         try:
             return self._scheduler.call(request, self._timeout_seconds)
         except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; whether it was done is unknown, repeating it does no harm") from exc
+            raise SchedulerUnavailable(f"{exc}; whether it was done is unknown, repeating it does no harm") from None
 
 
 def _checked(cursors: Cursors) -> dict[int, Cursor]:

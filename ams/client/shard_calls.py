@@ -301,12 +301,12 @@ class ShardCalls:
                 if self._silence.has_named:
                     self._silence.heard(self._peer(shard))
                 return reply
-            except StepPending as exc:
-                self._require_not_given_up(shard, exc)
+            except StepPending:
+                self._require_not_given_up(shard)
                 patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
                 future = again()
             except Busy as exc:
-                self._require_not_given_up(shard, exc)
+                self._require_not_given_up(shard)
                 if patience.is_fresh:
                     logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, patience.seconds, exc)
                 if not patience.pause(exc.retry_after_seconds):
@@ -317,7 +317,7 @@ class ShardCalls:
                     ) from exc
                 future = again()
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
-                self._require_not_given_up(shard, exc)
+                self._require_not_given_up(shard)
                 if isinstance(exc, StaleCluster) and not has_looked:
                     # The shard answers: it is this client that has not heard, and no waiting would tell it.
                     has_looked = True
@@ -339,13 +339,13 @@ class ShardCalls:
                     raise ShardUnavailable(
                         f"shard {shard} at {address} did not answer within {patience.seconds:g} s: "
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
-                    ) from exc
+                    ) from None
                 self._look_again(shard)
                 future = again()
 
-    def _require_not_given_up(self, shard: int, exc: Exception) -> None:
+    def _require_not_given_up(self, shard: int) -> None:
         if self._given_up.is_set():
-            raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from exc
+            raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from None
 
     def _look_again(self, shard: int) -> None:
         """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
@@ -358,7 +358,7 @@ class ShardCalls:
             raise ShardRestarted(
                 f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; "
                 "connect again and restore a snapshot, or start the job again"
-            )
+            ) from None
         # Not the incarnations: they are those of the shards that hold our rows.
         self._view = replace(self._view, cluster_version=view.cluster_version)
 

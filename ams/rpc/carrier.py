@@ -14,7 +14,10 @@ R = TypeVar("R")
 
 
 class AttemptFailed(Exception):
-    """One attempt did not come back: whether the shard saw the request is unknown. The caller may retry."""
+    """One attempt did not come back: whether the shard saw the request is unknown. The caller may retry.
+
+    No user sees it: who gives up raises a GeartrainError that says the same, ``from None``.
+    """
 
 
 class NotSent(AttemptFailed):

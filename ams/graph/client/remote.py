@@ -150,7 +150,7 @@ class RemoteGraphs:
             except AttemptFailed as exc:
                 silent = time.monotonic() - max(began, heard())
                 if silent >= wait:
-                    raise GraphUnavailable(f"{exc} (for {silent:.1f} s); {self._remedy}") from exc
+                    raise GraphUnavailable(f"{exc} (for {silent:.1f} s); {self._remedy}") from None
                 if not told:
                     logger.warning("%s; trying again for up to %g s. Else %s", exc, wait, self._remedy)
                     told = True
