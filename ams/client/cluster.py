@@ -14,7 +14,7 @@ from geartrain.ams.client.data_streams import DataStreams
 from geartrain.ams.client.restore import restore_snapshot
 from geartrain.ams.client.scheduler_calls import SchedulerCalls, await_cluster
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot
+from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
 from geartrain.ams.observe import failpoints
@@ -284,7 +284,7 @@ class Cluster:
         try:
             return describe_cluster(self._scheduler.carrier, self._open_carrier)
         except AttemptFailed as exc:
-            raise SchedulerUnavailable(str(exc)) from exc
+            raise SchedulerUnavailable(str(exc)) from None
 
     def snapshot(
         self,
@@ -298,7 +298,8 @@ class Cluster:
         parent: str | Path | None = None,
         graphs: bool = True,
     ) -> PendingSnapshot:
-        """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (``step-000000042``).
+        """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (by default
+        ``step-000000042``, or ``step-000000042-2`` if an earlier run has left that).
 
         ``root`` is a local folder or a URL (``s3://bucket/runs/1``; also gs, abfs and hdfs).
 
@@ -318,12 +319,11 @@ class Cluster:
         StaleClient (of a named stream that was taken over).
         """
         job = JobContents(step=integer("step", step, 0), values=values or {}, files=files or {})
-        name = f"step-{step:09}" if name is None else name
         return begin_snapshot(
             self._calls,
             lambda: self._scheduler.describe().tables,
             root,
-            name,
+            free_name(root, job.step) if name is None else name,
             job,
             tables=tables,
             parent=parent,

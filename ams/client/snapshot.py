@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import write_job_file
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import FileEntry, Parent, Writer
-from geartrain.ams.storage.snapshot.store import Place, is_name, parent_of, place, within
+from geartrain.ams.storage.snapshot.store import Place, is_name, parent_of, place, store_of, within
 from geartrain.ams.values.errors import (
     GeartrainError,
     GraphUnavailable,
@@ -124,6 +125,19 @@ class _Hold:
                 self._renewed()
             if self._calls.has_given_up:
                 return
+
+
+def free_name(root: str | Path, step: int) -> str:
+    """Return ``step-000000042``, or ``step-000000042-2`` and so on where that is taken: by an earlier run of the same
+    script, for example.
+    """
+    folder, name = place(root), f"step-{step:09}"
+    store = store_of(folder)
+    names = chain([name], (f"{name}-{again}" for again in count(2)))
+    try:
+        return next(free for free in names if not store.exists(within(folder, free)))
+    except OSError:
+        return name  # whoever writes there says what is wrong with the folder
 
 
 def begin_snapshot(

@@ -231,9 +231,7 @@ class Table:
         _require_finite(values, checked)
         num_distinct = ops.num_distinct(checked)
         if num_distinct < len(checked):
-            raise InvalidArgument(
-                f"{len(checked)} ids to assign hold {counted(len(checked) - num_distinct, 'duplicate')}"
-            )
+            raise _duplicates(checked, len(checked) - num_distinct)
         requests = [
             (shard, Assign(table=self.spec.name, ids=part, rows=part_rows))
             for shard, part, part_rows in self._split(checked, values, every_shard=False)
@@ -301,6 +299,16 @@ def _send_once(write: Write) -> Done:
     except BaseException:
         write.abandon()
         raise
+
+
+def _duplicates(ids: Ids, count: int) -> InvalidArgument:
+    found, counts = np.unique(ids, return_counts=True)
+    first = int(np.flatnonzero(np.isin(ids, found[counts > 1]))[0])
+    both = np.flatnonzero(ids == ids[first])[:2]
+    return InvalidArgument(
+        f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
+        f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was sent"
+    )
 
 
 def _require_finite_product(rows: npt.NDArray[Any], scale: float) -> None:

@@ -31,6 +31,12 @@ Ids = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.floating]
 
 
+def _dtype_named(value: object) -> str:
+    """What ``value``, a dtype of torch or numpy, for example, should have been: ``the name 'float16'``."""
+    name = getattr(value, "__name__", str(value)).rpartition(".")[2]
+    return f"its name, {name!r}" if name in DTYPES else f"one of {', '.join(map(repr, DTYPES))}"
+
+
 @dataclass(frozen=True)
 class Constant:
     """Every value of a new row is ``value``."""
@@ -114,8 +120,8 @@ class TableSpec:
             f"initializer is {self.initializer!r}; it must be an instance of Constant, Uniform or Normal of geartrain",
         )
         for label, value in (("dtype", self.dtype), ("slot_dtype", self.slot_dtype)):
-            require(value in DTYPES, f"{label} is {value!r}; it must be one of {', '.join(DTYPES)}")
-
+            if not isinstance(value, str) or value not in DTYPES:
+                raise InvalidArgument(f"{label} is {quoted(value)}; it must be {_dtype_named(value)}")
         require(
             self.optimizer.takes_narrow_slots or self.slot_dtype == "float32",
             f"slot_dtype is {self.slot_dtype!r}; {type(self.optimizer).__name__}'s must be 'float32': 16 bits lose "

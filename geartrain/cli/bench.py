@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +18,22 @@ if TYPE_CHECKING:
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="Which bench, for example rows or head.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Which bench, or a file of one, for example rows or rows_grpc.", show_default="list them"),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Also cases that take longer than a minute.")] = False,
     folder: Annotated[Path, typer.Option(help="The benchmarks folder of a checkout.")] = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
-    """Measure Geartrain against a rival in one run; a ratio above 1 means that Geartrain wins."""
-    from geartrain.launch.bench import machine, run_bench
+    """Measure Geartrain against a rival in one run; a ratio above 1 means that Geartrain wins. Without a name: list the
+    benches, and what each file of one measures."""
+    from geartrain.launch.bench import benches, machine, run_bench
 
+    if name is None:
+        found = benches(folder)
+        print(json.dumps(found) if as_json else _list_of(found))
+        return
     results = []
     # What a bench prints on its way is for people: stdout is kept for the figures.
     with contextlib.redirect_stdout(sys.stderr):
@@ -36,6 +44,15 @@ def bench(
         print(json.dumps({"bench": name, "machine": machine(), "results": results}))
     else:
         _print_table(results)
+
+
+def _list_of(found: Mapping[str, Mapping[str, str]]) -> str:
+    width = max(len(file) for files in found.values() for file in files)
+    lines = []
+    for name, files in found.items():
+        lines.append(f"geartrain bench {name}")
+        lines += [f"  {file:<{width}}  {sentence}" for file, sentence in files.items()]
+    return "\n".join(lines)
 
 
 def _print_table(results: Sequence[Result]) -> None:

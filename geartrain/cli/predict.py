@@ -16,7 +16,7 @@ DEFAULT_K = 5
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="Model folder of a run, such as runs/quickstart/model.")],
+    model: Annotated[Path, typer.Argument(help="A run, such as runs/quickstart, or its model folder.")],
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of images.")],
     k: Annotated[
         int | None,

@@ -37,7 +37,10 @@ Tables = Annotated[list[str] | None, typer.Option("--table", help="Only this tab
 @app.command()
 def create(
     root: Root,
-    name: Annotated[str | None, typer.Option(help="Name of its folder.", show_default="step-NNNNNNNNN")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of its folder.", show_default="step-NNNNNNNNN, or -2 … behind it if that is taken"),
+    ] = None,
     step: Annotated[int, typer.Option(min=0, help="Step of the job, for the listing's order.")] = 0,
     table: Tables = None,
     parent: Annotated[
@@ -135,20 +138,20 @@ def restore(
 
 @app.command()
 def compact(
-    root: Root,
-    name: Annotated[
-        str | None, typer.Argument(help="The newest of a chain.", show_default="the newest snapshot")
-    ] = None,
+    where: Where,
     new_name: Annotated[
         str | None, typer.Option("--as", help="Name of the new one.", show_default="NAME-whole")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Merge a snapshot and those it adds to into a new one that stands alone; 'prune' then removes the others."""
+    """Merge a snapshot and those it adds to into a new one, beside it, that stands alone; 'prune' then removes the
+    others."""
     from geartrain.ams.storage.snapshot.compaction import compact as compact_chain
     from geartrain.ams.storage.snapshot.folder import latest, open_snapshot
+    from geartrain.ams.storage.snapshot.store import parent_of
 
-    path = compact_chain(root, latest(_folder(root)).name if name is None else name, new_name=new_name)
+    snapshot = open_snapshot(where) if _is_snapshot(where) else latest(_folder(where))
+    path = compact_chain(parent_of(snapshot.path), snapshot.name, new_name=new_name)
     facts = _facts(open_snapshot(path))
     print(json.dumps(facts) if as_json else f"{path}: {_summary(facts)}")
 

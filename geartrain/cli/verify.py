@@ -13,7 +13,7 @@ from geartrain.cli.options import Json
 
 
 def verify(
-    model: Annotated[Path, typer.Argument(help="Model folder of a run, such as runs/classify/model.")],
+    model: Annotated[Path, typer.Argument(help="A run, such as runs/classify, or its model folder.")],
     pairs: Annotated[list[Path], typer.Argument(help="Files of pairs as InsightFace packs them, such as lfw.bin.")],
     mirror: Annotated[
         bool | None,

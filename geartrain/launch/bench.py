@@ -8,6 +8,7 @@ only beside the source they come from.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import platform
@@ -42,8 +43,8 @@ class BrokenBench(GeartrainError):
     """A bench file does not keep to the form described above."""
 
 
-def bench_names(folder: Path) -> list[str]:
-    """The benches of a folder, sorted.
+def benches(folder: Path) -> dict[str, dict[str, str]]:
+    """The benches of a folder by name, sorted: the name of each file of one, and its first sentence.
 
     Raises:
         ConfigError: it is no folder.
@@ -53,7 +54,11 @@ def bench_names(folder: Path) -> list[str]:
             f"there is no folder {str(folder)!r}; benches are part of the source tree, not of the installed package: "
             "run this in a checkout, or give its benchmarks folder with --folder"
         )
-    return sorted({path.stem.partition("_")[0] for path in folder.glob("[!_]*.py")})
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(folder.glob("[!_]*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found.setdefault(path.stem.partition("_")[0], {})[path.stem] = text.partition("\n\n")[0].replace("\n", " ")
+    return found
 
 
 def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result]:
@@ -68,11 +73,15 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
         ConfigError: there is no such bench; lists those there are.
         BrokenBench: a file has no ``results``, or one of its results lacks a field.
     """
-    names = bench_names(folder)
-    paths = [path for path in sorted(folder.glob("[!_]*.py")) if name in (path.stem, path.stem.partition("_")[0])]
-    if not paths:
-        raise ConfigError(f"there is no bench {name!r} in {str(folder)!r}; there are {', '.join(names)}")
-    for path in paths:
+    found = benches(folder)
+    chosen = found.get(name) or [file for files in found.values() for file in files if file == name]
+    if not chosen:
+        known = "; ".join(f"{one} ({', '.join(files)})" if set(files) != {one} else one for one, files in found.items())
+        raise ConfigError(
+            f"there is no bench {name!r} in {str(folder)!r}. There are (with the files of each, which run alone, too): "
+            f"{known}. 'geartrain bench' says what each measures"
+        )
+    for path in (folder / f"{file}.py" for file in chosen):
         for result in _module(path).results(full=full):
             if set(result) != set(Result.__annotations__):
                 raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")

@@ -97,7 +97,7 @@ def test_an_increment_is_taken_compacted_and_restored_over_what_is_there(tmp_pat
             assert "added to a" in created.stdout
             compacted = json.loads(geartrain("snapshot", "compact", str(tmp_path), "--as=c", "--json").stdout)
             assert (compacted["name"], compacted["parent"], compacted["rows"]) == ("c", None, {"t": 500})
-            assert_one_line_error(geartrain("snapshot", "compact", str(tmp_path), "c"), 2, "'c'", "whole already")
+            assert_one_line_error(geartrain("snapshot", "compact", str(tmp_path / "c")), 2, "'c'", "whole already")
             tables[0].push(IDS, np.ones((500, 4), np.float32))
             for name, more in (("b", ()), ("c", ("--table=t",))):
                 restored = geartrain("snapshot", "restore", str(tmp_path / name), "--replace", *more, *at)

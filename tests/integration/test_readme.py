@@ -24,8 +24,10 @@ def test_the_loop_of_a_class_head_trains() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_the_loop_of_a_table_runs() -> None:
-    run_block(1)
+def test_the_loop_of_a_table_shows_what_its_pushes_do() -> None:
+    first = [float(line.split("[")[1].split(",")[0]) for line in run_block(1).splitlines()]
+    assert len(first) == 10
+    assert abs(first[0] - first[-1] - 0.9) < 1e-5
 
 
 def test_every_linked_file_exists() -> None:

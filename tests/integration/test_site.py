@@ -139,14 +139,16 @@ def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
     return unknown
 
 
-@pytest.mark.parametrize("page", ["index.md", "start/your-loop.md", "how-to/snapshots.md"])
-def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["index.md", "start/your-loop.md", "how-to/snapshots.md", "explanation/gear.md"])
+def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, tmp_path: Path) -> None:
     blocks = [
         code for language, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")) if language == "python"
     ]
     for number, code in enumerate(blocks):
         (tmp_path / f"block_{number}.py").write_text(code, encoding="utf-8")
-    run = f"import runpy; [runpy.run_path(f'block_{{n}}.py') for n in range({len(blocks)})]"
-    command = [sys.executable, "-c", run]
+    run = "runpy.run_path(f'block_{n}.py', run_name='__main__'); print('=====')"
+    command = [sys.executable, "-c", f"import runpy\nfor n in [*range({len(blocks)})] * 2: {run}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
+    printed = done.stdout.split("=====\n")[: len(blocks)]
+    assert [code for code, text in zip(blocks, printed, strict=True) if not text] == []

@@ -159,6 +159,14 @@ def test_a_name_is_used_once_and_names_are_checked(tmp_path: Path) -> None:
         cluster.snapshot(tmp_path, "b").result(60)  # no freeze was left behind
 
 
+def test_a_script_that_runs_again_snapshots_the_same_step_under_another_name(tmp_path: Path) -> None:
+    for name in ("step-000000007", "step-000000007-2", "step-000000007-3"):
+        with local() as cluster:
+            cluster.create_table("t", dim=2, optimizer=SGD(1.0))
+            assert cluster.snapshot(tmp_path, step=7).result(60).name == name
+    assert latest(tmp_path).name == name
+
+
 def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> None:
     from geartrain.ams.values.shard_messages import Freeze
 

@@ -238,9 +238,9 @@ BAD_CALLS = {
         "inf",
     ),
     "duplicate assign": (
-        lambda t: t.assign(np.array([1, 1]), np.ones((2, 4), np.float32)),
+        lambda t: t.assign(np.array([3, 1, 2, 1]), np.ones((4, 4), np.float32)),
         errors.InvalidArgument,
-        "1 duplicate",
+        "1 duplicate: id 1 is at positions 1 and 3; give each id once",
     ),
 }
 

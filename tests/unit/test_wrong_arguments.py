@@ -53,6 +53,24 @@ def test_a_value_of_the_wrong_type_is_named(
         call()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, np.float16, np.dtype("float16"), "torch.float16"])
+@pytest.mark.parametrize("name", ["dtype", "slot_dtype"])
+def test_a_dtype_in_place_of_its_name_is_refused_with_the_name(dtype: Any, name: str) -> None:
+    said = f"{name} is .*float16.*; it must be its name, 'float16'"
+    with gt.local() as cluster:
+        with pytest.raises(InvalidArgument, match=said):
+            cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1), **{name: dtype})
+        with pytest.raises(InvalidArgument, match=said):
+            gt.ClassHead(cluster, "t", num_classes=4, dim=2, **{name: dtype})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, "half", None, ["float16"]])
+def test_a_dtype_that_rows_cannot_have_is_refused_with_those_they_can(dtype: Any) -> None:
+    said = "dtype is .*; it must be one of 'float32', 'float16'"
+    with gt.local() as cluster, pytest.raises(InvalidArgument, match=said):
+        cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1), dtype=dtype)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     assert gt.SGD(float(np.float32(0.5))) == gt.SGD(np.float32(0.5))  # type: ignore[arg-type]
     gt.Constant(np.int64(1))  # type: ignore[arg-type]

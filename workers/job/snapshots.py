@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, count
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.snapshot import PendingSnapshot
-from geartrain.ams.storage.snapshot.folder import list_snapshots, prune
+from geartrain.ams.client.snapshot import PendingSnapshot, free_name
+from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.errors import (
     GeartrainError,
     SchedulerUnavailable,
@@ -86,7 +85,7 @@ class JobSnapshots:
         moment = Moment(state.progress, self._clock())
         self._begun = moment.seconds
         try:
-            name = self._free_name(state.progress.step)
+            name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
             pending = self._cluster.snapshot(
                 self._root,
                 name,
@@ -139,12 +138,6 @@ class JobSnapshots:
                 f"a training begins with a snapshot, and there is none: {self._failure}. Snapshots are written by the "
                 "shards: give a folder or URL that they and this worker see alike (--snapshots)"
             )
-
-    def _free_name(self, step: int) -> str:
-        """A name for this step. Another one has it if the job went back behind a damaged snapshot of it."""
-        name, taken = f"step-{step:09}", {listed.name for listed in list_snapshots(self._root)}
-        names = chain([name], (f"{name}-{again}" for again in count(2)))
-        return next(free for free in names if free not in taken)
 
     def _tell(self, moment: Moment, exc: GeartrainError) -> None:
         self._failure = exc

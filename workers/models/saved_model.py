@@ -82,12 +82,12 @@ def save_model(folder: Path, model: Model) -> None:
 
 
 def load_model(folder: Path) -> Model:
-    """Read what :func:`save_model` wrote; on the CPU, in eval().
+    """Read what :func:`save_model` wrote, in ``folder`` or in the ``model`` of a run's folder; on the CPU, in eval().
 
     One saved by a version without checksums is read unchecked, which is logged. Raises ConfigError (not the folder of a
     model, or of a newer version), ModelDamaged (names the file). One more read of every file than without checksums.
     """
-    folder = complete_folder(folder)
+    folder = _of_run(complete_folder(folder))
     config = _read_config(folder / _CONFIG)
     try:
         if config["format"] != _WITHOUT_CHECKSUMS:
@@ -112,6 +112,12 @@ def read_training(folder: Path) -> dict[str, Any]:
     except (ConfigError, ModelDamaged):
         return {}
     return training
+
+
+def _of_run(folder: Path) -> Path:
+    """The model in the folder of a run, or ``folder`` itself."""
+    inside = complete_folder(folder / "model")
+    return inside if inside.is_dir() and not (folder / _CONFIG).exists() else folder
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.launch.bench import BrokenBench, bench_names, run_bench
+from geartrain.cli.main import build_app
+from geartrain.launch.bench import BrokenBench, benches, run_bench
 
 GOOD = """
 import _helper
@@ -66,9 +68,16 @@ def test_the_json_form_is_one_object_and_nothing_else_on_stdout(folder: Path) ->
     assert "chatter on the way" in done.stderr
 
 
-def test_an_unknown_bench_lists_those_there_are(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no bench 'raws'.*rows"):
+def test_an_unknown_bench_lists_those_there_are_with_their_files(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no bench 'raws'.* rows \(rows_a, rows_b\)"):
         list(run_bench("raws", folder))
+
+
+def test_the_list_of_benches_has_the_first_sentence_of_each_file(folder: Path) -> None:
+    (folder / "head.py").write_text('"""A head against\na layer.\n\nMore of it.\n"""\n' + GOOD, encoding="utf-8")
+    assert benches(folder) == {"head": {"head": "A head against a layer."}, "rows": {"rows_a": "", "rows_b": ""}}
+    done = CliRunner().invoke(build_app(["bench"]), ["bench", "--folder", str(folder)])
+    assert "geartrain bench head\n  head    A head against a layer.\n" in done.stdout
 
 
 def test_outside_a_checkout_the_error_says_where_benches_are(tmp_path: Path) -> None:
@@ -90,6 +99,6 @@ def test_a_file_without_results_is_refused(folder: Path) -> None:
 
 def test_every_bench_of_this_repository_has_the_right_form() -> None:
     benchmarks = Path(__file__).resolve().parents[3] / "benchmarks"
-    for name in bench_names(benchmarks):
+    for name in benches(benchmarks):
         files = [*benchmarks.glob(f"{name}.py"), *benchmarks.glob(f"{name}_*.py")]
         assert all("def results(" in path.read_text(encoding="utf-8") for path in files), name

@@ -32,8 +32,8 @@ def saved(folder: Path, seed: int = 0) -> Path:
 def test_a_model_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     first = load_model(saved(tmp_path / "model"))
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(FILES)
-    save_model(tmp_path / "again", first)
-    second = load_model(tmp_path / "again")
+    save_model(tmp_path / "again" / "model", first)
+    second = load_model(tmp_path / "again")  # the folder of a run
     assert (second.class_names, second.preprocessing) == (first.class_names, first.preprocessing)
     torch.testing.assert_close(second.centers, first.centers, rtol=0, atol=0)
     for name, tensor in first.backbone.state_dict().items():
