@@ -85,7 +85,8 @@ class HeadLoss(torch.autograd.Function):
             loss, gradient_BD = call.run(want_gradient=want_gradient)
         ctx.call = call
         ctx.feature_dtype = features_BD.dtype
-        ctx.save_for_backward(*([gradient_BD] if gradient_BD is not None else []))
+        width = features_BD.shape[1]  # rows with biases have a column more
+        ctx.save_for_backward(*([gradient_BD[:, :width]] if gradient_BD is not None else []))
         return loss
 
     @staticmethod

@@ -22,6 +22,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import Peers, RowBackend
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
+from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.head.checks import check_class_ids, check_labels
 from geartrain.bridge.head.imprint import feature_sums
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
@@ -33,12 +34,14 @@ _FAILED = -1
 
 def add_classes(
     backend: RowBackend,
+    dim: int,
     num: int,
     rows: Tensor | None,
     examples: Iterable[tuple[Tensor, Tensor]] | None,
     backbone: nn.Module | None,
 ) -> tuple[Ids, LiveClasses]:
-    """See ``ClassHead.add_classes``; returns the new ids and the living classes with them."""
+    """See ``ClassHead.add_classes``, whose features have width ``dim``; returns the new ids and the living classes with
+    them."""
     table = backend.table
 
     def prepare() -> tuple[Ids, Tensor | None]:
@@ -49,8 +52,8 @@ def add_classes(
         if examples is not None:
             if backbone is None or rows is not None:
                 raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")
-            return ids, feature_sums(examples, backbone, num, table.spec.dim)
-        return ids, None if rows is None else _checked_rows(rows, num, table.spec.dim, TORCH_DTYPES[table.spec.dtype])
+            return ids, feature_sums(examples, backbone, num, dim)
+        return ids, None if rows is None else _checked_rows(rows, num, dim, TORCH_DTYPES[table.spec.dtype])
 
     def summary(prepared: tuple[Ids, Tensor | None]) -> list[int]:
         values = prepared[1]
@@ -65,7 +68,8 @@ def add_classes(
         )
 
     def write(part: slice) -> None:
-        table.assign(ids[part], _initial_rows(table, ids[part]) if values is None else as_numpy(values[part]))
+        rows = _initial_rows(table, ids[part]) if values is None else as_numpy(with_zeros(values[part], table.spec.dim))
+        table.assign(ids[part], rows)
 
     _write(backend, len(ids), write)
     return ids, backend.living.with_added(ids)

@@ -26,6 +26,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
+from geartrain.bridge.head.biases import require_no_margin, with_ones
 from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin, check_selection
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
@@ -41,6 +42,7 @@ _FIXED = {
     "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_living)",
     "num_living": "use add_classes() and retire_classes()",
     "dim": "the rows of the table have this width",
+    "bias": "the rows of the table have a column for it, or none",
     "name": "it is the table's",
     "table": _ANEW,
     "retired": "use add_classes() and retire_classes()",
@@ -78,6 +80,7 @@ class ClassHead(nn.Module):
         num_living: int | None = None,
         select: Selection = DEFAULT_SELECT,
         margin: Margin | None = None,
+        bias: bool = False,
         optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
         rows: str = "pull",
         dtype: DTypeName = "float32",
@@ -105,6 +108,7 @@ class ClassHead(nn.Module):
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, or one of your own that has
                 ``scale`` and ``target(cos)`` (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None:
                 plain linear, cross entropy.
+            bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
             optimizer: Applied where the rows are. AdamW's slots are twice the rows.
             rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
@@ -128,12 +132,14 @@ class ClassHead(nn.Module):
         num_classes = integer("num_classes", num_classes, 1)
         self.num_classes = num_classes
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
-        self._margin = check_margin(margin, num_classes)
+        self.bias = boolean("bias", bias)
+        self._margin = self._checked(margin)
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
             num_living=num_living,
             dim=dim,
+            bias=self.bias,
             select=check_selection(select),
             margin=self._margin,
             optimizer=optimizer,
@@ -166,7 +172,12 @@ class ClassHead(nn.Module):
 
     @margin.setter
     def margin(self, margin: Margin | None) -> None:
-        self._backend.margin = self._margin = check_margin(margin, self.num_classes)
+        self._backend.margin = self._margin = self._checked(margin)
+
+    def _checked(self, margin: Margin | None) -> Margin | None:
+        if self.bias:
+            require_no_margin(margin)
+        return check_margin(margin, self.num_classes)
 
     @property
     def backend(self) -> RowBackend:
@@ -224,7 +235,7 @@ class ClassHead(nn.Module):
         InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
         SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
         """
-        ids, living = add_classes(self._backend, num, rows, examples, backbone)
+        ids, living = add_classes(self._backend, self.dim, num, rows, examples, backbone)
         self._follow(living, ids)
         return torch.from_numpy(ids)
 
@@ -284,7 +295,7 @@ class ClassHead(nn.Module):
         check_features(features, self.dim)
         k = integer("k", k, 1, self.num_living)
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            return self._backend.predict(features, k)
+            return self._backend.predict(with_ones(features) if self.bias else features, k)
 
     def imprint(
         self,
@@ -308,11 +319,24 @@ class ClassHead(nn.Module):
         InvalidArgument where the file finds no room: no class was changed then.
         """
         backend = self._backend
-        return imprint_rows(self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.living)
+        return imprint_rows(
+            self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.living, self.dim
+        )
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:
         """Rows [N, D] on the host: of the classes ``ids`` [N] int64 (any order, duplicates allowed), or of all."""
+        rows = self._rows(ids)
+        return rows[:, : self.dim].contiguous() if self.bias else rows
+
+    @torch.no_grad()
+    def biases(self, ids: Tensor | None = None) -> Tensor:
+        """Biases [N] on the host, of the classes ``ids`` as in :meth:`weights`; zeros without ``bias=True``."""
+        if not self.bias:
+            return torch.zeros(self.num_classes if ids is None else len(ids))
+        return self._rows(ids)[:, self.dim].contiguous()
+
+    def _rows(self, ids: Tensor | None) -> Tensor:
         spec = self.table.spec
         wanted: Ids
         if ids is None:
@@ -375,6 +399,7 @@ class ClassHead(nn.Module):
             "table": self.name,
             "num_classes": self.num_classes,
             "dim": self.dim,
+            **({"bias": True} if self.bias else {}),
             "step": self.step,
             "select": repr(self.select),
             "margin": repr(self.margin),
@@ -392,7 +417,9 @@ class ClassHead(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _require_same_size(self, state: Mapping[str, Any]) -> None:
-        for key, mine in (("table", self.name), ("num_classes", self.num_classes), ("dim", self.dim)):
+        state = {"bias": False, **state}
+        sizes = {"table": self.name, "num_classes": self.num_classes, "dim": self.dim, "bias": self.bias}
+        for key, mine in sizes.items():
             if state[key] != mine:
                 raise SpecMismatch(
                     f"the saved head has {key} {state[key]!r}, this one {mine!r}; "
@@ -423,4 +450,5 @@ class ClassHead(nn.Module):
         """Settings for print()."""
         return (
             f"{self.name!r}, num_classes={self.num_classes}, dim={self.dim}, select={self.select}, margin={self.margin}"
+            f"{', bias=True' if self.bias else ''}"
         )

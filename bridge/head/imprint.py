@@ -21,6 +21,7 @@ from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import Peers
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
+from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.head.class_sums import ClassSums
 from geartrain.bridge.rows.ranks import run_together
@@ -43,9 +44,10 @@ def imprint_rows(
     memory_bytes: int,
     progress: Callable[[int], None] | None,
     living: LiveClasses,
+    dim: int,
 ) -> int:
-    """See ``ClassHead.imprint``."""
-    num_classes, dim = living.num_classes, table.spec.dim
+    """See ``ClassHead.imprint``; features have width ``dim``."""
+    num_classes = living.num_classes
     imprinted = 0
     with (
         _in_eval_mode(backbone),
@@ -131,7 +133,8 @@ def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, *, writes: bool) ->
     if writes and bool(seen_S.any()):
         rows_SD = sums_SD[seen_S]
         normalise_(rows_SD)
-        table.assign(ids[seen_S.numpy()], as_numpy(rows_SD.to(TORCH_DTYPES[table.spec.dtype])))
+        stored_SD = with_zeros(rows_SD.to(TORCH_DTYPES[table.spec.dtype]), table.spec.dim)
+        table.assign(ids[seen_S.numpy()], as_numpy(stored_SD))
     return int(seen_S.sum())
 
 

@@ -107,6 +107,7 @@ def memory_report(
     *,
     num_classes: int,
     dim: int,
+    bias: bool = False,
     rows: str = "pull",
     dtype: DTypeName = "float32",
     slot_dtype: DTypeName = "float32",
@@ -128,7 +129,8 @@ def memory_report(
 
     Args:
         num_classes: See :class:`ClassHead`, as the other arguments that are not explained here.
-        dim: Width of a row.
+        dim: Width of features.
+        bias: Whether rows have one more column.
         rows: Name of the way that rows are worked on.
         dtype: Of the rows.
         slot_dtype: Of their slots.
@@ -155,7 +157,7 @@ def memory_report(
         if not isinstance(value, int) or value < 1 or (most is not None and value > most):
             raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= 1{f' and <= {most}' if most else ''}")
     spec = TableSpec(
-        name="plan", dim=dim, num_rows=num_classes, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype
+        name="plan", dim=dim + bias, num_rows=num_classes, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype
     )
     active = min(num_classes, max(select.budget(num_classes), min(num_classes, batch_size * num_ranks)))
     plan = MemoryPlan(

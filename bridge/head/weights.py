@@ -29,6 +29,7 @@ from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
+from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.class_head import ClassHead
 
 EXPORTED_NAME = "weight"
-"""Name of the one tensor [C, D] of an exported file."""
+"""Name of the tensor [C, D] of an exported file."""
+EXPORTED_BIASES = "bias"
+"""Name of the tensor [C] beside it, if classes have biases."""
 SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
 _NPY_START = b"\x93NUMPY"
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -51,6 +54,8 @@ class _Part:
     path: Path
     num_rows: int
     read: Read
+    biases: Tensor | None = None
+    """[n], if the file has such."""
 
 
 def import_class_weights(
@@ -62,21 +67,22 @@ def import_class_weights(
     InsightFace and PLSC saves them (``rank:0_softmax_weight.pt``, …); or a folder of such files, taken in the order of
     the numbers in their names. A file is a ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` that holds a tensor or
     a state dict (loaded with ``weights_only=True``); ``key`` names its matrix where several would fit and none is
-    called "weight". Rows are stored in the table's dtype, and their momentum becomes zero, for files hold none.
+    called "weight". Rows are stored in the table's dtype, and their momentum becomes zero, for files hold none. A head
+    with biases takes those [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros.
 
     With ranks every rank calls this, and the first one writes; rows that lie on ranks each rank reads for itself, from
     files that all of them see. Everything about names, shapes and dtypes is checked before a row is written. Raises
     InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
     before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
-    backend = head.backend
+    backend, dim = head.backend, head.dim
     table, peers, own = backend.table, backend.peers, backend.own_classes
     if peers is None:
-        parts = _open_parts(_files(paths), table, key)
+        parts = _open_parts(_files(paths), table, dim, key)
         _assign_all(table, parts, own)
     else:
         what = f"class weights of table {table.spec.name!r} were not imported"
-        parts = run_together(peers, lambda: _open_parts(_files(paths), table, key), what)
+        parts = run_together(peers, lambda: _open_parts(_files(paths), table, dim, key), what)
         peers.write_together(lambda: _assign_all(table, parts, own), what)
     return [(part.path, part.num_rows) for part in parts]
 
@@ -84,20 +90,20 @@ def import_class_weights(
 def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     """Write all class centers to one safetensors file, tensor ``weight`` [C, D] of the table's dtype; return the path.
 
-    Memory O(1): C · D may exceed it. The file appears whole or not at all; rows that are pushed meanwhile are in it
-    from before or after. Costs one pull per 8 MiB and shard. With ranks, one of them calls it. Rows that lie on ranks
-    every rank hands in, and the first one writes: one all-reduce per 8 MiB. Raises OSError, and SyncError on the other
-    ranks then.
+    Biases are the tensor ``bias`` [C] there. Memory O(1) but for these: C · D may exceed it. The file appears whole
+    or not at all; rows that are pushed meanwhile are in it from before or after. Costs one pull per 8 MiB and
+    shard. With ranks, one of them calls it. Rows that lie on ranks every rank hands in, and the first one writes:
+    one all-reduce per 8 MiB. Raises OSError, and SyncError on the other ranks then.
     """
     table, peers = head.table, head.backend.peers
     if peers is None or not head.backend.reads_together:
-        return export_rows(table, _path(path))
+        return export_rows(table, _path(path), head.dim)
     blocks = _blocks(table)
     failure: Exception | None = None
     try:
         path = _path(path)
         if peers.rank == 0:
-            _write_file(table.spec, path, blocks)
+            _write_file(table.spec, path, blocks, head.dim)
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     for _ in blocks:  # every rank takes part in every pull, be the file written or not
@@ -112,13 +118,13 @@ def check_export_path(path: Path) -> None:
         raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
 
 
-def export_rows(table: ReadableTable, path: Path) -> Path:
-    """:func:`export_class_weights` of any dense table."""
+def export_rows(table: ReadableTable, path: Path, dim: int | None = None) -> Path:
+    """:func:`export_class_weights` of any dense table; what lies beyond the first ``dim`` columns is biases."""
     spec = table.spec
     check_export_path(path)
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
-    _write_file(spec, path, _blocks(table))
+    _write_file(spec, path, _blocks(table), spec.dim if dim is None else dim)
     return path
 
 
@@ -133,16 +139,21 @@ def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
         yield rows[: len(ids)]
 
 
-def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]]) -> None:
-    num_rows = spec.num_rows or 0
-    offsets = [0, num_rows * spec.row_bytes]
-    tensor = {"dtype": _SAFETENSORS_DTYPES[spec.dtype], "shape": [num_rows, spec.dim], "data_offsets": offsets}
-    header = json.dumps({"__metadata__": {"table": spec.name}, EXPORTED_NAME: tensor}).encode()
+def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]], dim: int) -> None:
+    num_rows, kind, itemsize = spec.num_rows or 0, _SAFETENSORS_DTYPES[spec.dtype], spec.numpy_dtype.itemsize
+    middle, end = num_rows * dim * itemsize, num_rows * spec.row_bytes
+    tensors = {EXPORTED_NAME: {"dtype": kind, "shape": [num_rows, dim], "data_offsets": [0, middle]}}
+    if dim < spec.dim:
+        tensors[EXPORTED_BIASES] = {"dtype": kind, "shape": [num_rows], "data_offsets": [middle, end]}
+    header = json.dumps({"__metadata__": {"table": spec.name}, **tensors}).encode()
     header += b" " * (-len(header) % 8)
     with _replacing(path) as temporary, temporary.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
+        biases: list[bytes] = []
         for rows in blocks:
-            file.write(rows.view(np.uint8).data)
+            file.write(np.ascontiguousarray(rows[:, :dim]).view(np.uint8).data)
+            biases.append(rows[:, dim:].tobytes())
+        file.writelines(biases)
         file.flush()
         os.fsync(file.fileno())
 
@@ -184,12 +195,12 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
-def _open_parts(paths: list[Path], table: ReadableTable, key: str | None) -> list[_Part]:
+def _open_parts(paths: list[Path], table: ReadableTable, dim: int, key: str | None) -> list[_Part]:
     spec = table.spec
-    parts = [_open(path, spec.dim, key) for path in paths]
+    parts = [_open(path, dim, key) for path in paths]
     total = sum(part.num_rows for part in parts)
     if total != spec.num_rows:
-        listed = ", ".join(f"{part.path} [{part.num_rows}, {spec.dim}]" for part in parts)
+        listed = ", ".join(f"{part.path} [{part.num_rows}, {dim}]" for part in parts)
         raise InvalidRows(
             f"{listed} {'hold' if len(parts) > 1 else 'holds'} {total:,} classes, table {spec.name!r} has "
             f"{spec.num_rows:,}; give the files of all ranks, or a head of {total:,} classes"
@@ -226,6 +237,8 @@ def _open_safetensors(path: Path, dim: int, key: str | None) -> _Part:
             shapes = {name: list(tensor.get_shape()) for name, tensor in tensors.items()}
             name = _chosen(path, shapes, dim, key)
             dtype = tensors[name].get_dtype()
+            beside = _biases_name(name)
+            biases = file.get_tensor(beside) if shapes.get(beside) == shapes[name][:1] else None
     except (OSError, SafetensorError) as exc:
         raise InvalidArgument(f"{path} is not a readable safetensors file: {exc}") from exc
     _require_matrix(path, shapes[name], dtype, dtype in ("F64", "F32", "F16", "BF16"), dim)
@@ -235,7 +248,7 @@ def _open_safetensors(path: Path, dim: int, key: str | None) -> _Part:
             rows: Tensor = file.get_slice(name)[start:stop]
         return rows
 
-    return _Part(path, shapes[name][0], read)
+    return _Part(path, shapes[name][0], read, biases)
 
 
 def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
@@ -255,7 +268,14 @@ def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
     if matrix.layout != torch.strided or matrix.device.type != "cpu":
         raise InvalidRows(f"{path} holds a {matrix.layout} tensor on {matrix.device}; save a dense one with its values")
     _require_matrix(path, list(matrix.shape), matrix.dtype, matrix.is_floating_point(), dim)
-    return _Part(path, len(matrix), lambda start, stop: matrix[start:stop])
+    biases = tensors.get(_biases_name(name))
+    biases = None if biases is None or biases.shape != matrix.shape[:1] else biases.detach()
+    return _Part(path, len(matrix), lambda start, stop: matrix[start:stop], biases)
+
+
+def _biases_name(name: str) -> str:
+    """Of the biases beside a matrix: "fc.bias" beside "fc.weight"."""
+    return name.removesuffix(EXPORTED_NAME) + EXPORTED_BIASES
 
 
 def _chosen(path: Path, shapes: dict[str, list[int]], dim: int, key: str | None) -> str:
@@ -295,7 +315,10 @@ def _assign(table: ReadableTable, part: _Part, first: int, own: range) -> None:
     step = block_rows_for(spec.row_bytes)
     for start in range(max(0, own.start - first), end, step):
         stop = min(start + step, end)
-        rows = part.read(start, stop).to(TORCH_DTYPES[spec.dtype]).contiguous()
+        rows = part.read(start, stop)
+        if part.biases is not None and rows.shape[1] < spec.dim:
+            rows = torch.cat([rows, part.biases[start:stop, None].to(rows.dtype)], 1)
+        rows = with_zeros(rows, spec.dim).to(TORCH_DTYPES[spec.dtype]).contiguous()
         if not math.isfinite(float(rows.float().abs().amax())):
             wrong = start + int((~torch.isfinite(rows).all(dim=1)).nonzero()[0])
             raise NonFinite(

@@ -40,6 +40,9 @@ class HeadSettings:
     num_living: int | None
     """Classes that live from the start; None: all."""
     dim: int
+    """Width of features."""
+    bias: bool
+    """Whether rows have one more column."""
     select: Selection
     margin: Margin | None
     optimizer: RowOptimizerSpec
@@ -54,6 +57,11 @@ class HeadSettings:
     rows_cache_bytes: int
     logits_cache_bytes: int | None
     """None: the backend's own."""
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return self.dim + self.bias
 
 
 def logits_bytes(given: int | None, otherwise: int) -> int:

@@ -21,6 +21,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite, check_labels
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.ranks import Ranks
@@ -52,7 +53,7 @@ class ClusterBackend(ABC):
         def create(reuse: bool) -> HeadTable:
             table = cluster.create_table(
                 settings.name,
-                dim=settings.dim,
+                dim=settings.width,
                 optimizer=settings.optimizer,
                 num_rows=settings.num_classes,
                 initializer=settings.initializer,
@@ -97,7 +98,7 @@ class ClusterBackend(ABC):
         if want_rows:
             self._recent_labels = all_labels
         required = None if ranks is None else ranks.sync_group(len(labels_B))
-        rows = self._pass(features, labels_B, all_labels, required)
+        rows = self._pass(with_ones(features) if self._settings.bias else features, labels_B, all_labels, required)
         return HeadCall(rows, self.update, len(labels_B), self.keeps_logits_bytes, want_rows=want_rows)
 
     @abstractmethod

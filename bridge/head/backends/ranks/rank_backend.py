@@ -61,6 +61,7 @@ class RankBackend:
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
         self.margin = settings.margin
+        self._bias = settings.bias
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
@@ -128,6 +129,7 @@ class RankBackend:
             selector=self.selector,
             living=self.living,
             margin=self.margin,
+            bias=self._bias,
             training=want_rows,
         )
         rows, samples = step.begin(features, labels)
@@ -145,7 +147,7 @@ def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
     try:
         spec = TableSpec(
             name=settings.name,
-            dim=settings.dim,
+            dim=settings.width,
             optimizer=settings.optimizer,
             num_rows=settings.num_classes,
             initializer=settings.initializer,

@@ -28,6 +28,7 @@ from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.batch import Arithmetic, Batch
+from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite, check_labels
 from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -100,6 +101,7 @@ class RankStep:
     selector: RankSelector
     living: LiveClasses
     margin: Margin | None
+    bias: bool
     training: bool
 
     def begin(self, features: Tensor, labels: Tensor) -> tuple[RankRows, int]:
@@ -110,7 +112,8 @@ class RankStep:
         """
         labels_S, sizes, wants_gradient = self._agreed(features, labels)
         link = self.update.table.link
-        joint_features_BD = link.gather(features.detach().contiguous(), sizes)
+        own_SD = with_ones(features.detach()) if self.bias else features.detach().contiguous()
+        joint_features_BD = link.gather(own_SD, sizes)
         labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
         if self.training:
             self.select.prepare()
@@ -174,7 +177,7 @@ class RankStep:
         return labels_S, sizes, any(gradients)
 
     def _checked(self, features: Tensor, labels: Tensor) -> Ids:
-        check_features(features, self.update.table.spec.dim)
+        check_features(features, self.update.table.spec.dim - self.bias)
         if features.device != self.update.table.device:
             raise InvalidArgument(
                 f"features are on {features.device}, the rows on {self.update.table.device}; move the head there "
