@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from geartrain.ams.values.config import ClientConfig
     from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, AdamW, Momentum, SparseMomentum
     from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
+    from geartrain.bridge.checkpoint.loading import load
+    from geartrain.bridge.checkpoint.saving import save
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
@@ -72,9 +74,11 @@ __all__ = [
     "errors",
     "export_class_weights",
     "import_class_weights",
+    "load",
     "local",
     "margin_cross_entropy",
     "memory_report",
+    "save",
     "state_from_bytes",
     "state_to_bytes",
 ]
@@ -85,6 +89,8 @@ _HOMES = {
     "geartrain.ams.values.config": ("ClientConfig",),
     "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum", "Adagrad", "AdamW"),
     "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
+    "geartrain.bridge.checkpoint.loading": ("load",),
+    "geartrain.bridge.checkpoint.saving": ("save",),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),

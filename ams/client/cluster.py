@@ -362,6 +362,12 @@ class Cluster:
             graphs=self._graphs_to_restore,
         )
 
+    def reopen(self, names: Sequence[str]) -> None:
+        """Go on with tables that another process has restored, as the process that did: what is open of them with equal
+        settings means those that there are now. One RPC. Raises as :meth:`table`.
+        """
+        self._calls.restored([self._scheduler.table(name) for name in names])
+
     def _graphs_to_restore(self, there_are_some: bool) -> GraphCalls | None:
         """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""
         return self.graph if there_are_some and not self._calls.remote else self._graphs()

@@ -85,6 +85,7 @@ FAILPOINTS: Mapping[str, Failpoint] = {
     "restore.block.after": Failpoint("the rows of one block to restore are written", InternalError),
     "restore.publish.before": Failpoint("every shard has the rows of a restore, nobody may read them", InternalError),
     "restore.publish.after": Failpoint("the tables of a restore are open, who restored them has not gone on"),
+    "model.publish.before": Failpoint("all files of a saved model are safe, the model is the one before", OSError),
     "lease.heartbeat.before": Failpoint("a shard is about to renew its lease", InternalError),
     "lease.heartbeat.after": Failpoint("a shard has renewed its lease", InternalError),
     "scheduler.register.before": Failpoint("a shard asks to join, the scheduler has not decided", InternalError),

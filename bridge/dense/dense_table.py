@@ -20,6 +20,7 @@ from geartrain.ams.client.writes import Write
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
+from geartrain.bridge.dense.attached import DenseRows, note
 from geartrain.bridge.dense.factory import Store, open_stores
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers
@@ -66,8 +67,12 @@ class DenseTable(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """GradScaler leaves its scale and what it found to :meth:`step`: ranks have to skip a step together."""
 
-    def __init__(self, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: Ranks | None) -> None:
+    def __init__(
+        self, cluster: Cluster, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: Ranks | None
+    ) -> None:
         """Take the server's values. Use :func:`attach`."""
+        self.row_keeper = DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
+        """The tables, for :func:`geartrain.save` and :func:`geartrain.load`."""
         self._versions: tuple[int, ...] = (0,)
         """Writes applied to the parameters by shard, as asked for before they were pulled."""
         self._incarnation = 0
@@ -365,4 +370,6 @@ def attach(
         )
 
     stores = opened(reuse) if ranks is None else ranks.first_then_others(lambda: opened(reuse), lambda: opened(True))
-    return DenseTable(tensors, *stores, ranks)
+    dense = DenseTable(cluster, tensors, *stores, ranks)
+    note(module, dense)
+    return dense

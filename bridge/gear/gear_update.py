@@ -70,6 +70,11 @@ class GearUpdate(PendingUpdate[GearGradient]):
         self._delivery: Delivery | None = None
         self._trained_here = incarnation_of(table) if trains_here else None
 
+    def go_on_with(self, table: ReadableTable, port: GearPort) -> None:
+        """Train another table by a slow gear of this process that was made for it; what is pending is dropped."""
+        self.discard()
+        self.table, self._port, self._trained_here = table, port, incarnation_of(table)
+
     def require_present(self) -> None:
         """Raise TableNotFound if the dense table was restored since a slow gear of this process was made, which keeps
         features, counts and gradients of the time before; of those of others, since the pending gradients were."""

@@ -9,6 +9,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +23,8 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
 from geartrain.ams.values.gear_messages import FeatureReply, Freshness, GearAccount, GearPort, first_error, without
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.dense.factory import BUFFERS_SUFFIX
 from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.dense_pass import TrainMode
 from geartrain.bridge.gear.engine import DenseEngine, as_features
@@ -30,6 +32,7 @@ from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, SampleSource
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.keeper import RowKeeper
 
 _NO_FEATURE = -1
 """In place of the dense version of a feature that is not there."""
@@ -137,6 +140,9 @@ class SlowGear(nn.Module):
         self._cache = WorkerCache(
             cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag, clock=clock
         )
+        self._open: Callable[[bool], DenseEngine] | None = None
+        """Makes the slow gear of this process; None: slow gears are elsewhere."""
+        self._cluster = cluster
         self._port: GearPort
         self.table: Table
         engine: DenseEngine | None = None
@@ -144,7 +150,6 @@ class SlowGear(nn.Module):
             settings = EngineSettings(
                 dim=dim,
                 optimizer=optimizer,
-                reuse=reuse,
                 gradients_per_id=gradients_per_id,
                 ids_per_update=ids_per_update,
                 reduction=reduction,
@@ -158,7 +163,13 @@ class SlowGear(nn.Module):
                 sample_cache_bytes=sample_cache_bytes,
             )
             dense_pass = open_pass(build, samples, decode, settings)
-            engine = open_engine(cluster, name, dense_pass, settings, mode=mode, worker_cache=self._cache, clock=clock)
+
+            def open_here(reuse: bool) -> DenseEngine:
+                reusing = replace(settings, reuse=reuse)
+                return open_engine(cluster, name, dense_pass, reusing, mode=mode, worker_cache=self._cache, clock=clock)
+
+            self._open = open_here
+            engine = self._open(reuse)
             self._port, self.table = engine, cluster.table(name)
         else:
             _refuse_settings(
@@ -225,6 +236,11 @@ class SlowGear(nn.Module):
         """The worker's cache: hits, misses, histograms of age and lag."""
         return self._cache
 
+    @property
+    def row_keeper(self) -> RowKeeper:
+        """The dense table, for :func:`geartrain.save` and :func:`geartrain.load`."""
+        return _GearRows(self, self._cluster)
+
     def close(self) -> None:
         """Flush a slow gear of this process; let go of connections to others. Idempotent."""
         self._port.close()
@@ -240,6 +256,25 @@ class SlowGear(nn.Module):
                 raise SpecMismatch(f"the saved slow gear has {key} {state[key]!r}, this one {mine!r}")
         self.row_update.discard()
         self.row_update.step = int(state["step"])
+
+    def _require_here(self) -> None:
+        """Raise InvalidArgument unless the slow gear is in this process."""
+        if self._open is None:
+            raise InvalidArgument(
+                f"the slow gears of {self.name!r} are other processes, which keep features and gradients of the rows "
+                "they have: end them, bring the rows back with 'geartrain snapshot restore' (the rows-* folder of the "
+                "saved model), start them, and load the rest with load_state_dict"
+            )
+
+    def _begin_anew(self) -> None:
+        """Make the slow gear of this process once more, over the table that there is now."""
+        assert self._open is not None
+        self._port.close()
+        self._cache.clear()
+        engine = self._open(True)
+        self._port, self.table = engine, self._cluster.table(self.name)
+        self.row_update.go_on_with(self.table, engine)
+        weakref.finalize(self.row_update, engine.abandon)
 
     def _features(self, ids: Ids) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Vectors [K, D] of distinct ids, and the dense version of each; :data:`_NO_FEATURE` where there is none."""
@@ -265,6 +300,29 @@ class SlowGear(nn.Module):
         good = without(ids, reply.failures)
         self._cache.insert(ids[good], as_features(reply, good))
         return good
+
+
+class _GearRows(RowKeeper):
+    def __init__(self, gear: SlowGear, cluster: Cluster) -> None:
+        self._gear = gear
+        self.cluster: Cluster = cluster
+
+    def specs(self) -> list[TableSpec]:
+        names = [self._gear.name, self._gear.name + BUFFERS_SUFFIX]
+        there = self.cluster.table_incarnations()
+        return [self.cluster.table(name).spec for name in names if name in there]
+
+    def is_trained(self) -> bool:
+        return max(self._gear.table.versions()) > 1  # the first write is that of the first values
+
+    def require_loadable(self) -> None:
+        self._gear._require_here()
+
+    def settle(self) -> None:
+        self._gear.flush()
+
+    def go_on(self) -> None:
+        self._gear._begin_anew()
 
 
 class _Delivered(torch.autograd.Function):

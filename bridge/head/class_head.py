@@ -33,6 +33,7 @@ from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, li
 from geartrain.bridge.head.imprint import imprint_rows
 from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
 
@@ -198,6 +199,11 @@ class ClassHead(nn.Module):
     def row_update(self) -> PendingUpdate[Any]:
         """Row gradients that wait for :class:`geartrain.bridge.rows.optimizer.RowOptimizer`."""
         return self._backend.update
+
+    @property
+    def row_keeper(self) -> RowKeeper:
+        """The rows, for :func:`geartrain.save` and :func:`geartrain.load`."""
+        return self._backend.keeper
 
     @property
     def name(self) -> str:
@@ -413,6 +419,7 @@ class ClassHead(nn.Module):
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
             self._require_same_size(state)
+            self._backend.require_step(int(state["step"]))
             self._backend.require_rows(state.get("table_rows"))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 

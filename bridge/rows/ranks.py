@@ -64,8 +64,13 @@ class Ranks:
         self._first = dist.get_global_rank(group, 0)  # group_src, which would say the same, came with PyTorch 2.6
         nccl = "nccl" in str(dist.get_backend(process_group))
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self._name = name
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Push as a run that no shard has heard of: the table is another one. Every rank calls it; one broadcast."""
         nonce = self._from_first(secrets.randbits(62))
-        self.job = f"{name}/{nonce:016x}"
+        self.job = f"{self._name}/{nonce:016x}"
         self.sequence = 1
 
     def _from_first(self, value: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from geartrain.ams.kernels.sampling import sample_ids
@@ -23,7 +24,8 @@ def incarnation_of(table: ReadableTable) -> int:
 
 
 def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
-    """What :func:`require_same_rows` compares, as JSON values. One pull of up to 128 rows.
+    """What :func:`require_same_rows` compares, as JSON values: ids, and a hash of the row of each. One pull of up to
+    128 rows.
 
     Where rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
     """
@@ -32,7 +34,7 @@ def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
     ids = np.unique(np.concatenate([recent_labels[:LABELS], others]))
     identity: dict[str, Any] = {"incarnation": incarnation_of(table)}
     try:
-        return {**identity, "ids": ids.tolist(), "rows": _digest(table, ids)}
+        return {**identity, "ids": ids.tolist(), "row_digests": row_digests(_pulled(table, ids))}
     except GeartrainError:
         return identity
 
@@ -43,18 +45,28 @@ def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) 
     """
     if identity is None or (identity["incarnation"] and identity["incarnation"] == incarnation_of(table)):
         return
-    if "ids" in identity and _digest(table, np.array(identity["ids"], np.int64)) == identity["rows"]:
-        return
-    name = table.spec.name
-    raise SpecMismatch(
-        f"the saved state is of other rows than table {name!r} has here: class centers are in no state_dict. Restore "
-        "them first: cluster.restore(...) of the snapshot that cluster.snapshot(...) took beside this state, then make "
-        "the head with reuse=True; or geartrain.import_class_weights(...) of exported ones. To go on with the rows as "
-        "they are, load the state without the head's '_extra_state'"
+    digests = identity.get("row_digests")
+    if not digests or row_digests(_pulled(table, np.array(identity["ids"], np.int64))) != digests:
+        raise other_rows(table.spec.name)
+
+
+def row_digests(rows: npt.NDArray[Any]) -> list[str]:
+    """A hash of each of the rows [N, D]."""
+    return [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
+
+
+def other_rows(name: str) -> SpecMismatch:
+    """The error for a state of other rows than those of table ``name``."""
+    return SpecMismatch(
+        f"the saved state is of other rows than table {name!r} has here: class centers are in no state_dict. Save a "
+        "model with geartrain.save(model, path), which keeps its rows, and load it with geartrain.load(model, path). "
+        "Or restore the rows first: the snapshot taken beside this state (cluster.restore(...), then the head with "
+        "reuse=True; head.restore(...) for rows='ranks'), or geartrain.import_class_weights(...) of exported ones. To "
+        "go on with the rows as they are, load the state without the head's '_extra_state'"
     )
 
 
-def _digest(table: ReadableTable, ids: Ids) -> str:
+def _pulled(table: ReadableTable, ids: Ids) -> npt.NDArray[Any]:
     rows = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
     table.pull_into(ids, rows)
-    return xxhash.xxh3_64_hexdigest(rows.tobytes())
+    return rows

@@ -292,7 +292,10 @@ PLACES: dict[str, tuple[str, int]] = {
     "job.save.after": (WORKER, 3),
 }
 
-ELSEWHERE = {"graph.part.after": "tests/integration/test_graph_role.py"}
+ELSEWHERE = {
+    "graph.part.after": "tests/integration/test_graph_role.py",
+    "model.publish.before": "tests/unit/bridge/checkpoint/test_saved_models.py",
+}
 """Failpoints where no row can be lost, and the file that tests them."""
 
 

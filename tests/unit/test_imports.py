@@ -37,6 +37,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "dense": ("rows",),
     "gear": ("rows", "dense"),
     "head": ("rows",),
+    "checkpoint": ("rows", "dense"),
 }
 
 # What single files or rooms may use beside that, each for a reason.
@@ -46,6 +47,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
     "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
     "bridge/head/class_changes.py": ("tables",),
+    "bridge/checkpoint/*": ("storage", "observe"),  # rows of a saved model are snapshots
     "bridge/rows/tables.py": ("rpc",),
     "bridge/gear/*": ("storage",),  # cached features
 }

@@ -54,6 +54,8 @@ PUBLIC_NAMES = {
     "memory_report",
     "import_class_weights",
     "export_class_weights",
+    "save",
+    "load",
     "state_to_bytes",
     "state_from_bytes",
     "errors",

@@ -25,6 +25,7 @@ from geartrain.ams.values.specs import DTypeName, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.loss.margins import Margin
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
+from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import HeadCluster, ReadableTable
 
@@ -216,6 +217,11 @@ class RowBackend(Protocol):
 
     def require_step(self, step: int) -> None:
         """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
+        ...
+
+    @property
+    def keeper(self) -> RowKeeper:
+        """What saving and loading a model do with the rows."""
         ...
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:

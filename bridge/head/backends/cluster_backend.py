@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -17,17 +17,22 @@ from torch import Tensor
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, InvalidRows
 from geartrain.ams.values.shard_messages import SyncGroup
-from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite, check_labels
 from geartrain.bridge.head.selection.served_graph import TableGraphs
+from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
 from geartrain.bridge.rows.tables import HeadTable
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.table import Table
 
 
 class ClusterBackend(ABC):
@@ -140,6 +145,11 @@ class ClusterBackend(ABC):
     def require_step(self, step: int) -> None:  # noqa: B027
         """Of any step: whoever loads a state has restored the rows."""
 
+    @property
+    def keeper(self) -> RowKeeper:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+        return _ClusterRows(self, cast("Cluster", self._settings.cluster))
+
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
         """Rows stay in the cluster."""
 
@@ -156,3 +166,26 @@ class ClusterBackend(ABC):
             f"the rows of {self._settings.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which "
             "take all of its tables"
         )
+
+
+class _ClusterRows(RowKeeper):
+    def __init__(self, backend: ClusterBackend, cluster: Cluster) -> None:
+        self._backend = backend
+        self.cluster = cluster
+        self.peers = backend.peers
+
+    def specs(self) -> list[TableSpec]:
+        return [self._backend.table.spec]
+
+    def is_trained(self) -> bool:
+        return max(cast("Table", self._backend.table).versions()) > 0
+
+    def go_on(self) -> None:
+        if self._backend.peers is not None:
+            self._backend.peers.begin_anew()
+
+    def graph_to_bytes(self) -> bytes | None:
+        return self._backend.select.graph_to_bytes()
+
+    def graph_from_bytes(self, data: bytes) -> None:
+        self._backend.select.graph_from_bytes(data)

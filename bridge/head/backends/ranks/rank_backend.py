@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
@@ -33,6 +34,9 @@ from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.kept_logits import kept_rows
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
+from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
+from geartrain.bridge.rows.tables import as_numpy
 
 LOGITS_CACHE_BYTES = 64 << 20
 """Unless the head says another number: rows are not held beside them."""
@@ -89,11 +93,29 @@ class RankBackend:
         return RankGraphs(self.table)
 
     def identity(self) -> dict[str, Any] | None:
-        """None: rows on ranks are told by their step, and reading some would be a collective."""
-        return None
+        """Of rows of this rank: to read others would be a collective, and one rank alone may save a state."""
+        numbers = sample_ids(self.table.num_local, min(OTHERS, self.table.num_local), 0, 0)
+        return {"incarnation": 0, "ids": (numbers + self.table.first).tolist(), "row_digests": self._digests(numbers)}
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
-        """They are told by their step."""
+        """Those of the state that lie on this rank."""
+        given = (
+            {}
+            if identity is None
+            else dict(zip(identity.get("ids", ()), identity.get("row_digests", ()), strict=False))
+        )
+        ids = np.array([row for row in given if row in self.own_classes], np.int64)
+        if self._digests(ids - self.table.first) != [given[row] for row in ids.tolist()]:
+            raise other_rows(self.table.spec.name)
+
+    def _digests(self, numbers: Ids) -> list[str]:
+        rows_ND = self.table.current_rows(torch.from_numpy(numbers).to(self.table.device))
+        return row_digests(as_numpy(rows_ND.cpu()))
+
+    @property
+    def keeper(self) -> RowKeeper:
+        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+        return _RankRows(self)
 
     def require_step(self, step: int) -> None:
         """SpecMismatch for rows of another step, unless they were just restored."""
@@ -141,6 +163,30 @@ class RankBackend:
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         arithmetic = Arithmetic.of(features)
         return top_classes_on_ranks(self.table, active, features, k, normalised=normalised, arithmetic=arithmetic)
+
+
+class _RankRows(RowKeeper):
+    def __init__(self, backend: RankBackend) -> None:
+        self._backend = backend
+        self.peers = backend.peers
+
+    def specs(self) -> list[TableSpec]:
+        return [self._backend.table.spec]
+
+    def is_trained(self) -> bool:
+        return self._backend.update.step > 0
+
+    def graph_to_bytes(self) -> bytes | None:
+        return self._backend.select.graph_to_bytes()
+
+    def graph_from_bytes(self, data: bytes) -> None:
+        self._backend.select.graph_from_bytes(data)
+
+    def snapshot(self, root: Path, name: str) -> None:
+        self._backend.snapshot(root, name, step=self._backend.update.step, values={}, files={})
+
+    def restore(self, path: Path) -> None:
+        self._backend.restore(path)
 
 
 def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:

@@ -1,0 +1,1 @@
+"""Models on disk as one thing: modules together with the rows that they train."""

@@ -1,0 +1,183 @@
+"""The folder of a saved model.
+
+    PATH/model.json                the modules, tables, and the other files with their checksums (XXH3); sealed
+    PATH/state-ID.safetensors      parameters, buffers and other state, see geartrain.bridge.rows.state
+    PATH/rows-ID-0/                a snapshot of the tables of one cluster, or of the rows of one head on ranks
+
+It is a folder because shards and ranks write their rows themselves, side by side. Every save writes files of a new ID;
+``model.json`` is replaced last, in one rename. So a crash leaves the old model or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.durable import create_folders, sync_folder, write_file
+from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
+from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.values.arguments import path_name
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotError
+from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+
+FORMAT = 1
+MODEL = "model.json"
+_ID = r"[0-9a-f]{32}"
+_OURS = re.compile(rf"(state-({_ID})\.safetensors|rows-({_ID})-\d+)|\.(staging|trash|part)-.*")
+_REMEDY = "bring the folder back from a copy, or save the model again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRows:
+    """One snapshot of the folder."""
+
+    folder: str
+    """Its name."""
+    id: str
+    """Of its manifest."""
+    modules: list[str]
+    """Names of the modules whose rows it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """The content of ``model.json``."""
+
+    id: str
+    """32 hexadecimal digits, new for every save."""
+    state_bytes: int
+    state_xxh3_128: str
+    """Of the file of the state."""
+    rows: list[SavedRows]
+    modules: dict[str, list[str]]
+    """Names of the tables by that of the module."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """JSON values for people, and for whoever rebuilds the model."""
+
+    @property
+    def state_file(self) -> str:
+        """Name of the file of the state."""
+        return f"state-{self.id}.safetensors"
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder that ``path`` names. Raises InvalidArgument."""
+    path = path_name("path", path, "the name of a folder")
+    if isinstance(path, str) and "://" in path:
+        raise InvalidArgument(
+            f"path is {path!r}; a model is saved in a folder. Copy it, or take Cluster.snapshot(url, files=...) there"
+        )
+    return Path(path).absolute()
+
+
+def require_ours(folder: Path) -> None:
+    """Raise InvalidArgument unless a model may be saved there: nothing is there, or a saved model."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InvalidArgument(f"{folder} is a file; a model is saved in a folder")
+    foreign = [one.name for one in folder.iterdir() if one.name != MODEL and not _OURS.fullmatch(one.name)]
+    if foreign:
+        raise InvalidArgument(f"{folder} holds other files ({min(foreign)}); give a folder of its own, or a new name")
+
+
+def write_state(folder: Path, model_id: str, state: Any) -> tuple[int, str]:
+    """Write the file of the state, synced; return its length and checksum. Raises InvalidArgument, OSError."""
+    data = state_to_bytes(state)
+    create_folders(folder)
+    write_file(folder / f"state-{model_id}.safetensors", data)
+    return len(data), xxhash.xxh3_128_hexdigest(data)
+
+
+def publish(folder: Path, record: ModelRecord) -> None:
+    """Make what was written the model of the folder, in one step. Raises InvalidArgument, OSError."""
+    content = {
+        "format": FORMAT,
+        "created": time.time(),
+        "id": record.id,
+        "state": {"file": record.state_file, "bytes": record.state_bytes, "xxh3_128": record.state_xxh3_128},
+        "rows": [vars(rows) for rows in record.rows],
+        "modules": record.modules,
+        "about": record.about,
+    }
+    data = seal_json(content)
+    sync_folder(folder)
+    failpoints.reach("model.publish.before")
+    write_file(folder / MODEL, data)
+    sync_folder(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the files of all saves but the one that ``model.json`` names, as far as that is possible."""
+    try:
+        kept = read_record(folder).id
+    except ConfigError:  # no model is there
+        kept = ""
+    except ModelDamaged:  # its files may be all that is left of it
+        return
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _OURS.fullmatch(path.name)
+        if match is None or kept in (match[2], match[3]):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_record(folder: Path) -> ModelRecord:
+    """Raises ConfigError if no model was saved there, or by a later version; ModelDamaged."""
+    path = folder / MODEL
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise ConfigError(f"{path} does not exist; is {folder} the folder that geartrain.save wrote?") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    try:
+        content = unseal_json(data)
+    except ValueError as exc:
+        raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    try:
+        return ModelRecord(
+            id=content["id"],
+            state_bytes=content["state"]["bytes"],
+            state_xxh3_128=content["state"]["xxh3_128"],
+            rows=[SavedRows(**rows) for rows in content["rows"]],
+            modules=content["modules"],
+            about=content["about"],
+        )
+    except (KeyError, TypeError) as exc:
+        raise ModelDamaged(f"{path} is damaged: it lacks {exc}; {_REMEDY}") from exc
+
+
+def read_state(folder: Path, record: ModelRecord) -> Any:
+    """What :func:`write_state` was given, its tensors on the host. Raises ModelDamaged."""
+    path = folder / record.state_file
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise ModelDamaged(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    if len(data) != record.state_bytes or xxhash.xxh3_128_hexdigest(data) != record.state_xxh3_128:
+        raise ModelDamaged(f"{path} is damaged: its content does not match its checksum in {MODEL}; {_REMEDY}")
+    return state_from_bytes(data)
+
+
+def open_rows(folder: Path, rows: SavedRows) -> Snapshot:
+    """One of the snapshots of the folder. Raises ModelDamaged, SnapshotDamaged, SnapshotTooNew."""
+    try:
+        snapshot = open_snapshot(folder / rows.folder)
+    except SnapshotError as exc:
+        raise ModelDamaged(f"{folder / rows.folder} cannot be used: {exc}; {_REMEDY}") from exc
+    if snapshot.manifest.id != rows.id:
+        raise ModelDamaged(f"{folder / rows.folder} is of another save than {MODEL}; {_REMEDY}")
+    return snapshot

@@ -1,0 +1,175 @@
+"""``gt.load``: a saved model into a module that was made like the saved one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.values.arguments import boolean
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.checkpoint.folder import ModelRecord, SavedRows, model_folder, open_rows, read_record, read_state
+from geartrain.bridge.checkpoint.parts import (
+    PlainNames,
+    group_of,
+    keepers_of,
+    on_first,
+    require_between_steps,
+    together,
+)
+from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+
+
+def load(
+    model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None = None, replace: bool = False
+) -> dict[str, Any]:
+    """Read what :func:`save` wrote to ``path`` into ``model``; return the plain values of its ``state``.
+
+    ``model`` was made like the saved one: the same modules and parameters, tables of the same names and settings. Rows,
+    with their slots, go to where the model has them: a cluster of any number of shards, or any number of ranks, be the
+    rows saved from a cluster or from ranks. Training goes on as it would have. Where ranks train rows together, every
+    rank calls it.
+
+    Args:
+        model: A module; DistributedDataParallel and torch.compile around it are looked through.
+        path: The folder.
+        state: Objects with ``load_state_dict()``, by the names they were saved under; names that are left out are not
+            loaded.
+        replace: Also where rows of the model were trained since their tables were made: those rows are lost.
+
+    Raises:
+        ConfigError: No model was saved there.
+        ModelDamaged, SnapshotDamaged: A file is missing or changed; the message names it.
+        SpecMismatch: The model has other modules, parameters or tables; nothing was changed.
+        TableExists: Rows were trained, and not ``replace``; nothing was changed.
+        InvalidArgument: Gradients wait for a step, or ``state`` has a name that was not saved.
+        ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again.
+    """
+    folder, plain = model_folder(path), PlainNames(model)
+    keepers = keepers_of(model)
+    group = group_of(keepers)
+    what = f"the model of {folder} was not loaded"
+
+    def read() -> tuple[ModelRecord, Any]:
+        require_between_steps(model)
+        record = read_record(folder)
+        content = read_state(folder, record)
+        _require_same_modules(folder, record, keepers)
+        _require_same_tensors(folder, content["model"], model, plain)
+        _require_objects(folder, content, state or {})
+        for rows in record.rows:
+            _require_same_tables(open_rows(folder, rows), [keepers[name] for name in rows.modules])
+        _require_replaceable(folder, keepers, boolean("replace", replace))
+        return record, content
+
+    record, content = together(group, read, what)
+    for rows in record.rows:
+        _restore(folder, rows, keepers, group, what)
+
+    def fill() -> None:
+        for name, data in content["graphs"].items():
+            keepers[name].graph_from_bytes(data.numpy().tobytes())
+        model.load_state_dict({name: content["model"][plain(name)] for name in model.state_dict()})
+
+    together(group, fill, what)
+    for keeper in keepers.values():
+        keeper.go_on()
+    for name, one in (state or {}).items():
+        one.load_state_dict(content["objects"][name])
+    values: dict[str, Any] = content["values"]
+    return values
+
+
+def _restore(
+    folder: Path, rows: SavedRows, keepers: Mapping[str, RowKeeper], group: RankGroup | None, what: str
+) -> None:
+    """Put the rows of one snapshot where the modules have theirs."""
+    path = folder / rows.folder
+    here = [keepers[name] for name in rows.modules]
+    for keeper in here:
+        if keeper.cluster is None:
+            keeper.restore(path)
+    for cluster in {id(keeper.cluster): keeper.cluster for keeper in here if keeper.cluster is not None}.values():
+        tables = [spec.name for keeper in here if keeper.cluster is cluster for spec in keeper.specs()]
+        on_first(group, partial(cluster.restore, path, tables=tables, replace=True), what)
+        if group is not None and group.rank > 0:
+            cluster.reopen(tables)
+
+
+def _require_replaceable(folder: Path, keepers: Mapping[str, RowKeeper], replace: bool) -> None:
+    for name, keeper in keepers.items():
+        keeper.require_loadable()
+        if not replace and keeper.is_trained():
+            raise TableExists(
+                f"rows of module {name!r} (table {keeper.specs()[0].name!r}) were trained here since the table was "
+                f"made, and {folder} holds others; load(..., replace=True) puts those in their place"
+            )
+
+
+def _require_same_modules(folder: Path, record: ModelRecord, keepers: Mapping[str, RowKeeper]) -> None:
+    mine = {name: [spec.name for spec in keeper.specs()] for name, keeper in keepers.items()}
+    for name, tables in record.modules.items():
+        if name not in mine:
+            raise SpecMismatch(
+                f"{folder} holds rows of module {name!r} (tables {tables}), which this model has not; its modules with "
+                f"rows: {_listed(mine)}. Make the model like the saved one"
+            )
+        if mine[name] != tables:
+            raise SpecMismatch(
+                f"module {name!r} has tables {mine[name]}, the saved one {tables}; give it the saved name"
+            )
+    for name in mine:
+        if name not in record.modules:
+            raise SpecMismatch(
+                f"{folder} holds no rows of module {name!r} (tables {mine[name]}); it was saved with: "
+                f"{_listed(record.modules)}. Make the model like the saved one"
+            )
+
+
+def _listed(modules: Mapping[str, list[str]]) -> str:
+    return ", ".join(f"{name!r} ({', '.join(tables)})" for name, tables in modules.items()) or "none"
+
+
+def _require_same_tensors(folder: Path, saved: Mapping[str, Any], model: nn.Module, plain: PlainNames) -> None:
+    """Raise SpecMismatch unless ``load_state_dict`` will find all it needs, and nothing else."""
+    mine = {plain(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    for names, whose in ((set(saved) - set(mine), f"{folder}"), (set(mine) - set(saved), "this model")):
+        if names:
+            raise SpecMismatch(f"{whose} alone has {', '.join(sorted(names)[:5])}; make the model like the saved one")
+    for name, value in saved.items():
+        here = mine[name]
+        if not isinstance(value, Tensor) or not isinstance(here, Tensor) or nn.parameter.is_lazy(here):
+            continue
+        if value.shape != here.shape:
+            raise SpecMismatch(
+                f"{name!r} of {folder} has shape {list(value.shape)}, that of this model {list(here.shape)}; make the "
+                "model like the saved one"
+            )
+
+
+def _require_objects(folder: Path, content: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    for name, one in state.items():
+        if name not in content["objects"]:
+            raise InvalidArgument(
+                f"{folder} holds no state of {name!r}; it was saved with state of {sorted(content['objects'])} and the "
+                f"values {sorted(content['values'])}, which load returns"
+            )
+        if not hasattr(one, "load_state_dict"):
+            raise InvalidArgument(f"state[{name!r}] is {quoted(one)}; it must have load_state_dict()")
+
+
+def _require_same_tables(snapshot: Snapshot, keepers: list[RowKeeper]) -> None:
+    saved = {spec.name: spec for spec in map(TableSpec.from_dict, snapshot.manifest.tables)}
+    for spec in (spec for keeper in keepers for spec in keeper.specs()):
+        if (found := saved[spec.name]) == spec:
+            continue
+        raise SpecMismatch(
+            f"table {spec.name!r} of the saved model differs from this one's: {found.unlike(spec)}. Make it with the "
+            "saved settings (num_rows is a head's num_classes); nothing was changed"
+        )

@@ -1,0 +1,86 @@
+"""The parts of a model that keep rows, and doing something on all ranks that train them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.dense.attached import row_keeper_of
+from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+from geartrain.bridge.rows.ranks import run_together
+
+T = TypeVar("T")
+
+
+class PlainNames:
+    """Names within a model as they are without DistributedDataParallel and torch.compile around parts of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises InvalidArgument for what is no module."""
+        if not isinstance(model, nn.Module):
+            raise InvalidArgument(f"model is {quoted(model)}; it must be a torch.nn.Module")
+        wrapped = []
+        for name, module in model.named_modules(remove_duplicate=False):
+            if "_orig_mod" in module._modules:
+                wrapped.append((name, "_orig_mod"))
+            elif isinstance(module, DistributedDataParallel):
+                wrapped.append((name, "module"))
+        self._wrapped = sorted(wrapped, key=lambda pair: -len(pair[0]))  # the innermost first
+
+    def __call__(self, name: str) -> str:
+        """The plain name of a module or of a key of the model's ``state_dict``."""
+        for outer, inner in self._wrapped:
+            prefix = f"{outer}.{inner}" if outer else inner
+            if name == prefix or name.startswith(f"{prefix}."):
+                name = (outer + name.removeprefix(prefix)).removeprefix(".")
+        return name
+
+
+def keepers_of(model: nn.Module) -> dict[str, RowKeeper]:
+    """Who keeps rows of the model, by the name of its module, each once.
+
+    Raises InvalidArgument for a module that trains rows and does not say where they are.
+    """
+    found: dict[str, RowKeeper] = {}
+    plain = PlainNames(model)
+    for name, module in model.named_modules():
+        keeper = getattr(module, "row_keeper", None) or row_keeper_of(module)
+        if keeper is not None:
+            found[plain(name)] = keeper
+        elif hasattr(module, "row_update"):
+            raise InvalidArgument(
+                f"module {name!r} ({type(module).__name__}) trains rows and has no row_keeper, so they would not be "
+                "saved: give it one (geartrain.bridge.rows.keeper.RowKeeper)"
+            )
+    return found
+
+
+def require_between_steps(model: nn.Module) -> None:
+    """Raise InvalidArgument if row gradients wait: they are in nothing that is saved."""
+    for name, module in model.named_modules():
+        update = getattr(module, "row_update", None)
+        if update is not None and update.is_pending:
+            raise InvalidArgument(
+                f"row gradients of module {name!r} wait for their step; save and load between two steps: call step(), "
+                "or zero_grad() to drop them"
+            )
+
+
+def group_of(keepers: dict[str, RowKeeper]) -> RankGroup | None:
+    """The ranks that save and load together: those that train rows together; None: this process alone."""
+    return next((keeper.peers for keeper in keepers.values() if keeper.peers is not None), None)
+
+
+def together(group: RankGroup | None, action: Callable[[], T], what: str) -> T:
+    """Run ``action``, without collectives, on every rank; if it fails on one, all raise that ``what``."""
+    return action() if group is None else run_together(group, action, what)
+
+
+def on_first(group: RankGroup | None, action: Callable[[], object], what: str) -> None:
+    """:func:`together`, on the first rank alone; all wait for it."""
+    together(group, action if group is None or group.rank == 0 else lambda: None, what)

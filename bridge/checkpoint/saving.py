@@ -1,0 +1,165 @@
+"""``gt.save``: a module with its rows, and what trains it, as one folder."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from geartrain.ams.storage.durable import failed
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.checkpoint.folder import (
+    ModelRecord,
+    SavedRows,
+    model_folder,
+    publish,
+    require_ours,
+    sweep,
+    write_state,
+)
+from geartrain.bridge.checkpoint.parts import (
+    PlainNames,
+    group_of,
+    keepers_of,
+    on_first,
+    require_between_steps,
+    together,
+)
+from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+
+_HALF = 2**62 - 1
+"""Numbers travel between ranks as int64."""
+
+
+def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
+    """Write ``model`` with all of its rows to the folder ``path``; return it. :func:`load` reads it. No pickle.
+
+    In it are the ``state_dict`` of the module and, as snapshots, every table of its parts: class heads with momentum or
+    other slots, slow gears, modules under :func:`geartrain.attach`. All files have checksums. A model that is there is
+    replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Where ranks train rows
+    together, every rank calls it with the same folder, which all of them and all shards see. DistributedDataParallel
+    and torch.compile around the model are looked through.
+
+    Rows are streamed: 16 MiB for each shard or rank, whatever their number. What is in the ``state_dict`` is held in
+    memory twice.
+
+    Args:
+        model: A module; it need not have rows.
+        path: A folder that does not exist, is empty, or holds a saved model.
+        state: More to keep, by names of yours: whatever has ``state_dict()`` (optimizers, RowOptimizer, LR schedulers,
+            GradScaler), and numbers, strings, tensors, dicts and lists of them (the epoch, ``torch.get_rng_state()``).
+
+    Raises:
+        InvalidArgument: Gradients wait for a step, a value cannot be kept, the folder holds something else, or a module
+            with rows does not say where they are.
+        SnapshotFailed: The disk fails; the old model is as it was.
+        SnapshotRefused, ShardUnavailable: A shard cannot write its rows.
+        SyncError: Another rank failed.
+    """
+    folder, plain = model_folder(path), PlainNames(model)
+    keepers = keepers_of(model)
+    group = group_of(keepers)
+    what = f"the model was not saved in {folder}"
+    model_id = _new_id(group)
+
+    def contents() -> dict[str, Any]:
+        require_ours(folder)
+        require_between_steps(model)
+        for keeper in keepers.values():
+            keeper.settle()
+        graphs = {name: _as_tensor(data) for name, one in keepers.items() if (data := one.graph_to_bytes())}
+        return {
+            "model": {plain(name): value for name, value in _whole(model.state_dict()).items()},
+            "graphs": graphs,
+            **_split(state or {}),
+        }
+
+    # Every rank gathers, for the state of some modules is of all ranks; the first one writes.
+    content = together(group, contents, what)
+    rows: list[SavedRows] = []
+    try:
+        for name, keeper in keepers.items():
+            if keeper.cluster is None:
+                saved = _rows_name(model_id, rows)
+                keeper.snapshot(folder, saved)
+                rows.append(SavedRows(folder=saved, id=open_snapshot(folder / saved).manifest.id, modules=[name]))
+        on_first(group, lambda: _write(folder, model_id, keepers, content, rows), what)
+    finally:
+        if group is None or group.rank == 0:
+            sweep(folder)
+    return folder
+
+
+def _write(
+    folder: Path, model_id: str, keepers: dict[str, RowKeeper], content: dict[str, Any], rows: list[SavedRows]
+) -> None:
+    for cluster, names in _by_cluster(keepers):
+        saved = _rows_name(model_id, rows)
+        tables = [spec.name for name in names for spec in keepers[name].specs()]
+        snapshot = cluster.snapshot(folder, saved, tables=tables, graphs=False).result()
+        rows.append(SavedRows(folder=saved, id=open_snapshot(snapshot).manifest.id, modules=names))
+    try:
+        length, checksum = write_state(folder, model_id, content)
+        record = ModelRecord(
+            id=model_id,
+            state_bytes=length,
+            state_xxh3_128=checksum,
+            rows=rows,
+            modules={name: [spec.name for spec in keeper.specs()] for name, keeper in keepers.items()},
+        )
+        publish(folder, record)
+    except OSError as exc:
+        raise failed(f"the model was not saved in {folder}", exc) from exc
+
+
+def _rows_name(model_id: str, before: list[SavedRows]) -> str:
+    return f"rows-{model_id}-{len(before)}"
+
+
+def _new_id(group: RankGroup | None) -> str:
+    """32 hexadecimal digits, the same on every rank."""
+    number = uuid.uuid4().int
+    halves = [number >> 64 & _HALF, number & _HALF]
+    first, second = halves if group is None else group.exchange(halves)[0]
+    return f"{first:016x}{second:016x}"
+
+
+def _by_cluster(keepers: Mapping[str, RowKeeper]) -> list[tuple[Cluster, list[str]]]:
+    """The clusters that hold rows, each with the names of its modules."""
+    found: dict[int, tuple[Cluster, list[str]]] = {}
+    for name, keeper in keepers.items():
+        if keeper.cluster is not None:
+            found.setdefault(id(keeper.cluster), (keeper.cluster, []))[1].append(name)
+    return list(found.values())
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` all of which is here. Raises InvalidArgument."""
+    for name, value in tensors.items():
+        if hasattr(value, "full_tensor"):
+            raise InvalidArgument(
+                f"{name!r} is a DTensor, of which this rank has a part; save with torch.distributed.checkpoint, which "
+                "takes the rows, too: see ClassHead.rows_on_ranks"
+            )
+    return tensors
+
+
+def _split(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a state_dict, and what is a value itself. Raises InvalidArgument."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise InvalidArgument(f"state is {quoted(state)}; it must be a dict with names for keys")
+    objects = {name: value.state_dict() for name, value in state.items() if hasattr(value, "state_dict")}
+    return {"objects": objects, "values": {name: value for name, value in state.items() if name not in objects}}

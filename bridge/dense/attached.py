@@ -1,0 +1,56 @@
+"""Which modules are attached to a cluster, and what saving and loading a model do with their tables."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.dense.factory import Store
+from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.rows.ranks import Ranks
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.bridge.dense.dense_table import DenseTable
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DenseTable]] = weakref.WeakKeyDictionary()
+
+
+def note(module: nn.Module, dense: DenseTable) -> None:
+    """``dense`` trains ``module``, for as long as somebody has both."""
+    _attached[module] = weakref.ref(dense)
+
+
+def row_keeper_of(module: nn.Module) -> RowKeeper | None:
+    """Who keeps the weights of ``module``; None: it is not attached."""
+    noted = _attached.get(module)
+    dense = None if noted is None else noted()
+    return None if dense is None else dense.row_keeper
+
+
+class DenseRows(RowKeeper):
+    """The tables of one module, of parameters and of what is not trained."""
+
+    def __init__(self, dense: DenseTable, cluster: Cluster, stores: list[Store], ranks: Ranks | None) -> None:
+        self._dense = dense
+        self.cluster = cluster
+        self._stores = stores
+        self.peers = ranks
+        self._ranks = ranks
+
+    def specs(self) -> list[TableSpec]:
+        """Of one or two tables."""
+        return [store.table.spec for store in self._stores]
+
+    def is_trained(self) -> bool:
+        """Whether there was a write after that of the first values."""
+        return max(self._stores[0].table.versions()) > 1
+
+    def go_on(self) -> None:
+        """Pull the values; what the module changed before is dropped."""
+        if self._ranks is not None:
+            self._ranks.begin_anew()
+        self._dense.refresh()

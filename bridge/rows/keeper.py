@@ -1,0 +1,68 @@
+"""What saving and loading a model ask of whoever keeps rows of it: a head, a slow gear, an attached module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.rows.ranks import FailsTogether
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+
+
+class RankGroup(FailsTogether, Protocol):
+    """Ranks that save and load one model together."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        ...
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, in rank order; as many on each."""
+        ...
+
+
+class RowKeeper(ABC):
+    """The rows of one module. A module that has some says so by a property ``row_keeper``."""
+
+    cluster: Cluster | None = None
+    """Where the tables are; None: in this process and its peers, who :meth:`snapshot` and :meth:`restore` them."""
+    peers: RankGroup | None = None
+    """The ranks that train the rows together."""
+
+    @abstractmethod
+    def specs(self) -> list[TableSpec]:
+        """The tables."""
+
+    @abstractmethod
+    def is_trained(self) -> bool:
+        """Whether somebody has written to the tables since they were made: rows that loading would take away."""
+
+    def require_loadable(self) -> None:  # noqa: B027
+        """Raise InvalidArgument if the tables cannot be replaced beneath this module."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Write to the tables what waits elsewhere, before they are saved."""
+
+    def go_on(self) -> None:  # noqa: B027
+        """The tables were replaced: train their rows from now on. Every rank calls it."""
+
+    def graph_to_bytes(self) -> bytes | None:
+        """What was made of the rows and is to be used again; None: nothing."""
+        return None
+
+    def graph_from_bytes(self, data: bytes) -> None:  # noqa: B027
+        """Use what :meth:`graph_to_bytes` returned."""
+
+    def snapshot(self, root: Path, name: str) -> None:
+        """Write rows that are here as a snapshot. Every rank calls it."""
+        raise NotImplementedError
+
+    def restore(self, path: Path) -> None:
+        """Read rows that are here from a snapshot. Every rank calls it."""
+        raise NotImplementedError
