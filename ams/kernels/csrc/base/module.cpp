@@ -6,7 +6,7 @@
 #include "base/keyed_hash.hpp"
 #include "base/lookahead.hpp"
 #include "base/memory_budget.hpp"
-#include "rows/merge_route.hpp"
+#include "routing/merge_route.hpp"
 #include "sampling/sampling.hpp"
 
 namespace geartrain {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/lookahead.hpp"
-#include "rows/rounding.hpp"
+#include "values/rounding.hpp"
 #include "rows/row_update.hpp"
 
 namespace geartrain {

@@ -7,7 +7,7 @@
 
 #include "rows/array_update.hpp"
 #include "base/module.hpp"
-#include "rows/rounding.hpp"
+#include "values/rounding.hpp"
 
 namespace geartrain {
 namespace {

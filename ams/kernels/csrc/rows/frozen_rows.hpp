@@ -12,10 +12,10 @@
 #include <span>
 #include <utility>
 
-#include "rows/bits.hpp"
+#include "index/bits.hpp"
 #include "base/common.hpp"
-#include "rows/id_index.hpp"
-#include "rows/slabs.hpp"
+#include "index/id_index.hpp"
+#include "index/slabs.hpp"
 
 namespace geartrain {
 

@@ -8,16 +8,16 @@
 #include <shared_mutex>
 #include <vector>
 
-#include "rows/bits.hpp"
+#include "index/bits.hpp"
 #include "base/common.hpp"
-#include "rows/directory.hpp"
+#include "index/directory.hpp"
 #include "rows/frozen_rows.hpp"
-#include "rows/initial_values.hpp"
+#include "values/initial_values.hpp"
 #include "rows/kernels.hpp"
 #include "base/lookahead.hpp"
 #include "optimizers/optimizer.hpp"
-#include "rows/rounding.hpp"
-#include "rows/slabs.hpp"
+#include "values/rounding.hpp"
+#include "index/slabs.hpp"
 #include "rows/step_history.hpp"
 
 namespace geartrain {

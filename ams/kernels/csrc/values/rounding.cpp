@@ -1,4 +1,4 @@
-#include "rows/rounding.hpp"
+#include "values/rounding.hpp"
 
 #include <cstring>
 

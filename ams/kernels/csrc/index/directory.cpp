@@ -1,4 +1,4 @@
-#include "rows/directory.hpp"
+#include "index/directory.hpp"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "rows/id_index.hpp"
+#include "index/id_index.hpp"
 
 #include <bit>
 #include <new>

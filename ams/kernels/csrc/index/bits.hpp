@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/common.hpp"
-#include "rows/index_tree.hpp"
+#include "index/index_tree.hpp"
 
 namespace geartrain {
 

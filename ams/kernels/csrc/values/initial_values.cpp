@@ -1,4 +1,4 @@
-#include "rows/initial_values.hpp"
+#include "values/initial_values.hpp"
 
 #include <algorithm>
 #include <bit>

@@ -1,4 +1,4 @@
-#include "rows/merge_route.hpp"
+#include "routing/merge_route.hpp"
 
 #include <algorithm>
 #include <bit>

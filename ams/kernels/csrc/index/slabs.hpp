@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "rows/index_tree.hpp"
+#include "index/index_tree.hpp"
 #include "base/pages.hpp"
 
 namespace geartrain {

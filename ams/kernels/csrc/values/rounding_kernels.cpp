@@ -9,7 +9,7 @@
 #endif
 
 #include "base/half.hpp"
-#include "rows/rounding.hpp"
+#include "values/rounding.hpp"
 
 namespace geartrain {
 namespace {

@@ -9,10 +9,10 @@
 #include <variant>
 #include <vector>
 
-#include "rows/bits.hpp"
+#include "index/bits.hpp"
 #include "base/common.hpp"
-#include "rows/id_index.hpp"
-#include "rows/slabs.hpp"
+#include "index/id_index.hpp"
+#include "index/slabs.hpp"
 
 namespace geartrain {
 
