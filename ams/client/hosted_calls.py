@@ -5,12 +5,13 @@ Cost: one request per shard and call, all shards at once; the inputs travel to e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import Deliver, Numbers, Write
 from geartrain.ams.values.errors import InternalError
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import (
     Arrays,
@@ -80,18 +81,32 @@ class HostedCalls:
         return answers
 
     def prepare_update(
-        self, inputs: InputsOfShard, *, lr: float | None = None, scale: float = 1.0, group: SyncGroup | None = None
+        self,
+        inputs: InputsOfShard,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
+        group: SyncGroup | None = None,
     ) -> Write:
         """Number an update, but send nothing: it can be sent again after an error, and each shard applies it once.
 
-        Sending it raises what the model raises, NonFinite (that shard changed nothing, others may have applied their
-        part), StaleClient, SyncError, ShardUnavailable, ShardRestarted.
+        Raises InvalidArgument for numbers of the optimizer that cannot be. Sending it raises what the model raises,
+        NonFinite (that shard changed nothing, others may have applied their part), StaleClient, SyncError,
+        ShardUnavailable, ShardRestarted.
         """
+        self.spec.optimizer.for_push(optimizer_scalars)
         requests: list[tuple[int, Request]] = [
             (
                 shard,
                 UpdateHosted(
-                    table=self.spec.name, model=self._model, inputs=inputs(shard), lr=lr, scale=scale, group=group
+                    table=self.spec.name,
+                    model=self._model,
+                    inputs=inputs(shard),
+                    lr=lr,
+                    scale=scale,
+                    optimizer_scalars=dict(optimizer_scalars),
+                    group=group,
                 ),
             )
             for shard in range(self.view.num_shards)

@@ -7,6 +7,7 @@ travels: it lies in memory that both share.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.placement import NUM_BUCKETS, split_by_shard
 from geartrain.ams.values.shard_messages import (
     Assign,
@@ -147,21 +149,31 @@ class Table:
         *,
         lr: float | None = None,
         scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
         sequence: int | None = None,
     ) -> Done:
         """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
 
-        ``lr`` replaces the table's learning rate, ``scale`` multiplies the gradients, ``group`` makes the push one
-        rank's part of a synchronous one. ``sequence`` numbers the push, for example by the step, as the only write of
-        that number to this table: sent again under the same number and stream name, by this process or one started in
-        its place, it changes nothing and answers ``duplicate``; see :meth:`Cluster.acknowledge`.
-        Raises InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError, ShardUnavailable
-        (whether that shard applied it is unknown; see :meth:`prepare_push`).
+        ``lr`` replaces the table's learning rate, ``optimizer_scalars`` other numbers of its optimizer by name
+        (``{"momentum": 0.85}``; ``beta1`` and ``beta2`` of Adam), ``scale`` multiplies the gradients, ``group`` makes
+        the push one rank's part of a synchronous one. ``sequence`` numbers the push, for example by the step, as the
+        only write of that number to this table: sent again under the same number and stream name, by this process or
+        one started in its place, it changes nothing and answers ``duplicate``; see :meth:`Cluster.acknowledge`. Raises
+        InvalidArgument, InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError,
+        ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
         check_finite = self._calls.view.num_shards > 1 or group is not None
-        push = Push(table=self.spec.name, ids=ids, gradients=gradients, lr=lr, scale=scale, group=group)
+        push = Push(
+            table=self.spec.name,
+            ids=ids,
+            gradients=gradients,
+            lr=lr,
+            scale=scale,
+            optimizer_scalars=dict(optimizer_scalars),
+            group=group,
+        )
         return _send_once(self._prepared(push, sequence, check_finite=check_finite))
 
     def push_async(
@@ -177,6 +189,7 @@ class Table:
         *,
         lr: float | None = None,
         scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
         sequence: int | None = None,
         step_goes_on: bool = False,
@@ -193,6 +206,7 @@ class Table:
             gradients=gradients,
             lr=lr,
             scale=scale,
+            optimizer_scalars=dict(optimizer_scalars),
             group=group,
             step_goes_on=step_goes_on,
         )
@@ -204,6 +218,7 @@ class Table:
         rows = rows_array(push.gradients, len(checked), self.spec.dim)
         lr = None if push.lr is None else real_number("lr", push.lr)
         scale = real_number("scale", push.scale)
+        self.spec.optimizer.for_push(push.optimizer_scalars)
         if not np.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
         if check_finite:

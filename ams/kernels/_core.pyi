@@ -53,14 +53,21 @@ class RowStore:
         ids: npt.NDArray[np.int64],
         gradients: npt.NDArray[Any],
         dtype_code: int,
+        optimizer: Optimizer,
         lr: float,
         scale: float,
         ends_step: bool,
     ) -> int: ...
     def check_push(
-        self, ids: npt.NDArray[np.int64], gradients: npt.NDArray[Any], dtype_code: int, lr: float, scale: float
+        self,
+        ids: npt.NDArray[np.int64],
+        gradients: npt.NDArray[Any],
+        dtype_code: int,
+        optimizer: Optimizer,
+        lr: float,
+        scale: float,
     ) -> None: ...
-    def cannot_overflow(self, largest: float, lr: float, scale: float) -> bool: ...
+    def cannot_overflow(self, largest: float, optimizer: Optimizer, lr: float, scale: float) -> bool: ...
     def make_room(self, ids: npt.NDArray[np.int64]) -> None: ...
     def make_room_to_keep(self, count: int) -> None: ...
     def assign(self, ids: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> int: ...

@@ -63,6 +63,7 @@ def has_bfloat16_class_pass() -> bool:
 
 
 @lru_cache
+@lru_cache(maxsize=64)
 def compiled_optimizer(optimizer: RowOptimizerSpec) -> _core.Optimizer:
     """Return the compiled code of an optimizer. Stateless: tables may share it."""
     return _core.Optimizer(optimizer.name, optimizer.scalars())

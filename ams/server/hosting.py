@@ -97,7 +97,7 @@ class Hosting:
             before_changes()
             none = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32)  # of no rows, but it is a step
             ids, values = (np.concatenate(column) for column in zip(none, *made, strict=True))
-            return table.push(ids, values, lr=request.lr, scale=request.scale)
+            return table.push(ids, values, **_settings_of(request))
         return self._update_by_chunks(table, rows, gradients, request, before_changes)
 
     def close(self) -> None:
@@ -113,15 +113,15 @@ class Hosting:
         request: UpdateHosted,
         before_changes: Callable[[], None],
     ) -> int:
-        lr, scale = request.lr, request.scale
+        settings = _settings_of(request)
 
         def check(chunk: Any) -> None:
-            table.check_push(gradients.ids(chunk), gradients.make(chunk), lr=lr, scale=scale)
+            table.check_push(gradients.ids(chunk), gradients.make(chunk), **settings)
 
         def apply(chunk: Any) -> int:
-            return table.push(gradients.ids(chunk), gradients.make(chunk), lr=lr, scale=scale, ends_step=False)
+            return table.push(gradients.ids(chunk), gradients.make(chunk), **settings, ends_step=False)
 
-        if not table.cannot_overflow(gradients.largest, lr=lr, scale=scale):
+        if not table.cannot_overflow(gradients.largest, **settings):
             self._side_by_side(check, gradients.chunks)
         if table.spec.num_rows is None:  # at once, or each chunk would be promised the same room
             table.make_room(np.concatenate([gradients.ids(chunk) for chunk in gradients.chunks]))
@@ -132,7 +132,7 @@ class Hosting:
         before_changes()
         try:
             created = sum(self._side_by_side(apply, gradients.chunks))
-            table.end_step(lr=lr)
+            table.end_step(lr=request.lr)
             return created
         except Exception as error:
             table.torn = (
@@ -162,6 +162,10 @@ class Hosting:
         futures = [self._executor.submit(function, item) for item in items]
         wait(futures)
         return [future.result() for future in futures]
+
+
+def _settings_of(request: UpdateHosted) -> dict[str, Any]:
+    return {"lr": request.lr, "scale": request.scale, "optimizer_scalars": request.optimizer_scalars}
 
 
 def joint_update(updates: list[UpdateHosted]) -> UpdateHosted:

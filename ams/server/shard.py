@@ -305,6 +305,7 @@ class Shard:
                     request.gradients,
                     lr=request.lr,
                     scale=request.scale,
+                    optimizer_scalars=request.optimizer_scalars,
                     ends_step=not request.step_goes_on,
                 )
             return table.rows.assign(request.ids, request.rows)

@@ -7,7 +7,7 @@ mean is the sum weighted by sample counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -112,16 +112,19 @@ class SyncGroups:
         member = _member(push)
         group = self._group(push.table, member)
         first = next((part for rank, part in group.waiting.items() if rank != member.rank), None)
-        if first is not None and (first[1].lr != push.lr):
+        mine = {"lr": push.lr, **push.optimizer_scalars}
+        its = mine if first is None else {"lr": first[1].lr, **first[1].optimizer_scalars}
+        if mine != its:
+            names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
             raise StepMismatch(
-                f"rank {member.rank} of job {member.job!r} pushes with lr {push.lr}, another rank with {first[1].lr}; "
-                "all ranks of a step must agree"
+                f"rank {member.rank} of job {member.job!r} pushes with {_named(mine, names)}, another rank with "
+                f"{_named(its, names)}; all ranks of a step must agree"
             )
         if first is not None and first[1].step_goes_on != push.step_goes_on:
             ends, goes_on = "ends", "goes on with"
-            mine, its = (goes_on, ends) if push.step_goes_on else (ends, goes_on)
+            this, that = (goes_on, ends) if push.step_goes_on else (ends, goes_on)
             raise StepMismatch(
-                f"rank {member.rank} of job {member.job!r} {mine} a step of table {push.table!r}, another {its} it; "
+                f"rank {member.rank} of job {member.job!r} {this} a step of table {push.table!r}, another {that} it; "
                 "all ranks must push their active rows in the same pieces"
             )
         if not group.waiting:
@@ -272,10 +275,17 @@ def _digest(write: RankWrite) -> bytes:
             parts.append((settings, [one.arrays[name] for name in names]))
     for told, arrays in parts:
         shapes = [(array.dtype.name, array.shape) for array in arrays]
-        seen.update(repr((told, shapes, write.lr, write.scale, _member(write).sample_count)).encode())
+        numbers = (write.lr, sorted(write.optimizer_scalars.items()), write.scale, _member(write).sample_count)
+        seen.update(repr((told, shapes, numbers)).encode())
         for array in arrays:
             seen.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return seen.digest()
+
+
+def _named(numbers: Mapping[str, float | None], names: list[str]) -> str:
+    """``lr 0.1, momentum that of the table`` for those names."""
+    values = [(name, numbers.get(name)) for name in names]
+    return ", ".join(f"{name} {'that of the table' if value is None else value}" for name, value in values)
 
 
 def _member(push: RankWrite) -> SyncGroup:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.tables.row_table import table_hash
+from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 
 Rows = npt.NDArray[np.float32]
@@ -30,13 +31,13 @@ def update(
     numbers: Ids | None,
     gradients: Rows,
     *,
-    lr: float,
+    optimizer: RowOptimizerSpec,
     scale: float,
     steps: Ids | None = None,
     first_id: int = 0,
     catch_up: _core.CatchUp | None = None,
 ) -> int:
-    """Make one step of the table's optimizer; to the bits of a push.
+    """Make one step of an optimizer; to the bits of a push.
 
     Args:
         spec: What the table is.
@@ -44,7 +45,7 @@ def update(
         slots: [L, slot_dim], or None where there are none.
         numbers: [N], distinct, of the rows that have a gradient; None: all, in order.
         gradients: [N, D].
-        lr: Learning rate of this step.
+        optimizer: The table's, or it with other numbers; its learning rate is that of this step.
         scale: Factor of the gradients.
         steps: [L], the number of each row's updates, or its last step, for a table that counts either; else None.
         first_id: Id of row 0; those of the others follow.
@@ -70,8 +71,8 @@ def update(
         first_id=first_id,
         seed=spec.seed,
         table_hash=table_hash(spec.name),
-        optimizer=ops.compiled_optimizer(spec.optimizer),
-        lr=lr,
+        optimizer=ops.compiled_optimizer(optimizer),
+        lr=optimizer.lr,
         scale=scale,
         catch_up=catch_up,
     )

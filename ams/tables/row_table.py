@@ -7,13 +7,15 @@ section 4); a second thread's push or assign waits for the first rather than cor
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels import ops
+from geartrain.ams.kernels import _core, ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
 
 __all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableSteps", "table_hash"]
@@ -178,6 +180,7 @@ class RowTable:
         *,
         lr: float | None = None,
         scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         ends_step: bool = True,
     ) -> int:
         """Apply the optimizer to the rows of ``ids``, creating those that are not there from their initial values.
@@ -187,6 +190,7 @@ class RowTable:
             gradients: [N, D], float32, float16 or bfloat16.
             lr: Learning rate of this push, finite and >= 0; None: that of the table.
             scale: Finite factor of the gradients.
+            optimizer_scalars: Numbers of the optimizer that this push replaces: see :meth:`RowOptimizerSpec.for_push`.
             ends_step: Where untouched rows move: whether the step, of this push and those before it that did not end
                 one, is over. A row pushed twice within a step has the sum of both gradients.
 
@@ -197,13 +201,13 @@ class RowTable:
             InvalidIds: as for :meth:`pull`.
             InvalidRows: ``gradients`` is not [N, D].
             NonFinite: a scaled gradient is NaN or infinite, or an updated value would be infinite in its storage type.
-            InvalidArgument: ``lr`` or ``scale`` is out of range.
+            InvalidArgument: ``lr``, ``scale`` or an optimizer's number is out of range, or cannot change.
             MemoryError: new rows do not fit.
         """
-        lr = self._checked_factors(lr, scale)
+        optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
         ids, bits, code = self._checked_gradients(ids, gradients)
         try:
-            return self._store.push(ids, bits, code, lr, scale, ends_step)
+            return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step)
         except ops.Refused as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 
@@ -215,24 +219,40 @@ class RowTable:
         """
         self.push(np.empty(0, np.int64), np.empty((0, self.spec.dim), np.float32), lr=lr)
 
-    def check_push(self, ids: Ids, gradients: npt.NDArray[Any], *, lr: float | None = None, scale: float = 1.0) -> None:
+    def check_push(
+        self,
+        ids: Ids,
+        gradients: npt.NDArray[Any],
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
+    ) -> None:
         """Raise what :meth:`push` would raise, MemoryError left out; change nothing."""
-        lr = self._checked_factors(lr, scale)
+        optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
         ids, bits, code = self._checked_gradients(ids, gradients)
         try:
-            self._store.check_push(ids, bits, code, lr, scale)
+            self._store.check_push(ids, bits, code, optimizer, lr, scale)
         except ops.Refused as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 
-    def cannot_overflow(self, largest: float, *, lr: float | None = None, scale: float = 1.0) -> bool:
+    def cannot_overflow(
+        self,
+        largest: float,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
+    ) -> bool:
         """Tell whether no push of gradients of at most ``largest`` in magnitude can raise NonFinite.
 
         From bounds of all rows and slots: O(1) work, and False does not mean that one would. Raises InvalidArgument as
         :meth:`push`.
         """
+        optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
         with np.errstate(over="ignore"):
             bound = float(np.float32(largest))
-        return bool(np.isfinite(bound)) and self._store.cannot_overflow(bound, self._checked_factors(lr, scale), scale)
+        return bool(np.isfinite(bound)) and self._store.cannot_overflow(bound, optimizer, lr, scale)
 
     def make_room(self, ids: Ids) -> None:
         """Reserve the memory that a push to ``ids`` [N] takes. Raises InvalidIds, MemoryError."""
@@ -247,15 +267,17 @@ class RowTable:
         step moves. Raises MemoryError."""
         self._store.make_room_to_keep(count)
 
-    def _checked_factors(self, lr: float | None, scale: float) -> float:
-        """Return the learning rate. Raises InvalidArgument."""
+    def _checked_factors(
+        self, lr: float | None, scale: float, optimizer_scalars: Mapping[str, float]
+    ) -> tuple[_core.Optimizer, float]:
+        """Return the optimizer and the learning rate. Raises InvalidArgument."""
         lr = self.spec.optimizer.lr if lr is None else lr
         with np.errstate(over="ignore"):
             if not (lr >= 0 and np.isfinite(np.float32(lr))):
                 raise InvalidArgument(f"lr is {lr!r}; it must be finite (as float32) and >= 0")
             if not np.isfinite(np.float32(scale)):
                 raise InvalidArgument(f"scale is {scale!r}; it must be finite (as float32)")
-        return lr
+        return ops.compiled_optimizer(self.spec.optimizer.for_push(optimizer_scalars)), lr
 
     def _checked_gradients(self, ids: Ids, gradients: npt.NDArray[Any]) -> tuple[Ids, npt.NDArray[Any], int]:
         ids = ops.checked_ids(ids)

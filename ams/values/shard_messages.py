@@ -207,6 +207,8 @@ class Push(Rpc[Done]):
     """Learning rate of this push; None: that of the table."""
     scale: float = 1.0
     """Multiplies the gradients: clip factor times inverse loss scale."""
+    optimizer_scalars: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the table's optimizer that this write replaces, by name: see ``RowOptimizerSpec.for_push``."""
     group: SyncGroup | None = None
     step_goes_on: bool = False
     """More pushes of the same step follow. It matters where a step moves untouched rows too."""
@@ -324,6 +326,8 @@ class UpdateHosted(Rpc[Done]):
     """Learning rate of this write; None: that of the table."""
     scale: float = 1.0
     """Multiplies the gradients: clip factor times inverse loss scale."""
+    optimizer_scalars: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the table's optimizer that this write replaces, by name: see ``RowOptimizerSpec.for_push``."""
     group: SyncGroup | None = None
 
     step_goes_on: ClassVar[bool] = False

@@ -5,7 +5,9 @@ Legend: D width of a dense feature, K distinct ids.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from torch import Tensor
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.values.gear_messages import Delivery, GearPort
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -115,8 +118,23 @@ class GearUpdate(PendingUpdate[GearGradient]):
             self._take_norm(torch.ones_like(self.carrier), torch.ones_like(self.carrier))
         return dropped
 
-    def apply(self, lr: float) -> None:
-        """Deliver what is pending with this learning rate, then forget it.
+    def param_group(self) -> dict[str, Any]:
+        """See the base class; deliveries carry the learning rate alone."""
+        spec = self.table.spec
+        return {"params": [self.carrier], "lr": spec.optimizer.lr, "table": spec.name}
+
+    def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
+        """See the base class."""
+        optimizer = super().optimizer_of(group)
+        if changed := self.table.spec.optimizer.scalars_of_push(optimizer):
+            raise InvalidArgument(
+                f"{', '.join(changed)} of dense table {self.table.spec.name!r} cannot change: deliveries to slow gears "
+                "carry the learning rate alone"
+            )
+        return optimizer
+
+    def apply(self, optimizer: RowOptimizerSpec) -> None:
+        """Deliver what is pending with the learning rate of ``optimizer``, then forget it.
 
         After an error a second call delivers the same once more, under its number: a slow gear counts it once.
         """
@@ -131,7 +149,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
                 ids=self._pending.ids,
                 gradients_KD=gradients_KD.numpy(),
                 versions=self._pending.versions,
-                lr=lr,
+                lr=optimizer.lr,
             )
         self._port.deliver(self._delivery)
         self._delivery = None

@@ -19,13 +19,14 @@ class RowOptimizer(torch.optim.Optimizer):
     """Applies the row gradients that modules have collected; the arithmetic runs where the rows are.
 
     A module is anything that meets :class:`~geartrain.bridge.rows.pending.RowModule`: a class head; a slow gear, whose
-    feature gradients are delivered to the dense part; one of your own. One param_group per module with ``lr`` (from the
-    table's optimizer) and ``table`` (its name), so that LR schedulers work; momentum and weight decay belong to the
-    table and cannot be changed here. The group's parameter is a stand-in of one element. Its gradient is the 2-norm of
-    the rows' gradients if they lie in this process, and what multiplies it multiplies them: so ``torch.amp.GradScaler``
-    unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``). Elsewhere (streamed, hosted, on ranks, summed
-    over ranks) GradScaler alone may change it, and a clipper of PyTorch's raises InvalidArgument:
-    :func:`clip_grad_norm_` clips rows wherever they are.
+    feature gradients are delivered to the dense part; one of your own. One param_group per module with the numbers of
+    the table's optimizer (``lr``, ``momentum`` or ``betas``, ``weight_decay``, ...) and ``table`` (its name): what a
+    scheduler makes of them travels with each push. A number that cannot change, as ``initial_accumulator_value``,
+    raises InvalidArgument at the step if it did. The group's parameter is a stand-in of one element. Its gradient is
+    the 2-norm of the rows' gradients if they lie in this process, and what multiplies it multiplies them: so
+    ``torch.amp.GradScaler`` unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``). Elsewhere (streamed,
+    hosted, on ranks, summed over ranks) GradScaler alone may change it, and a clipper of PyTorch's raises
+    InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
     """
 
     _step_supports_amp_scaling = True
@@ -49,6 +50,9 @@ class RowOptimizer(torch.optim.Optimizer):
             lr = real_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
             groups = [{**group, "lr": lr} for group in groups]
         super().__init__(groups, {})
+        self.defaults = {name: value for name, value in groups[0].items() if all(name in one for one in groups)}
+        for name in ("params", "table"):
+            del self.defaults[name]
         for update in updates:
             update.is_optimized = True
 
@@ -62,13 +66,21 @@ class RowOptimizer(torch.optim.Optimizer):
             raise InvalidArgument("RowOptimizer trains rows only; give dense parameters to an optimizer of their own")
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See the base class. Numbers of the optimizer that an older state lacks stay as they are."""
+        super().load_state_dict(state_dict)
+        for group, update in self._group_updates():
+            for name, value in update.param_group().items():
+                group.setdefault(name, value)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the pending row gradients: one push per table and shard (per block for rows that are streamed).
 
-        Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a learning rate that is not,
-        TableNotFound if a table was restored since the forward pass (call zero_grad()). After an error the gradients
-        that were not pushed are still pending: call step() again, or zero_grad() to drop them. A step that GradScaler
-        skips pushes nothing and drops them: they could not be pushed later either.
+        Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a number of a param_group
+        that is out of range or cannot change, TableNotFound if a table was restored since the forward pass (call
+        zero_grad()). After an error the gradients that were not pushed are still pending: call step() again, or
+        zero_grad() to drop them. A step that GradScaler skips pushes nothing and drops them: they could not be pushed
+        later either.
         """
         loss = None
         if closure is not None:
@@ -78,17 +90,16 @@ class RowOptimizer(torch.optim.Optimizer):
         if found_inf is not None and bool(found_inf):
             self.zero_grad()
             return loss
-        pairs = [(float(group["lr"]), update) for group, update in self._group_updates()]
-        for lr, update in pairs:
+        steps = []
+        for group, update in self._group_updates():
             update.require_present()
-            if not (math.isfinite(lr) and lr >= 0):
-                raise InvalidArgument(f"lr of table {update.table.spec.name!r} is {lr!r}; it must be finite and >= 0")
+            steps.append((update.optimizer_of(group), update))
             update.check_finite()
         if grad_scale is not None:
             self.multiply_gradients(1.0 / float(grad_scale))
             self.grad_scale = None  # after an error they are pending as they are now
-        for lr, update in pairs:
-            update.apply(lr)
+        for optimizer, update in steps:
+            update.apply(optimizer)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
@@ -120,7 +131,17 @@ class Clippable(Protocol):
         ...
 
 
-Rows = RowOptimizer | Clippable
+@runtime_checkable
+class HoldsRows(Protocol):
+    """An optimizer of dense parameters and rows, as :func:`geartrain.joint` makes it."""
+
+    @property
+    def rows(self) -> RowOptimizer:
+        """That of the rows."""
+        ...
+
+
+Rows = RowOptimizer | HoldsRows | Clippable
 
 
 def clip_grad_norm_(
@@ -147,7 +168,8 @@ def clip_grad_norm_(
     Args:
         parameters: Dense parameters, or one; those without a gradient are left out. Gradients have any dtype and device
             and may be DTensors (FSDP2); under DDP they are equal on all ranks.
-        rows: The RowOptimizer, or several. Of a SlowGear the gradients of its features count. A DenseTable stands for
+        rows: What :func:`geartrain.joint` made, the RowOptimizer, or several of them. Of a SlowGear the gradients of
+        its features count. A DenseTable stands for
             the parameters it trains (in mode "sync" it is refused: its ranks' mean is made in the shards).
         max_norm: > 0; may be infinite, to know the norm.
         error_if_nonfinite: Raise NonFinite, and scale nothing, if the norm is not finite.
@@ -162,10 +184,14 @@ def clip_grad_norm_(
     """
     if not real_number("max_norm", max_norm) > 0:
         raise InvalidArgument(f"max_norm is {max_norm!r}; it must be > 0")
-    listed = list(rows) if isinstance(rows, Iterable) else [rows]
+    listed = [
+        one.rows if isinstance(one, HoldsRows) else one for one in (rows if isinstance(rows, Iterable) else [rows])
+    ]
     for one in listed:
         if not isinstance(one, RowOptimizer | Clippable):
-            raise InvalidArgument(f"rows is {quoted(one)}; it must be a RowOptimizer, a DenseTable, or several of them")
+            raise InvalidArgument(
+                f"rows is {quoted(one)}; it must be what geartrain.joint made, a RowOptimizer, a DenseTable, or several"
+            )
     optimizers = list({id(one): one for one in listed if isinstance(one, RowOptimizer)}.values())
     dense = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for one in listed:

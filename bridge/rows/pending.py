@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer_with
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
 from geartrain.bridge.rows.ranks import Ranks
@@ -80,9 +82,18 @@ class PendingUpdate(ABC, Generic[G]):
         """Whose gradients nobody has taken."""
 
     def param_group(self) -> dict[str, Any]:
-        """What stands for the rows in a torch.optim.Optimizer: the carrier, the table's learning rate and name."""
+        """What stands for the rows in a torch.optim.Optimizer: the carrier, the numbers of the table's optimizer, its
+        name."""
         spec = self.table.spec
-        return {"params": [self.carrier], "lr": spec.optimizer.lr, "table": spec.name}
+        return {"params": [self.carrier], **spec.optimizer.settings(), "table": spec.name}
+
+    def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
+        """The table's optimizer with the numbers of such a group. Raises InvalidArgument that names what cannot be."""
+        spec = self.table.spec
+        try:
+            return optimizer_with(spec.optimizer, group)
+        except InvalidArgument as exc:
+            raise InvalidArgument(f"param_group of table {spec.name!r}: {exc}") from exc
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -122,7 +133,8 @@ class PendingUpdate(ABC, Generic[G]):
         if self._backward_passes == _FORGOTTEN_AFTER and not self.is_optimized:
             name = self.table.spec.name
             warnings.warn(
-                f"{_FORGOTTEN_AFTER} backward passes have gone through table {name!r} and nothing trains its rows: add "
+                f"{_FORGOTTEN_AFTER} backward passes have gone through table {name!r} and nothing trains its rows: "
+                "make the optimizer of both, optimizer = geartrain.joint(optimizer, module), or add "
                 "rows = geartrain.RowOptimizer(module), and rows.step() and rows.zero_grad() beside the optimizer's",
                 stacklevel=2,
             )
@@ -179,8 +191,8 @@ class PendingUpdate(ABC, Generic[G]):
             )
 
     @abstractmethod
-    def apply(self, lr: float) -> None:
-        """Apply what is pending with this learning rate, then forget it."""
+    def apply(self, optimizer: RowOptimizerSpec) -> None:
+        """Let ``optimizer``, as :meth:`optimizer_of` made it, apply what is pending; then forget it."""
 
     def squared_norm(self) -> float:
         """Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not finite."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy.typing as npt
 import torch
 
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.tables import HeadTable, HeadWrite
+
+
+class PushSettings(TypedDict):
+    """What all pushes of a step have in common, by the names that tables and hosted calls take."""
+
+    lr: float
+    optimizer_scalars: Mapping[str, float]
+    scale: float
+    group: SyncGroup | None
 
 
 class PushWriter(Protocol):
@@ -28,8 +38,8 @@ class PushWriter(Protocol):
         """
         ...
 
-    def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
-        """:meth:`prepare` a write made of (lr, scale, group) instead."""
+    def prepare_write(self, make: Callable[[PushSettings], HeadWrite]) -> None:
+        """:meth:`prepare` a write made of these settings instead."""
         ...
 
     def send_behind(self) -> None:
@@ -64,22 +74,22 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self.ranks = ranks
         self._writer: _PushWriter | None = None
 
-    def apply(self, lr: float) -> None:
-        """Push what is pending with this learning rate, then forget it.
+    def apply(self, optimizer: RowOptimizerSpec) -> None:
+        """Push what is pending to be applied by ``optimizer``, then forget it.
 
-        After an error a second call goes on where the first stopped, with its learning rate; no shard applies twice.
+        After an error a second call goes on where the first stopped, with its optimizer; no shard applies twice.
         """
         if self._pending is None or self.carrier.grad is None:
             return
         if self._writer is None:
-            self._writer = _PushWriter(self.table, self.ranks, lr, float(self._factor()), self._samples)
+            self._writer = _PushWriter(self.table, self.ranks, optimizer, float(self._factor()), self._samples)
         try:
             self._writer.settle()
             self._pending.push(self._writer)
         except BaseException:
             if (
                 not self._writer.begun
-            ):  # nothing was numbered yet: the next step may bring another lr, scale and samples
+            ):  # nothing was numbered yet: the next step may bring another optimizer, scale and samples
                 self._writer = None
             raise
         self.step += 1
@@ -103,10 +113,12 @@ class RowUpdate(PendingUpdate[RowGradient]):
 class _PushWriter:
     """The pushes of one step; implements :class:`PushWriter`."""
 
-    def __init__(self, table: HeadTable, ranks: Ranks | None, lr: float, scale: float, samples: int) -> None:
+    def __init__(
+        self, table: HeadTable, ranks: Ranks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
+    ) -> None:
         self._table = table
         self._ranks = ranks
-        self._lr = lr
+        self._optimizer = optimizer
         self._scale = scale
         self._samples = samples
         self._write: HeadWrite | None = None
@@ -119,15 +131,22 @@ class _PushWriter:
         self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
     ) -> None:
         self.prepare_write(
-            lambda lr, scale, group: self._table.prepare_push(
-                ids, gradients, lr=lr, scale=scale, group=group, step_goes_on=goes_on, known_finite=known_finite
+            lambda settings: self._table.prepare_push(
+                ids, gradients, **settings, step_goes_on=goes_on, known_finite=known_finite
             )
         )
 
-    def prepare_write(self, make: Callable[[float, float, SyncGroup | None], HeadWrite]) -> None:
+    def prepare_write(self, make: Callable[[PushSettings], HeadWrite]) -> None:
         self.settle()
-        group = None if self._ranks is None else self._ranks.sync_group(self._samples)
-        self._write = make(self._lr, self._scale, group)
+        own = self._table.spec.optimizer
+        self._write = make(
+            {
+                "lr": self._optimizer.lr,
+                "optimizer_scalars": own.scalars_of_push(self._optimizer),
+                "scale": self._scale,
+                "group": None if self._ranks is None else self._ranks.sync_group(self._samples),
+            }
+        )
         self.begun = True
 
     def send_behind(self) -> None:

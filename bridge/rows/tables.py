@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -72,7 +73,13 @@ class HeadCalls(Protocol):
         ...
 
     def prepare_update(
-        self, inputs: InputsOfShard, *, lr: float | None = None, scale: float = 1.0, group: SyncGroup | None = None
+        self,
+        inputs: InputsOfShard,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = ...,
+        group: SyncGroup | None = None,
     ) -> HeadWrite:
         """Number an update; nothing travels yet."""
         ...
@@ -88,12 +95,14 @@ class HeadTable(ReadableTable, Protocol):
         *,
         lr: float | None = None,
         scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = ...,
         group: SyncGroup | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
     ) -> HeadWrite:
         """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet.
 
+        ``lr`` and ``optimizer_scalars`` replace numbers of the table's optimizer.
         ``step_goes_on``: more pushes of the same step follow. ``known_finite``: none need be looked for.
         """
         ...

@@ -13,7 +13,8 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream
 from geartrain.ams.values import errors
-from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SGD, AdamW, SparseMomentum
+from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import Constant, Normal
 
 rng = np.random.default_rng(7)
@@ -56,6 +57,19 @@ def test_pushes_follow_the_float64_reference(cluster: Cluster, num_rows: int | N
         velocity[ids] = 0.9 * velocity[ids] + 0.5 * gradients + 0.01 * weights[ids]
         weights[ids] -= lr * velocity[ids]
     np.testing.assert_allclose(table.pull(np.arange(10_000)), weights, rtol=1e-5, atol=1e-5)
+
+
+def test_a_push_carries_numbers_of_the_optimizer(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=8, optimizer=AdamW(lr=0.1), initializer=Constant(0.5))
+    ids, distinct = np.array([7, 3, 7]), np.array([3, 7])
+    rows, moments = np.full((2, 8), 0.5), np.zeros((2, 16))
+    for step in range(1, 6):
+        gradients = rng.normal(size=(3, 8)).astype(np.float32)
+        optimizer = AdamW(0.1 / step, (0.9 - 0.1 * step, 0.99), weight_decay=0.02 * step)
+        table.push(ids, gradients, lr=optimizer.lr, optimizer_scalars=table.spec.optimizer.scalars_of_push(optimizer))
+        summed = np.stack([gradients[1], gradients[0] + gradients[2]])
+        rows, moments = optimizer.updated(rows, moments, summed, UpdateStep(optimizer.lr, t=step, dtype=np.float64))
+    np.testing.assert_allclose(table.pull(distinct), rows, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_equal_ids_are_summed_and_equal_ids_pull_equal_rows(cluster: Cluster) -> None:
@@ -236,6 +250,16 @@ BAD_CALLS = {
         lambda t: t.push(np.array([1]), np.ones((1, 4), np.float32), lr=float("inf")),
         errors.InvalidArgument,
         "inf",
+    ),
+    "unknown number of the optimizer": (
+        lambda t: t.push(np.array([1]), np.ones((1, 4), np.float32), optimizer_scalars={"momentum": 0.9}),
+        errors.InvalidArgument,
+        "sgd has no 'momentum' that a push may carry; it has weight_decay",
+    ),
+    "number of the optimizer out of range": (
+        lambda t: t.push(np.array([1]), np.ones((1, 4), np.float32), optimizer_scalars={"weight_decay": -1.0}),
+        errors.InvalidArgument,
+        "weight_decay is -1.0",
     ),
     "duplicate assign": (
         lambda t: t.assign(np.array([3, 1, 2, 1]), np.ones((4, 4), np.float32)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.loss.margins import COS_LIMIT, CombinedMargin, psi
@@ -118,10 +120,12 @@ class FakeTable:
         *,
         lr: float | None = None,
         scale: float = 1.0,
+        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
     ) -> FakeWrite:
+        assert not optimizer_scalars  # SGD without weight decay
         del step_goes_on  # its rows stay where nobody pushes them
         del known_finite  # it looks all the same
         assert len(np.unique(ids)) == len(ids)

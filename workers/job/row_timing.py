@@ -118,10 +118,8 @@ class _TimedCalls:
         with self._times.pulling():
             return self._calls.compute(operation, inputs, required_sync=required_sync)
 
-    def prepare_update(
-        self, inputs: InputsOfShard, *, lr: float | None = None, scale: float = 1.0, group: SyncGroup | None = None
-    ) -> _TimedWrite:
-        return _TimedWrite(self._calls.prepare_update(inputs, lr=lr, scale=scale, group=group), self._times)
+    def prepare_update(self, inputs: InputsOfShard, **settings: Any) -> _TimedWrite:
+        return _TimedWrite(self._calls.prepare_update(inputs, **settings), self._times)
 
 
 class _TimedWrite:

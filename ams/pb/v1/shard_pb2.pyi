@@ -425,6 +425,26 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 class PushRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OptimizerScalarsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CONTEXT_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     LR_FIELD_NUMBER: _builtins.int
@@ -433,6 +453,7 @@ class PushRequest(_message.Message):
     GRADIENT_DTYPE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     STEP_GOES_ON_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_SCALARS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
@@ -464,6 +485,12 @@ class PushRequest(_message.Message):
         """Absent: this message is the whole write."""
 
     @_builtins.property
+    def optimizer_scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Numbers of the table's optimizer that this push replaces, by the names of Optimizer.scalars, but for lr: momentum,
+        weight_decay, beta1. InvalidArgument, and nothing done, for one that is out of range or cannot change.
+        """
+
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """Where ids and gradients lie. Absent: in the fields below."""
 
@@ -482,6 +509,7 @@ class PushRequest(_message.Message):
         gradient_dtype: _types_pb2.DType.ValueType = ...,
         part: Global___Part | None = ...,
         step_goes_on: _builtins.bool = ...,
+        optimizer_scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         shared: Global___SharedBytes | None = ...,
         bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
@@ -490,7 +518,7 @@ class PushRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "padding", b"padding", "part", b"part", "scale", b"scale", "shared", b"shared", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "shared", b"shared", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -745,6 +773,26 @@ Global___ComputeHostedReply: _TypeAlias = ComputeHostedReply  # noqa: Y015
 class UpdateHostedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OptimizerScalarsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CONTEXT_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -753,6 +801,7 @@ class UpdateHostedRequest(_message.Message):
     SCALE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_SCALARS_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     table: _builtins.str
@@ -780,6 +829,10 @@ class UpdateHostedRequest(_message.Message):
     def part(self) -> Global___Part:
         """Absent: this message is the whole write. Each part has all of the header and its piece of the data."""
 
+    @_builtins.property
+    def optimizer_scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in a PushRequest."""
+
     def __init__(
         self,
         *,
@@ -791,12 +844,13 @@ class UpdateHostedRequest(_message.Message):
         scale: _builtins.float | None = ...,
         group: _types_pb2.SyncGroup | None = ...,
         part: Global___Part | None = ...,
+        optimizer_scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         padding: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "data", b"data", "group", b"group", "inputs", b"inputs", "lr", b"lr", "model", b"model", "padding", b"padding", "part", b"part", "scale", b"scale", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "data", b"data", "group", b"group", "inputs", b"inputs", "lr", b"lr", "model", b"model", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,14 @@ class Adagrad(RowOptimizerSpec):
         for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value"):
             require_rate(name, getattr(self, name))
         require_epsilon(self.eps)
+
+    @property
+    def fixed(self) -> Mapping[str, str]:
+        """See the base class."""
+        return {
+            "lr_decay": "whether a row's updates are counted depends on it",
+            "initial_accumulator_value": "the sums of squares so far began at it",
+        }
 
     @property
     def counts_updates(self) -> bool:

@@ -7,6 +7,7 @@ in its ``registry.cpp``; and a file beside the tensor operations for rows on ran
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from geartrain.ams.values.errors import InvalidArgument
@@ -21,6 +22,7 @@ from geartrain.ams.values.text import quoted
 
 __all__ = [
     "OPTIMIZERS",
+    "SETTINGS",
     "SGD",
     "Adagrad",
     "Adam",
@@ -31,12 +33,16 @@ __all__ = [
     "optimizer_from_json",
     "optimizer_of",
     "optimizer_to_json",
+    "optimizer_with",
     "require_optimizer",
 ]
 
 OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
     kind.name: kind for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad, AdamW)
 }
+
+SETTINGS = frozenset(one.name for kind in OPTIMIZERS.values() for one in fields(kind))  # type: ignore[arg-type]
+"""What their constructors take, of all of them."""
 
 
 def optimizer_of(name: str, scalars: Mapping[str, float]) -> RowOptimizerSpec:
@@ -51,6 +57,30 @@ def optimizer_of(name: str, scalars: Mapping[str, float]) -> RowOptimizerSpec:
     except TypeError as exc:
         numbers = quoted(dict(scalars))
         raise InvalidArgument(f"optimizer {name!r} cannot be made from {numbers}: {exc}") from exc
+
+
+def optimizer_with(optimizer: RowOptimizerSpec, settings: Mapping[str, Any]) -> RowOptimizerSpec:
+    """``optimizer`` with the values that ``settings`` has for its constructor; other names are passed over.
+
+    Tensors stand for their numbers. Raises InvalidArgument for a value outside its range, one that cannot change
+    (:attr:`RowOptimizerSpec.fixed`), and one that only another optimizer has.
+    """
+    own = optimizer.settings()
+    for name in SETTINGS - own.keys():
+        if name in settings:
+            raise InvalidArgument(
+                f"{name} is {quoted(settings[name])}, but {optimizer.name} has none; it has {', '.join(own)}"
+            )
+    changed = replace(optimizer, **{name: _plain(settings[name]) for name in own if name in settings})  # type: ignore[type-var]
+    optimizer.scalars_of_push(changed)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    """A number for a tensor of one, also within a pair."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value.item() if hasattr(value, "item") else value
 
 
 def require_optimizer(value: object) -> None:

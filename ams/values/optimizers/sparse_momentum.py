@@ -59,6 +59,15 @@ class SparseMomentum(RowOptimizerSpec):
         )
 
     @property
+    def fixed(self) -> Mapping[str, str]:
+        """See the base class."""
+        fixed = {"untouched": "the table counts its steps, or does not, from its first"}
+        if self.untouched == "elapsed":
+            reason = "untouched='elapsed' moves rows later, by the numbers of the table, for all the steps they missed"
+            fixed |= dict.fromkeys(("momentum", "weight_decay"), reason)
+        return fixed
+
+    @property
     def drift(self) -> Drift | None:
         """See the base class."""
         return Drift(self.momentum, self.weight_decay) if self.untouched == "elapsed" else None

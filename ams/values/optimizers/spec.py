@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -16,8 +17,11 @@ import numpy.typing as npt
 
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
 
 Floats = npt.NDArray[Any]
+NO_SCALARS: Mapping[str, float] = MappingProxyType({})
+"""What a push carries whose optimizer has the table's numbers."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class RowOptimizerSpec(ABC):
     lr: float
 
     @property
+    def fixed(self) -> Mapping[str, str]:
+        """Its fields that hold for the table's whole life, and why; a push may carry other values of the rest."""
+        return {}
+
+    @property
     def counts_updates(self) -> bool:
         """Whether an update depends on how many the row had before."""
         return False
@@ -75,6 +84,10 @@ class RowOptimizerSpec(ABC):
         """How rows move at steps that do not touch them; None: they do not."""
         return None
 
+    def settings(self) -> dict[str, Any]:
+        """All that it is made from, by the names and in the types of its constructor."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
     def scalars(self) -> dict[str, float]:
         """All that it is made from, by name; a flag is 0 or 1."""
         return {one.name: float(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
@@ -83,6 +96,37 @@ class RowOptimizerSpec(ABC):
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         """Return what :meth:`scalars` is of; what is left out has its default. Raises TypeError, InvalidArgument."""
         return cls(**scalars)
+
+    def scalars_of_push(self, optimizer: RowOptimizerSpec) -> dict[str, float]:
+        """What a push carries beside ``optimizer.lr`` for the table of this optimizer to be trained by ``optimizer``.
+
+        Those of its :meth:`scalars` that are others here. Raises InvalidArgument for another kind, and for a value of
+        :attr:`fixed` that is not the table's.
+        """
+        require(type(self) is type(optimizer), f"{optimizer} cannot take the place of {self} in a push")
+        for name, reason in self.fixed.items():
+            own, other = getattr(self, name), getattr(optimizer, name)
+            require(own == other, f"{name} is {other!r}, the table's is {own!r}, and it cannot change: {reason}")
+        own_scalars = self.scalars()
+        return {name: one for name, one in optimizer.scalars().items() if name != "lr" and one != own_scalars[name]}
+
+    def for_push(self, scalars: Mapping[str, float]) -> Self:
+        """The optimizer that applies a push which carries ``scalars``; that of the table if there are none.
+
+        Raises InvalidArgument for a name that is not among its :meth:`scalars`, a value outside its range, and one that
+        cannot change.
+        """
+        if not scalars:
+            return self
+        own = self.scalars()
+        for name in scalars:
+            require(
+                name in own and name != "lr",
+                f"{self.name} has no {quoted(name)} that a push may carry; it has {', '.join(own.keys() - {'lr'})}",
+            )
+        optimizer = self.from_scalars({**own, **scalars})
+        self.scalars_of_push(optimizer)
+        return optimizer
 
     @abstractmethod
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:

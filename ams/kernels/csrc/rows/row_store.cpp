@@ -211,39 +211,39 @@ void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t position) co
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
-                                          const PushFactors& push, Now& now) const {
+                                          const PushStep& step, Now& now) const {
   require_legal(ids, count);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   Resolved found = resolve(ids, count, values, dtype);
 
   // float32 products are monotone: the largest one is finite only if all are.
-  const float largest = std::fabs(std::bit_cast<float>(found.largest) * push.scale);
+  const float largest = std::fabs(std::bit_cast<float>(found.largest) * step.factors.scale);
   if (!std::isfinite(largest)) {
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t bits = kernels().max_abs_bits[static_cast<int>(dtype)](row_of(values, i, gradient_bytes),
                                                                             static_cast<size_t>(spec_.dim));
-      if (!std::isfinite(std::bit_cast<float>(bits) * push.scale)) throw Refusal{Reason::non_finite, i};
+      if (!std::isfinite(std::bit_cast<float>(bits) * step.factors.scale)) throw Refusal{Reason::non_finite, i};
     }
   }
   reach_back(now, found.positions.data(), count);
-  if (count > 0 && !none_overflows(largest, push, now)) rehearse(ids, found, values, dtype, push, now);
+  if (count > 0 && !none_overflows(largest, step, now)) rehearse(ids, found, values, dtype, step, now);
   return found;
 }
 
-void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const {
+void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   Now now = this->now();
-  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, {lr, scale}, now);
+  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, step, now);
 }
 
-bool RowStore::cannot_overflow(float largest, float lr, float scale) const {
+bool RowStore::cannot_overflow(float largest, const PushStep& step) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
-  const float product = std::fabs(largest * scale);
+  const float product = std::fabs(largest * step.factors.scale);
   Now now = this->now();
   if (now) now->reach_back(1);
-  return std::isfinite(product) && none_overflows(product, {lr, scale}, now);
+  return std::isfinite(product) && none_overflows(product, step, now);
 }
 
 void RowStore::make_room(const int64_t* ids, int64_t count) {
@@ -266,15 +266,14 @@ void RowStore::make_room_to_keep(int64_t count) {
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 
-int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale,
+int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step,
                        bool ends_step) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   const char* values = static_cast<const char*>(gradients);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
-  const PushFactors factors{lr, scale};
   Now now = this->now();
-  Resolved found = resolve_push(ids, count, values, dtype, factors, now);
+  Resolved found = resolve_push(ids, count, values, dtype, step, now);
   reserve(found.missing);
   reserve_step();
   const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
@@ -297,11 +296,11 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
         end - begin, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[begin + i]); },
         [&](int64_t i) {
           const int64_t position = positions[begin + i];
-          update_one(position, ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, factors, now, buffer, seen);
+          update_one(position, ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, step, now, buffer, seen);
         });
     bounds[static_cast<size_t>(thread)] = seen;
   });
-  if (ends_step) end_step(overdue, now, lr, buffers.data());
+  if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
   for (const Magnitudes& seen : bounds) bounds_.raise_to(seen);
   bounds_.row = rounded_up(bounds_.row, spec_.dtype);
   for (float& slot : bounds_.slots) slot = rounded_up(slot, spec_.slot_dtype);
@@ -322,15 +321,15 @@ int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& posit
   return created;
 }
 
-bool RowStore::none_overflows(float largest_gradient, const PushFactors& push, const Now& now) const {
-  const Magnitudes most = spec_.optimizer->worst(largest_gradient, push, bounds_at(now));
+bool RowStore::none_overflows(float largest_gradient, const PushStep& step, const Now& now) const {
+  const Magnitudes most = step.optimizer.worst(largest_gradient, step.factors, bounds_at(now));
   const auto fits = [this](float slot) { return std::isfinite(rounded(slot, spec_.slot_dtype)); };
   return std::isfinite(rounded(most.row, spec_.dtype)) && std::all_of(most.slots.begin(), most.slots.end(), fits);
 }
 
 // Near the end of a storage type's range: computes every row aside and refuses the push if one would become infinite.
 void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype,
-                        const PushFactors& push, const Now& now) const {
+                        const PushStep& step, const Now& now) const {
   const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
   std::vector<float> row(dim), slot(slot_dim), gradient(dim), scratch(dim);
   std::vector<char> stored(std::max(dim, slot_dim) * sizeof(float));
@@ -346,7 +345,7 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
     k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
-    update_row(*spec_.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim, push,
+    update_row(step.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim, step.factors,
                number_of(position));
     const auto require_finite = [&](const std::vector<float>& values, DType type) {
       k.store[static_cast<int>(type)](stored.data(), values.data(), values.size());
@@ -359,7 +358,7 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
 }
 
 // Half types pass through float32 buffers: [0, D) row, then the slots, then [D] gradient.
-void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushFactors& push,
+void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushStep& step,
                           const Now& now, float* buffer, Magnitudes& bounds) {
   const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
   char *row = rows_.at(position), *slot = slots_ ? slots_->at(position) : nullptr;
@@ -376,8 +375,8 @@ void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DT
     k.load[static_cast<int>(dtype)](buffer + dim + slot_dim, gradient, dim);
     direction = buffer + dim + slot_dim;
   }
-  const RowUpdate update =
-      update_row(*spec_.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim, push, number_of(position));
+  const RowUpdate update = update_row(step.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim, step.factors,
+                                      number_of(position));
   if (row_steps_) row_step(position) = update.number;
   bounds.raise_to(update.largest);
   const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;

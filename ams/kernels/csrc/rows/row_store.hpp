@@ -42,6 +42,12 @@ struct RowStoreSpec {
   bool counts_updates() const { return optimizer->counts_updates() || (rounds() && !counts_steps()); }
 };
 
+// How a push is applied.
+struct PushStep {
+  const Optimizer& optimizer;  // the table's, or one of its kind with other numbers
+  PushFactors factors;
+};
+
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
 // The shard's thread is the only writer; the lock only keeps a second thread's mistake from corrupting memory.
 class RowStore {
@@ -57,11 +63,11 @@ class RowStore {
   // Creates nothing; a missing row yields its initial value.
   void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
   // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
-  int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale, bool ends_step);
+  int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step, bool ends_step);
   // Refuses what a push of these would refuse; changes nothing.
-  void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, float lr, float scale) const;
+  void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step) const;
   // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.
-  bool cannot_overflow(float largest, float lr, float scale) const;
+  bool cannot_overflow(float largest, const PushStep& step) const;
   // Reserves the memory of those rows that are not there.
   void make_room(const int64_t* ids, int64_t count);
   // Reserves what a step that writes `count` rows takes beside them: a freeze under way keeps what they were, and where untouched
@@ -103,17 +109,17 @@ class RowStore {
 
   void require_legal(const int64_t* ids, int64_t count) const;
   Resolved resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const;
-  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, const PushFactors& push,
+  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, const PushStep& step,
                         Now& now) const;
   void reserve(const std::vector<int64_t>& missing);
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
-  bool none_overflows(float largest_gradient, const PushFactors& push, const Now& now) const;
-  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, const PushFactors& push,
+  bool none_overflows(float largest_gradient, const PushStep& step, const Now& now) const;
+  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, const PushStep& step,
                 const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);
-  void update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushFactors& push, const Now& now,
+  void update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushStep& step, const Now& now,
                   float* buffer, Magnitudes& bounds);
   void ask_for(const Lookahead& lookahead, Use use, int64_t position) const;
   int64_t& row_step(int64_t position) const { return *reinterpret_cast<int64_t*>(row_steps_->at(position)); }

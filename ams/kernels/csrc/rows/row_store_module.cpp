@@ -51,22 +51,37 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }
 
-int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale,
-             bool ends_step) {
-  const DType dtype = checked_dtype(gradients, dtype_code);
-  require_width(store, gradients.shape(1));
-  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+PushStep checked_step(const RowStore& store, const Optimizer& optimizer, float lr, float scale) {
+  const Optimizer& own = *store.spec().optimizer;
+  require(optimizer.num_slots() == own.num_slots() && optimizer.counts_updates() == own.counts_updates() &&
+              optimizer.drift().has_value() == own.drift().has_value(),
+          "a push's optimizer must be of the table's kind");
   require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
-  nb::gil_scoped_release release;
-  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale, ends_step);
+  return {optimizer, {lr, scale}};
 }
 
-void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, float lr, float scale) {
+int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer, float lr,
+             float scale, bool ends_step) {
   const DType dtype = checked_dtype(gradients, dtype_code);
   require_width(store, gradients.shape(1));
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+  const PushStep step = checked_step(store, optimizer, lr, scale);
   nb::gil_scoped_release release;
-  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, lr, scale);
+  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, step, ends_step);
+}
+
+void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer,
+                float lr, float scale) {
+  const DType dtype = checked_dtype(gradients, dtype_code);
+  require_width(store, gradients.shape(1));
+  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
+  const PushStep step = checked_step(store, optimizer, lr, scale);
+  nb::gil_scoped_release release;
+  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, step);
+}
+
+bool cannot_overflow(const RowStore& store, float largest, const Optimizer& optimizer, float lr, float scale) {
+  return store.cannot_overflow(largest, checked_step(store, optimizer, lr, scale));
 }
 
 void make_room(RowStore& store, const IdArray& ids) {
@@ -162,11 +177,11 @@ void bind_row_store(nb::module_& m) {
            nb::arg("threads"), nb::arg("window"))
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
-      .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"), nb::arg("lr"),
-           nb::arg("scale"), nb::arg("ends_step"))
+      .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
+           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"))
       .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
-           nb::arg("lr"), nb::arg("scale"))
-      .def("cannot_overflow", &RowStore::cannot_overflow, nb::arg("largest"), nb::arg("lr"), nb::arg("scale"))
+           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
+      .def("cannot_overflow", &cannot_overflow, nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())

@@ -268,9 +268,7 @@ class HostedGradient:
         if self._prepared:
             return
         inputs = self._inputs(self._batches())
-        writer.prepare_write(
-            lambda lr, scale, group: self._calls.prepare_update(inputs.__getitem__, lr=lr, scale=scale, group=group)
-        )
+        writer.prepare_write(lambda settings: self._calls.prepare_update(inputs.__getitem__, **settings))
         self._prepared = True
         writer.settle()
 

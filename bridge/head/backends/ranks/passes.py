@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.active_rows import LocalActive
 from geartrain.bridge.head.backends.ranks.rank_table import Place, RankTable
@@ -176,18 +177,18 @@ class RankGradient:
         for factors in self._factors:
             factors.kept.give_back()
 
-    def apply(self, lr: float, scale: Tensor) -> None:
-        """Update the rows and slots with ``scale`` (0-dim) times the gradient; that ends the step.
+    def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
+        """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step.
 
         Nothing travels, nobody waits.
         """
         table = self._table
 
         def update(work: Workspace, place: Place, gradient_ND: Tensor) -> None:
-            table.update(work, place, gradient_ND, lr, scale)
+            table.update(work, place, gradient_ND, optimizer, scale)
 
         self._over_chunks(update, use_kept=True)
-        table.end_step(lr)
+        table.end_step(optimizer.lr)
 
     squares = None
     """They never lie in memory together."""

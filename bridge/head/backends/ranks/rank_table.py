@@ -17,6 +17,7 @@ from torch import Tensor
 from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.row_table import RowTable, table_hash
 from geartrain.ams.values.errors import NonFinite
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.backends.ranks.elapsed_momentum import RESTING, RankSteps
@@ -234,14 +235,17 @@ class RankTable:
         narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
         return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, place, out=narrow_ND))
 
-    def update(self, work: Workspace, place: Place, gradient_ND: Tensor, lr: float, scale: Tensor) -> None:
-        """One step of the optimizer with ``scale`` (0-dim) times the gradient, which is overwritten.
+    def update(
+        self, work: Workspace, place: Place, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: Tensor
+    ) -> None:
+        """One step of ``optimizer`` (the table's, or it with other numbers) with ``scale`` (0-dim) times the gradient.
 
-        The formulas of ``ams/values/optimizers``, in the compute dtype; 16 bits are rounded by chance, as on a shard. A
-        row that would leave the range of its storage type stays as it is, with its slot, and is counted in ``refused``.
+        The gradient is overwritten. The formulas are those of ``ams/values/optimizers``, in the compute dtype; 16 bits
+        are rounded by chance, as on a shard. A row that would leave the range of its storage type stays as it is, with
+        its slot, and is counted in ``refused``.
         """
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
-            self._update_compiled(place, gradient_ND, lr, float(scale))
+            self._update_compiled(place, gradient_ND, optimizer, float(scale))
             return
         gradient_ND.mul_(scale)
         rows_ND = self._loaded(work, self.rows_LD, place, "updated rows")
@@ -250,9 +254,9 @@ class RankTable:
         if self.steps is not None:
             assert slots_ND is not None and steps_N is not None
             last_N, steps_N = steps_N - 1, torch.full_like(steps_N, self.steps.now + 1)
-            self.steps.update(rows_ND, slots_ND, last_N, gradient_ND, lr)
+            self.steps.update(rows_ND, slots_ND, last_N, gradient_ND, optimizer.lr)
         else:
-            update_rows(self.spec.optimizer, RowStep(rows_ND, slots_ND, gradient_ND, lr, steps_N))
+            update_rows(optimizer, RowStep(rows_ND, slots_ND, gradient_ND, optimizer.lr, steps_N))
         rows_ND = self._as_stored(work, place, steps_N, rows_ND, self.rows_LD, ROW)
         if slots_ND is not None and self.slots_LD is not None:
             slots_ND = self._as_stored(work, place, steps_N, slots_ND, self.slots_LD, SLOT)
@@ -300,7 +304,7 @@ class RankTable:
         slots = None if slots_LD is None else as_numpy(slots_LD)
         return as_numpy(rows_LD), slots, None if steps_L is None else steps_L.numpy(), numbers, first
 
-    def _update_compiled(self, place: Place, gradient_ND: Tensor, lr: float, scale: float) -> None:
+    def _update_compiled(self, place: Place, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: float) -> None:
         rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(place)
         refused = array_update.update(
             self.spec,
@@ -308,7 +312,7 @@ class RankTable:
             slots_LD,
             numbers,
             gradient_ND.numpy(),
-            lr=lr,
+            optimizer=optimizer,
             scale=scale,
             steps=steps_L,
             first_id=first,

@@ -23,6 +23,7 @@ from geartrain.ams.values.errors import (
     StepMismatch,
     SyncError,
 )
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
@@ -69,15 +70,17 @@ class RankUpdate(PendingUpdate[RankGradient]):
         if self.table.device.type == "cpu":
             super().check_finite()
 
-    def apply(self, lr: float) -> None:
-        """Update the rows with what is pending, then forget it. Raises InvalidArgument as a push does."""
+    def apply(self, optimizer: RowOptimizerSpec) -> None:
+        """Update the rows with what is pending by ``optimizer``, then forget it. Raises InvalidArgument as a push
+        does."""
         if self._pending is None or self.carrier.grad is None:
             return
         with np.errstate(over="ignore"):
-            if not np.isfinite(np.float32(lr)):
-                raise InvalidArgument(f"lr of table {self.table.spec.name!r} is {lr!r}; it must be finite as float32")
+            if not np.isfinite(np.float32(optimizer.lr)):
+                name = self.table.spec.name
+                raise InvalidArgument(f"lr of table {name!r} is {optimizer.lr!r}; it must be finite as float32")
         with torch.inference_mode(False), torch.no_grad():
-            self._pending.apply(lr, self._factor()[0])
+            self._pending.apply(optimizer, self._factor()[0])
             self._refused.begin(self.table.refused)
         self.step += 1
         self.takes_any_step = False

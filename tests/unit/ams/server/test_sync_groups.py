@@ -79,6 +79,30 @@ def test_a_rank_that_repeats_an_applied_step_with_other_gradients_is_told(shard:
     assert pulled(shard, [1]) == [-1.0]
 
 
+def test_ranks_agree_on_the_numbers_of_the_optimizer(shard: Shard) -> None:
+    other = {"weight_decay": 0.5}
+    shard.submit(context(0, 1), push(0, 1, [1], 1.0))
+    message = "rank 1 of job 'j' pushes with weight_decay 0.5, another rank with weight_decay that of the table"
+    with pytest.raises(StepMismatch, match=message):
+        shard.submit(context(1, 1), replace(push(1, 1, [1], 1.0), optimizer_scalars=other)).result(10)
+    shard.submit(context(1, 2), push(1, 1, [1], 1.0)).result(10)
+    with pytest.raises(
+        StepMismatch, match=r"was applied .* with other gradients of rank 0"
+    ):  # a repetition has them, too
+        shard.submit(context(0, 9), replace(push(0, 1, [1], 1.0), optimizer_scalars=other)).result(10)
+
+
+def test_a_shard_looks_at_the_numbers_of_the_optimizer_for_itself(shard: Shard) -> None:
+    gradients = np.ones((1, 2), np.float32)
+    for number, wrong in enumerate(
+        [{"weight_decay": -1.0}, {"weight_decay": float("nan")}, {"momentum": 0.9}, {"lr": 1.0}]
+    ):
+        bad = Push(table="t", ids=np.array([1]), gradients=gradients, optimizer_scalars=wrong)
+        with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+            shard.submit(context(5, number + 1), bad).result(10)
+    assert pulled(shard, [1]) == [0.0]
+
+
 def test_a_rank_that_gave_its_push_up_may_send_another_one(shard: Shard) -> None:
     given_up = replace(push(0, 1, [5], 1.0), lr=0.5)
     shard.submit(context(0, 1), given_up)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -37,9 +39,10 @@ def test_they_move_as_the_rows_of_a_table_do(optimizer: RowOptimizerSpec, all_of
     for step in range(4):
         numbers = np.arange(LENGTH) if all_of_them else random.permutation(LENGTH)[:77]
         gradients = random.normal(size=(len(numbers), DIM)).astype(np.float32)
-        settings = {"lr": 0.1 / (step + 1), "scale": 0.5}
-        assert array_update.update(spec, rows, slots, None if all_of_them else numbers, gradients, **settings) == 0
-        table.push(numbers, gradients, **settings)
+        lr, chosen = 0.1 / (step + 1), None if all_of_them else numbers
+        step_optimizer = replace(optimizer, lr=lr)
+        assert array_update.update(spec, rows, slots, chosen, gradients, optimizer=step_optimizer, scale=0.5) == 0
+        table.push(numbers, gradients, lr=lr, scale=0.5)
     expected = np.empty_like(rows)
     table.pull(np.arange(LENGTH), expected)
     np.testing.assert_array_equal(rows, expected)
@@ -57,7 +60,8 @@ def test_a_row_that_would_not_be_finite_stays_as_it_is_and_is_counted(bad: float
     gradients = np.ones((3, DIM), np.float32)
     gradients[1, 7] = bad
     before = rows.copy()
-    assert array_update.update(spec, rows, slots, np.array([5, 9, 2]), gradients, lr=10.0, scale=1.0) == 1
+    numbers = np.array([5, 9, 2])
+    assert array_update.update(spec, rows, slots, numbers, gradients, optimizer=spec.optimizer, scale=1.0) == 1
     np.testing.assert_array_equal(rows[9], before[9])
     assert not slots[9].any()
     assert (rows[[5, 2]] != before[[5, 2]]).all() and (slots[[5, 2]] == 1).all()
@@ -70,7 +74,9 @@ def test_a_number_outside_is_refused_before_anything_changes(number: int) -> Non
     before = rows.copy()
     numbers = np.array([3, number])
     with pytest.raises(ValueError, match="outside the rows"):
-        array_update.update(spec, rows, None, numbers, np.ones((2, DIM), np.float32), lr=1.0, scale=1.0)
+        array_update.update(
+            spec, rows, None, numbers, np.ones((2, DIM), np.float32), optimizer=spec.optimizer, scale=1.0
+        )
     with pytest.raises(ValueError, match="outside the rows"):
         array_update.gather(rows, numbers, np.empty((2, DIM), np.float32))
     np.testing.assert_array_equal(rows, before)

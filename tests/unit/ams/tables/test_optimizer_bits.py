@@ -52,11 +52,21 @@ def expected_of(table: ReferenceTable, spec: TableSpec) -> dict[int, tuple[bytes
 def test_rows_slots_and_updates_have_the_bits_of_the_reference(name: str, dtype: DTypeName) -> None:
     ours, theirs = make(SPECS[name], 37, dtype)
     generator = np.random.default_rng(1)
+    changes = {
+        "weight_decay": lambda step: 0.02 * step,
+        "momentum": lambda step: 0.9 - 0.1 * step,
+        "beta1": lambda step: 0.9 - 0.1 * step,
+        "beta2": lambda step: 1 - 0.1**step,
+        "nesterov": lambda step: step % 4 // 2,
+    }
     for step in range(6):
         ids = generator.permutation(60)[:40]
         values = generator.standard_normal((40, 37)).astype(DTYPES["bfloat16" if step % 2 else "float32"])
         lr, scale = 0.3 / (step + 1), 0.7
-        assert ours.push(ids, values, lr=lr, scale=scale) == theirs.push(ids, values, lr, scale)
+        scalars = {one: changes[one](step) for one in SPECS[name].scalars() if one in changes} if step % 2 else {}
+        theirs.optimizer = SPECS[name].for_push(scalars)
+        created = ours.push(ids, values, lr=lr, scale=scale, optimizer_scalars=scalars)
+        assert created == theirs.push(ids, values, lr, scale)
         if step == 3:
             ours.assign(ids[:9], values[:9].astype(DTYPES[dtype]))
             theirs.assign(ids[:9], values[:9].astype(DTYPES[dtype]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -60,13 +61,15 @@ def _shard_and_ranks(optimizer: RowOptimizerSpec, dtype: DTypeName) -> tuple[Row
     return RowTable(spec, np.arange(4096)), [RankTable(spec, link, torch.device("cpu")) for link in links]
 
 
-def _push(ranks: list[RankTable], ids: np.ndarray, gradients: np.ndarray, *, by_number: bool, lr: float) -> None:
+def _push(
+    ranks: list[RankTable], ids: np.ndarray, gradients: np.ndarray, optimizer: RowOptimizerSpec, *, by_number: bool
+) -> None:
     work = Workspace(Arithmetic.of(torch.empty(0, dtype=torch.from_numpy(gradients).dtype)), Scratch())
     for rank in ranks:
         places, numbers = rank.local(ids)
         place: Any = numbers if by_number else slice(int(numbers[0]), int(numbers[-1]) + 1)
-        rank.update(work, place, torch.from_numpy(gradients[places]), lr, torch.tensor(0.5))
-        rank.end_step(lr)
+        rank.update(work, place, torch.from_numpy(gradients[places]), optimizer, torch.tensor(0.5))
+        rank.end_step(optimizer.lr)
 
 
 def _stored(shard: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,8 +91,12 @@ def test_its_rows_have_the_bits_of_a_shards(dtype: DTypeName, optimizer: RowOpti
     for step in range(8):
         ids = np.sort(random.permutation(50)[:30]) if by_number else np.arange(step % 3, 50 - step)
         gradients = random.standard_normal((len(ids), 21)).astype(np.float32)
-        shard.push(ids, gradients, lr=0.3 / (1 + step), scale=0.5)
-        _push(ranks, ids, gradients, by_number=by_number, lr=0.3 / (1 + step))
+        changed = replace(optimizer, lr=0.3 / (1 + step))
+        if "weight_decay" not in optimizer.fixed:
+            changed = replace(changed, weight_decay=0.01 * step)
+        scalars = optimizer.scalars_of_push(changed)
+        shard.push(ids, gradients, lr=changed.lr, scale=0.5, optimizer_scalars=scalars)
+        _push(ranks, ids, gradients, changed, by_number=by_number)
         if step == 3:
             values = random.standard_normal((50, 21)).astype(shard.spec.numpy_dtype)
             shard.assign(np.arange(50), values)
@@ -114,7 +121,7 @@ def test_rows_that_pytorch_updates_meet_the_draws_of_a_shards(
         ids = np.sort(random.permutation(50)[:30]) if by_number else np.arange(step % 3, 50 - step)
         gradients = random.standard_normal((len(ids), 21)).astype(np.float32)
         shard.push(ids, gradients, lr=0.1, scale=0.5)
-        _push(ranks, ids, gradients.astype(np.float64), by_number=by_number, lr=0.1)
+        _push(ranks, ids, gradients.astype(np.float64), replace(optimizer, lr=0.1), by_number=by_number)
     rows, slots = _stored(shard)
     ours = torch.cat([rank.current_rows(slice(None)) for rank in ranks])
     if dtype != "float32":
@@ -135,7 +142,7 @@ def test_a_row_that_would_overflow_counts_no_update(dtype: DTypeName, compiled: 
     gradients[1, 4] = 3e38
     if dtype == "bfloat16":
         gradients[1, 4] = -3.4028e38
-    _push([rank], np.array([2, 5, 9]), gradients, by_number=True, lr=2.0)
+    _push([rank], np.array([2, 5, 9]), gradients, SGD(2.0), by_number=True)
     assert rank.refused == 1 and rank.steps_L is not None
     assert rank.steps_L[[2, 5, 9]].tolist() == [1, 0, 1]
     assert torch.equal(rank.rows_LD[5], before[5]) and not torch.equal(rank.rows_LD[2], before[2])

@@ -237,7 +237,7 @@ def test_a_rate_that_is_not_finite_pushes_nothing() -> None:
     rows = RowOptimizer(head)
     rows.param_groups[0]["lr"] = float("nan")
     head(*batch(4)).backward()
-    with pytest.raises(InvalidArgument, match="lr of table 'classes' is nan"):
+    with pytest.raises(InvalidArgument, match="table 'classes': lr is nan"):
         rows.step()
     assert table.pushes == []
 
