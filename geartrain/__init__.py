@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
+    from geartrain.bridge.rows.joint import joint
     from geartrain.bridge.rows.optimizer import RowOptimizer, clip_grad_norm_
     from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
     from geartrain.launch.hosting import local
@@ -74,6 +75,7 @@ __all__ = [
     "errors",
     "export_class_weights",
     "import_class_weights",
+    "joint",
     "load",
     "local",
     "margin_cross_entropy",
@@ -107,6 +109,7 @@ _HOMES = {
     "geartrain.bridge.head.memory": ("memory_report",),
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
+    "geartrain.bridge.rows.joint": ("joint",),
     "geartrain.bridge.rows.optimizer": ("RowOptimizer", "clip_grad_norm_"),
     "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),
     "geartrain.launch.hosting": ("local",),

@@ -21,7 +21,14 @@ class ApiPage:
 
 PAGES = (
     ApiPage(
-        "heads", "Class heads", ("geartrain.bridge.head", "geartrain.bridge.rows.optimizer", "geartrain.ams.programs")
+        "heads",
+        "Class heads",
+        (
+            "geartrain.bridge.head",
+            "geartrain.bridge.rows.joint",
+            "geartrain.bridge.rows.optimizer",
+            "geartrain.ams.programs",
+        ),
     ),
     ApiPage(
         "optimizers", "Optimizers and first values", ("geartrain.ams.values.specs", "geartrain.ams.values.optimizers")

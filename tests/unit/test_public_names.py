@@ -53,6 +53,7 @@ PUBLIC_NAMES = {
     "margin_cross_entropy",
     "memory_report",
     "import_class_weights",
+    "joint",
     "export_class_weights",
     "save",
     "load",

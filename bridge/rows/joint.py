@@ -1,0 +1,197 @@
+"""One ``torch.optim.Optimizer`` for the parameters of a model and for its rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.bridge.rows.pending import RowModule
+
+
+def joint(
+    optimizer: torch.optim.Optimizer, *modules: RowModule | Iterable[RowModule], row_lr: float | None = None
+) -> JointOptimizer:
+    """Join the optimizer of a model's parameters and the rows of its modules to one ``torch.optim.Optimizer``.
+
+        optimizer = gt.joint(torch.optim.AdamW(backbone.parameters(), lr=2e-3), head)
+        loss = head(backbone(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    What takes an optimizer takes this one as it is: LR schedulers (OneCycleLR cycles momentum or betas of both, where
+    both have the one or the other), GradScaler, Lightning, Accelerate, the Trainer of transformers. Its
+    ``param_groups`` are those of ``optimizer``, the same dictionaries, and one for each module with the numbers of its
+    rows' optimizer and ``table``, the name of its table; parameter groups that are added later come last.
+    ``state_dict`` is flat, as torch's is, and holds no rows: they are in snapshots.
+
+    Clip with ``gt.clip_grad_norm_(model.parameters(), optimizer, max_norm)``, wherever the rows are.
+    ``torch.nn.utils.clip_grad_norm_`` over the parameters of all groups is as exact where one worker pulls rows at
+    once, and raises InvalidArgument elsewhere; over ``model.parameters()`` it does not see the rows.
+
+    Args:
+        optimizer: Of the dense parameters, of any kind that steps without a closure; what :func:`geartrain.attach`
+            made, too.
+        modules: Those with rows: class heads, slow gears, or of your own.
+        row_lr: Learning rate of all rows; None: that of their tables.
+
+    Raises:
+        InvalidArgument: ``optimizer`` is no optimizer, holds rows itself or needs a closure; a module has no rows or is
+            given twice; there is none.
+    """
+    if isinstance(optimizer, RowOptimizer | JointOptimizer):
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}, which trains rows already; give joint() the torch optimizer "
+            "of the dense parameters, and the modules with rows after it"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(
+            f"optimizer is {quoted(optimizer)}; it must be a torch.optim.Optimizer of the dense parameters, and the "
+            "modules with rows come after it"
+        )
+    parameter = inspect.signature(optimizer.step).parameters.get("closure")
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} calls its closure several times a step, and rows are pushed once; choose an "
+            "optimizer whose step() needs no closure"
+        )
+    if not modules:
+        raise InvalidArgument(
+            "joint() was given no module with rows; give it at least one, as in joint(optimizer, head). Without rows "
+            "the torch optimizer does all"
+        )
+    return JointOptimizer(optimizer, RowOptimizer(*modules, lr=row_lr))
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """See :func:`joint`, which makes it. Not thread-safe."""
+
+    def __init__(self, dense: torch.optim.Optimizer, rows: RowOptimizer) -> None:
+        """Step ``rows`` before ``dense``. Raises InvalidArgument."""
+        carriers = _ids_of(rows.param_groups)
+        for number, group in enumerate(dense.param_groups):
+            if carriers & _ids_of([group]):
+                raise InvalidArgument(
+                    f"param_group {number} of the optimizer holds the carrier of a head, which stands for its rows; "
+                    "leave it out, for joint() adds it (give the optimizer the parameters of the backbone)"
+                )
+        self._dense = dense
+        self._rows = rows
+        self._num_first = len(dense.param_groups)
+        """Groups that come before those of the rows."""
+        self._step_supports_amp_scaling = bool(getattr(dense, "_step_supports_amp_scaling", False))
+        """Whether GradScaler leaves unscaling and skipping to :meth:`step`."""
+        defaults = {name: value for name, value in dense.defaults.items() if name in rows.defaults}
+        super().__init__(self.param_groups, defaults)
+
+    @property
+    def dense(self) -> torch.optim.Optimizer:
+        """The torch optimizer of the parameters."""
+        return self._dense
+
+    @property
+    def rows(self) -> RowOptimizer:
+        """That of the rows."""
+        return self._rows
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """A new list of the groups of both. Schedulers know groups by their places, which never change."""
+        dense, first = self._dense.param_groups, self._num_first
+        return [*dense[:first], *self._rows.param_groups, *dense[first:]]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """torch's constructor begins with none of its own."""
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """That of the dense parameters; rows keep theirs where they are."""
+        return self._dense.state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        """As for ``param_groups``."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add dense parameters, behind all groups there are. Rows are given at construction: else InvalidArgument."""
+        if any(param_group is one for one in self.param_groups):
+            return  # torch's constructor adds those that are there
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if _ids_of(self._rows.param_groups) & set(map(id, params)):
+            raise InvalidArgument("the rows of this head are trained already; add dense parameters only")
+        self._dense.add_param_group({**param_group, "params": params})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push the rows' gradients, then step the dense parameters; ``closure`` is called once, before both.
+
+        The rows come first, for theirs is the step that can fail on its way. An error before any push (see
+        :meth:`RowOptimizer.step`) leaves the gradients of both pending. After a later one call step() again, which goes
+        on where it stopped and applies nothing twice, or zero_grad(), which drops the rest. A step that GradScaler
+        skips steps neither.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            self._unscale(1.0 / float(grad_scale))
+            self.grad_scale = None  # after an error they are pending as they are now
+        for one in (self._rows, self._dense):
+            if found_inf is None:
+                one.step()
+            else:
+                _step_unless(found_inf, one)
+        return loss
+
+    def _unscale(self, factor: float) -> None:
+        for group in self._dense.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self._rows.multiply_gradients(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of both; nothing is pushed."""
+        self._dense.zero_grad(set_to_none)
+        self._rows.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave. Groups of rows are known by the name of their table.
+
+        Raises InvalidArgument if it has other tables, and what the dense optimizer raises: nothing is loaded then.
+        """
+        tables = [group["table"] for group in self._rows.param_groups]
+        saved = {group.get("table"): group for group in state_dict["param_groups"]}
+        if missing := [name for name in tables if name not in saved]:
+            others = ", ".join(repr(name) for name in saved if name is not None) or "none"
+            raise InvalidArgument(
+                f"the state has no param_group of the rows of table {missing[0]!r} (of tables: {others}); load it into "
+                "joint() of the same heads"
+            )
+        dense = [group for group in state_dict["param_groups"] if group.get("table") not in tables]
+        self._dense.load_state_dict({"state": state_dict["state"], "param_groups": dense})
+        self._rows.load_state_dict({"state": {}, "param_groups": [saved[name] for name in tables]})
+
+
+def _ids_of(groups: Iterable[dict[str, Any]]) -> set[int]:
+    """Which parameters groups have."""
+    return {id(one) for group in groups for one in group["params"]}
+
+
+def _step_unless(found_inf: torch.Tensor, optimizer: Any) -> None:
+    """Step an optimizer that skips by itself what GradScaler found infinity in."""
+    optimizer.found_inf = found_inf
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf

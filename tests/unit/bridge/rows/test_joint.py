@@ -1,0 +1,331 @@
+"""One torch optimizer for parameters and rows: against the same model with its rows in an nn.Linear, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+
+import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.writes import Write
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+
+CLASSES, INPUTS, DIM, STEPS = 30, 6, 5, 14
+PLACES = ["held", "streamed", "hosted", "ranks"]
+LR = 0.05
+SPECS: list[RowOptimizerSpec] = [
+    gt.Momentum(LR, 0.9, 1e-2, nesterov=True),
+    gt.SparseMomentum(LR, 0.9, 1e-2),
+    gt.AdamW(LR, (0.9, 0.99), weight_decay=0.05),
+]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with gt.local(num_shards=2) as one:
+        yield one
+
+
+def make_head(cluster: Cluster, place: str = "held", name: str = "classes", **settings: Any) -> gt.ClassHead:
+    settings = {"optimizer": gt.SGD(LR), "margin": None, **settings}
+    return gt.ClassHead(
+        None if place == "ranks" else cluster,
+        name,
+        num_classes=CLASSES,
+        dim=DIM,
+        select=gt.FullSoftmax(),
+        initializer=gt.Normal(std=0.5),
+        rows={"held": "pull", "streamed": "pull"}.get(place, place),
+        rows_cache_bytes=0 if place == "streamed" else 1 << 20,
+        **settings,
+    )
+
+
+def make_backbone() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(INPUTS, DIM).double()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(8, INPUTS, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(CLASSES, (8,), generator=generator)
+
+
+def torch_optimizer(spec: RowOptimizerSpec, parameters: Any) -> torch.optim.Optimizer:
+    if isinstance(spec, gt.AdamW):
+        return torch.optim.AdamW(parameters, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+    assert isinstance(spec, gt.Momentum | gt.SparseMomentum)
+    nesterov = isinstance(spec, gt.Momentum) and spec.nesterov
+    return torch.optim.SGD(parameters, spec.lr, spec.momentum, weight_decay=spec.weight_decay, nesterov=nesterov)
+
+
+def cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=4 * LR, total_steps=STEPS + 1, cycle_momentum=True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda one: one.name)
+def test_one_cycle_of_rate_and_momentum_trains_rows_as_torch_trains_a_linear_layer(
+    cluster: Cluster, place: str, spec: RowOptimizerSpec
+) -> None:
+    backbone = make_backbone()
+    head = make_head(cluster, place, optimizer=spec)
+    twin, classes = copy.deepcopy(backbone), nn.Linear(DIM, CLASSES, bias=False).double()
+    classes.weight.data.copy_(head.weights())
+    reference = torch_optimizer(spec, [{"params": list(twin.parameters())}, {"params": list(classes.parameters())}])
+    optimizer = gt.joint(torch_optimizer(spec, backbone.parameters()), head)
+    schedules = [cycle(reference), cycle(optimizer)]
+    momenta = set()
+    for step in range(STEPS):
+        inputs, labels = batch(step)
+        F.cross_entropy(classes(twin(inputs)), labels).backward()
+        head(backbone(inputs), labels).backward()
+        for one in (reference, optimizer):
+            one.step()
+            one.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        group = optimizer.param_groups[-1]
+        momenta.add(group["betas"][0] if "betas" in group else group["momentum"])
+    assert len(momenta) > STEPS / 2
+    np.testing.assert_allclose(head.weights(), classes.weight.detach(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=2e-5)
+
+
+def test_groups_are_those_of_the_torch_optimizer_and_one_for_each_head(cluster: Cluster) -> None:
+    backbone = make_backbone()
+    dense = torch.optim.AdamW(backbone.parameters(), lr=2e-3)
+    first = make_head(cluster, name="first", optimizer=gt.AdamW(0.1, (0.8, 0.9)))
+    second = make_head(cluster, name="second", optimizer=gt.SparseMomentum(0.2, 0.7))
+    optimizer = gt.joint(dense, first, [second])
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups[0] is dense.param_groups[0]
+    shown = [
+        {name: group.get(name) for name in ("table", "lr", "betas", "momentum")} for group in optimizer.param_groups
+    ]
+    assert shown[1:] == [
+        {"table": "first", "lr": 0.1, "betas": (0.8, 0.9), "momentum": None},
+        {"table": "second", "lr": 0.2, "betas": None, "momentum": 0.7},
+    ]
+    with pytest.raises(ValueError, match="cycle_momentum"):  # no name for it that all groups have
+        cycle(optimizer)
+    late = nn.Linear(2, 2)
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    optimizer.add_param_group({"params": late.parameters(), "lr": 0.3})
+    assert [group.get("table") for group in optimizer.param_groups] == [None, "first", "second", None]
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups[:3]] == [1e-3, 0.05, 0.1]
+
+
+def test_a_step_goes_on_from_a_saved_state_of_both(cluster: Cluster) -> None:
+    def trained(backbone: nn.Module, head: gt.ClassHead, optimizer: Any, steps: range) -> None:
+        schedule = StepLR(optimizer, 1, gamma=0.9)
+        for step in steps:
+            optimizer.zero_grad()
+            loss = optimizer.step(lambda seed=step: backward(backbone, head, seed))
+            assert float(loss) > 0
+            schedule.step()
+
+    def backward(backbone: nn.Module, head: gt.ClassHead, seed: int) -> Tensor:
+        inputs, labels = batch(seed)
+        loss: Tensor = head(backbone(inputs), labels)
+        loss.backward()
+        return loss.detach()
+
+    spec = gt.AdamW(LR)
+    backbone, head = make_backbone(), make_head(cluster, optimizer=spec)
+    optimizer = gt.joint(torch_optimizer(spec, backbone.parameters()), head)
+    trained(backbone, head, optimizer, range(3))
+    saved = gt.state_from_bytes(gt.state_to_bytes(optimizer.state_dict()))
+    resumed = gt.joint(torch_optimizer(spec, backbone.parameters()), head)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[1]["lr"] == pytest.approx(LR * 0.9**3)
+    assert {float(one["step"]) for one in resumed.state.values()} == {3.0}
+    other = make_head(cluster, name="other", optimizer=spec)
+    with pytest.raises(InvalidArgument, match=r"no param_group of the rows of table 'other' .*'classes'"):
+        gt.joint(torch_optimizer(spec, backbone.parameters()), other).load_state_dict(saved)
+
+
+def test_zero_grad_drops_both(cluster: Cluster) -> None:
+    backbone, head = make_backbone(), make_head(cluster)
+    optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR), head)
+    before = head.weights().clone(), backbone.weight.detach().clone()
+    inputs, labels = batch(0)
+    head(backbone(inputs), labels).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    torch.testing.assert_close((head.weights(), backbone.weight.detach()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_grad_scaler_skips_changes_neither(cluster: Cluster, place: str) -> None:
+    backbone, head = make_backbone(), make_head(cluster, place)
+    optimizer, scaler = gt.joint(torch.optim.SGD(backbone.parameters(), LR), head), torch.amp.GradScaler("cpu")
+    twin, plain = copy.deepcopy(backbone), make_head(cluster, place, name="plain", seed=0)
+    plain.table.assign(np.arange(CLASSES), head.weights().numpy())
+    other = gt.joint(torch.optim.SGD(twin.parameters(), LR), plain)
+    for step, factor in enumerate([float("inf"), 1.0]):
+        before = head.weights().clone(), backbone.weight.detach().clone()
+        inputs, labels = batch(step)
+        (scaler.scale(head(backbone(inputs), labels)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if factor != 1.0:
+            torch.testing.assert_close((head.weights(), backbone.weight.detach()), before, rtol=0, atol=0)
+    plain(twin(inputs), labels).backward()
+    other.step()
+    torch.testing.assert_close(head.weights(), plain.weights(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=1e-9)
+
+
+def test_an_optimizer_that_unscales_by_itself_does_so_in_joint(cluster: Cluster) -> None:
+    torch.manual_seed(1)
+    backbone, head = nn.Linear(INPUTS, DIM), make_head(cluster)
+    twin = copy.deepcopy(backbone)
+    optimizer, scaler = (
+        gt.joint(torch.optim.SGD(backbone.parameters(), LR, fused=True), head),
+        torch.amp.GradScaler("cpu"),
+    )
+    rows = head.weights().clone().requires_grad_()
+    for step, factor in enumerate([float("inf"), 1.0]):
+        inputs, labels = (one.float() if one.is_floating_point() else one for one in batch(step))
+        (scaler.scale(head(backbone(inputs), labels)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    F.cross_entropy(twin(inputs) @ rows.T, labels).backward()
+    torch.optim.SGD([*twin.parameters(), rows], LR).step()
+    torch.testing.assert_close(head.weights(), rows.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_clipping_by_the_joint_norm_takes_the_joint_optimizer(cluster: Cluster, place: str) -> None:
+    backbone, head = make_backbone(), make_head(cluster, place)
+    optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), 1.0), head, row_lr=1.0)
+    weights = head.weights().double().requires_grad_()
+    twin = copy.deepcopy(backbone)
+    inputs, labels = batch(3)
+    F.cross_entropy(twin(inputs) @ weights.T, labels).backward()
+    head(backbone(inputs), labels).backward()
+    expected = torch.nn.utils.clip_grad_norm_([*twin.parameters(), weights], 0.1)
+    if place == "held":  # torch's clipper is as exact here
+        everything = [one for group in optimizer.param_groups for one in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(everything, 0.1)
+    else:
+        norm = gt.clip_grad_norm_(backbone.parameters(), optimizer, 0.1)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+    optimizer.step()
+    assert weights.grad is not None and twin.weight.grad is not None
+    torch.testing.assert_close(head.weights().double(), weights.detach() - weights.grad, rtol=0, atol=1e-6)
+    torch.testing.assert_close(backbone.weight.detach(), twin.weight.detach() - twin.weight.grad, rtol=0, atol=1e-6)
+
+
+def test_an_error_before_any_push_leaves_both_pending(cluster: Cluster) -> None:
+    backbone, head = make_backbone(), make_head(cluster, optimizer=gt.SparseMomentum(LR))
+    optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR), head)
+    before = head.weights().clone(), backbone.weight.detach().clone()
+    inputs, labels = batch(0)
+    head(backbone(inputs), labels).backward()
+    group = optimizer.param_groups[1]
+    for name, wrong in [("lr", float("nan")), ("momentum", 1.0), ("weight_decay", -1.0), ("betas", (0.9, 0.99))]:
+        right = group.get(name)
+        group[name] = wrong
+        with pytest.raises(InvalidArgument, match=f"table 'classes': {name} is"):
+            optimizer.step()
+        torch.testing.assert_close((head.weights(), backbone.weight.detach()), before, rtol=0, atol=0)
+        del group[name]
+        if right is not None:
+            group[name] = right
+    optimizer.step()
+    assert not torch.equal(head.weights(), before[0]) and not torch.equal(backbone.weight, before[1])
+    (head(backbone(inputs), labels) * float("nan")).backward()
+    before = head.weights().clone(), backbone.weight.detach().clone()
+    with pytest.raises(NonFinite):
+        optimizer.step()
+    torch.testing.assert_close((head.weights(), backbone.weight.detach()), before, rtol=0, atol=0)
+
+
+def test_a_step_that_failed_on_its_way_goes_on_and_applies_nothing_twice(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, heads = make_backbone(), [make_head(cluster, name=name) for name in ("first", "second")]
+    optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR), heads)
+    twin, weights = copy.deepcopy(backbone), [head.weights().double().requires_grad_() for head in heads]
+    inputs, labels = batch(0)
+    sum(head(backbone(inputs), labels) for head in heads).backward()  # type: ignore[union-attr]
+    sends, send = [], Write.send
+
+    def failing(write: Write) -> Any:
+        sends.append(write)
+        if len(sends) == 2:
+            raise ShardUnavailable("planted")
+        return send(write)
+
+    monkeypatch.setattr(Write, "send", failing)
+    before = backbone.weight.detach().clone()
+    with pytest.raises(ShardUnavailable, match="planted"):
+        optimizer.step()
+    assert torch.equal(backbone.weight, before)
+    optimizer.step()
+    assert len(sends) == 3 and sends[1] is sends[2]
+    sum(F.cross_entropy(twin(inputs) @ one.T, labels) for one in weights).backward()  # type: ignore[union-attr]
+    torch.optim.SGD([*twin.parameters(), *weights], LR).step()
+    for head, one in zip(heads, weights, strict=True):
+        torch.testing.assert_close(head.weights().double(), one.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "value", "reason"),
+    [
+        (gt.Adagrad(LR, initial_accumulator_value=0.1), "initial_accumulator_value", 0.2, "began at it"),
+        (gt.Adagrad(LR), "lr_decay", 0.1, "counted"),
+        (gt.SparseMomentum(LR, untouched="elapsed"), "momentum", 0.8, "moves rows later"),
+        (gt.SparseMomentum(LR, untouched="elapsed"), "weight_decay", 0.1, "moves rows later"),
+        (gt.SparseMomentum(LR), "untouched", "elapsed", "counts its steps"),
+    ],
+)
+def test_what_cannot_change_says_so_and_why(
+    cluster: Cluster, spec: RowOptimizerSpec, name: str, value: Any, reason: str
+) -> None:
+    head = make_head(cluster, optimizer=spec)
+    rows = gt.RowOptimizer(head)
+    before = head.weights().clone()
+    head(torch.randn(8, DIM), batch(0)[1]).backward()
+    rows.param_groups[0][name] = value
+    with pytest.raises(InvalidArgument, match=f"table 'classes': {name} is .*{value}.* cannot change: .*{reason}"):
+        rows.step()
+    torch.testing.assert_close(head.weights(), before, rtol=0, atol=0)
+
+
+def test_mistakes_of_joint_say_what_to_do(cluster: Cluster) -> None:
+    backbone, head = make_backbone(), make_head(cluster)
+    sgd = torch.optim.SGD(backbone.parameters(), LR)
+    with_carrier = torch.optim.SGD([*backbone.parameters(), head.row_update.carrier], LR)
+    mistakes: list[tuple[Any, str]] = [
+        (lambda: gt.joint(sgd), "no module with rows"),
+        (lambda: gt.joint(sgd, head, head), "twice"),
+        (lambda: gt.joint(sgd, backbone), "no row_update"),  # type: ignore[arg-type]
+        (lambda: gt.joint(with_carrier, head), "param_group 0 of the optimizer holds the carrier"),
+        (lambda: gt.joint(gt.RowOptimizer(head), head), "RowOptimizer, which trains rows already"),
+        (lambda: gt.joint(gt.joint(sgd, head), head), "JointOptimizer, which trains rows already"),
+        (lambda: gt.joint(backbone.parameters(), head), "must be a torch.optim.Optimizer"),  # type: ignore[arg-type]
+        (lambda: gt.joint(torch.optim.LBFGS(backbone.parameters()), head), "closure several times"),
+        (lambda: gt.joint(sgd, head).add_param_group({"params": [head.row_update.carrier]}), "trained already"),
+    ]
+    for mistake, message in mistakes:
+        with pytest.raises(InvalidArgument, match=message):
+            mistake()
