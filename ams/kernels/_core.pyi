@@ -150,7 +150,13 @@ def has_bfloat16_class_pass() -> bool: ...
 
 class ClassPass:
     def __init__(
-        self, features: npt.NDArray[np.float32], *, logit_factor: float, normalised: bool, bfloat16: bool = False
+        self,
+        features: npt.NDArray[np.float32],
+        *,
+        logit_factor: float,
+        normalised: bool,
+        bfloat16: bool = False,
+        weights: npt.NDArray[np.float32] | None = None,
     ) -> None: ...
     def forward(
         self,

@@ -56,8 +56,8 @@ class ClassHeadModel:
     last + 1 of the runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1:
     rows count by their direction), ``sample_rate`` (absent: every class, or ``active``) with ``min_active`` and
     ``corrected`` of :class:`PartialFC`, ``want_gradient``.
-    An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, and ``target_weight`` float32 [B], dloss/dcos
-    of the target over the scale.
+    An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, ``target_weight`` float32 [B], dloss/dcos of
+    the target over the scale, and ``sample_weight`` float32 [B], by which each sample's part is multiplied (absent: 1).
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
@@ -166,7 +166,14 @@ class _Batch:
         self.target_samples, self._target_ids = mine, self.labels_B[mine]
         if not self.active.holds(self._target_ids).all():
             raise InvalidIds("a label is not among the active classes; 'active' holds every label that the shard owns")
-        self.compiled = ClassPass(self.features_BD, logit_factor=factor, normalised=self.normalised)
+        self.weight_B = (
+            _array(inputs, "sample_weight", np.float32, (len(self.labels_B),))
+            if "sample_weight" in inputs.arrays
+            else None
+        )
+        self.compiled = ClassPass(
+            self.features_BD, logit_factor=factor, normalised=self.normalised, weights=self.weight_B
+        )
 
     def _select(self, rows: HostedRows, inputs: HostedInputs, num_classes: int) -> _Active:
         if "active" in inputs.arrays:
@@ -302,7 +309,7 @@ class _Update:
         size = len(self.batch.labels_B)
         self._lse2_B = _array(inputs, "lse2", np.float32, (size,))
         self._target_weight_B = _array(inputs, "target_weight", np.float32, (size,))
-        for name in ("features", "lse2", "target_weight"):
+        for name in {"features", "lse2", "target_weight", "sample_weight"} & inputs.arrays.keys():
             if not all_finite(inputs.arrays[name]):
                 raise NonFinite(f"{name} of the batch hold NaN or infinity; nothing was changed")
         self._weight = inputs.weight
@@ -321,6 +328,8 @@ class _Update:
                 self.batch.logit_factor * length * 1.0001 + self.batch.log2_weight - float(self._lse2_B.min())
             )
             sums = len(self._lse2_B) * steepest + float(np.abs(self._target_weight_B, dtype=np.float64).sum())
+            if self.batch.weight_B is not None:
+                sums *= float(np.abs(self.batch.weight_B).max())
             largest = 2 * abs(self._weight) * _LARGEST_INVERSE * length * sums
         return (
             float(largest) if max(length * sums, abs(self._weight) * _LARGEST_INVERSE) < _NEARLY_INFINITE else math.inf

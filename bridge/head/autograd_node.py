@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.loss.samples import CountedSamples, Reduction
 from geartrain.bridge.rows.pending import PendingUpdate
 
 
@@ -16,11 +17,15 @@ class RowsPass(Protocol):
     """The rows of one forward pass, wherever they are."""
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` may be kept."""
+        """Losses [S] and the gradient of each by its features [S, D]; logits of up to ``keep_bytes`` may be kept."""
         ...
 
     def gradient(self, upstream: Tensor) -> tuple[Any, Tensor]:
-        """``upstream`` · the row gradients; also a number that is finite only if all of them are."""
+        """The row gradients; also a number that is finite only if all of them are.
+
+        ``upstream`` is the derivative by the mean loss (0-dim), that of all ranks where they train together, or by the
+        loss of each sample of this rank [S].
+        """
         ...
 
     def discard(self) -> None:
@@ -34,10 +39,15 @@ class HeadCall:
 
     rows: RowsPass
     update: PendingUpdate[Any]
-    samples: int
+    samples: CountedSamples
     keep_bytes: int
     want_rows: bool
     """Whether a backward pass queues row gradients."""
+    rank_weight: float = 1.0
+    """Multiplies the derivatives by the losses of single samples: what this rank weighs beside the others."""
+    takes_mean: bool = True
+    """Whether the rows take the derivative by the mean; else always those by single samples, as another rank has
+    them."""
     used: bool = False
     moment: tuple[int, int] = field(init=False)
 
@@ -46,13 +56,26 @@ class HeadCall:
         self.moment = self.update.moment
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        """Loss and, if wanted, feature gradient; autocast is off inside, the passes choose their own types."""
+        """Mean loss (0-dim) or losses [S] and, if wanted, the feature gradients [S, D] of the losses.
+
+        Autocast is off inside, the passes choose their own types.
+        """
         with torch.inference_mode(False), torch.no_grad():
             keep_bytes = self.keep_bytes if self.want_rows else 0
-            loss, gradient_BD = self.rows.forward(want_gradient=want_gradient, keep_bytes=keep_bytes)
+            losses_S, gradient_SD = self.rows.forward(want_gradient=want_gradient, keep_bytes=keep_bytes)
+            loss = losses_S.sum() / self.divisor if self.samples.reduces else losses_S
         if not self.want_rows:
             self.rows.discard()
-        return loss, gradient_BD
+        return loss, gradient_SD
+
+    @property
+    def divisor(self) -> int:
+        """S, or 1 for the empty batch of a rank without samples."""
+        return max(1, len(self.samples.labels_S))
+
+    def upstream_of_samples(self, upstream: Tensor) -> Tensor:
+        """The derivatives by the losses of single samples [S] from that by what :meth:`run` returned."""
+        return (upstream / self.divisor).expand(len(self.samples.labels_S)) if upstream.ndim == 0 else upstream
 
     def queue_row_gradients(self, upstream: Tensor) -> None:
         """Make the row gradients and add them to the head's update."""
@@ -69,24 +92,26 @@ class HeadCall:
                 "backward; call the head again"
             )
         self.used = True
+        if not (self.takes_mean and self.samples.reduces):
+            upstream = self.upstream_of_samples(upstream) * self.rank_weight
         gradient, checksum = self.rows.gradient(upstream)
-        self.update.add(gradient, checksum, self.samples)
+        self.update.add(gradient, checksum, len(self.samples.labels_S))
 
 
 class HeadLoss(torch.autograd.Function):
-    """loss(features [B, D]); backward gives the exact feature gradient and queues the row gradients."""
+    """loss(features [S, D]); backward gives the exact feature gradient and queues the row gradients."""
 
     @staticmethod
-    def forward(ctx: Any, features_BD: Tensor, carrier: Tensor, call: HeadCall) -> Tensor:
+    def forward(ctx: Any, features_SD: Tensor, carrier: Tensor, call: HeadCall) -> Tensor:
         """Run the pass; ``carrier`` is there so that the loss needs a gradient even if the features do not."""
         del carrier
         want_gradient = bool(ctx.needs_input_grad[0])
-        with torch.autocast(features_BD.device.type, enabled=False):
-            loss, gradient_BD = call.run(want_gradient=want_gradient)
+        with torch.autocast(features_SD.device.type, enabled=False):
+            loss, gradient_SD = call.run(want_gradient=want_gradient)
         ctx.call = call
-        ctx.feature_dtype = features_BD.dtype
-        width = features_BD.shape[1]  # rows with biases have a column more
-        ctx.save_for_backward(*([gradient_BD[:, :width]] if gradient_BD is not None else []))
+        ctx.feature_dtype = features_SD.dtype
+        width = features_SD.shape[1]  # rows with biases have a column more
+        ctx.save_for_backward(*([gradient_SD[:, :width]] if gradient_SD is not None else []))
         return loss
 
     @staticmethod
@@ -99,11 +124,16 @@ class HeadLoss(torch.autograd.Function):
             )
         with torch.autocast(upstream.device.type, enabled=False):
             ctx.call.queue_row_gradients(upstream)
-            saved = ctx.saved_tensors
-            return (saved[0] * upstream).to(ctx.feature_dtype) if saved else None, None, None
+            if not ctx.saved_tensors:
+                return None, None, None
+            (gradient_SD,) = ctx.saved_tensors
+            each = upstream / ctx.call.divisor if upstream.ndim == 0 else upstream.unsqueeze(1)
+            return (gradient_SD * each).to(ctx.feature_dtype), None, None
 
 
-def head_loss(features_BD: Tensor, carrier: Tensor, call: HeadCall) -> Tensor:
-    """Loss (0-dim) of one call, joined to the graphs of the features and of the carrier."""
-    loss: Tensor = HeadLoss.apply(features_BD, carrier, call)  # type: ignore[no-untyped-call]
-    return loss
+def head_loss(features_BD: Tensor, carrier: Tensor, call: HeadCall, reduction: Reduction) -> Tensor:
+    """Loss (0-dim), or losses [B], of one call, joined to the graphs of the features and of the carrier."""
+    samples = call.samples
+    features_SD = features_BD if samples.counted is None else features_BD[samples.counted]
+    losses: Tensor = HeadLoss.apply(features_SD, carrier, call)  # type: ignore[no-untyped-call]
+    return samples.reduced(losses, len(features_BD), reduction)

@@ -207,6 +207,22 @@ class Batch:
             self.norm_weight_B = of_penalty_B if self.norm_weight_B is None else self.norm_weight_B + of_penalty_B
         return losses_B if target.penalty_B is None else losses_B + target.penalty_B
 
+    def row_factors(self, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the row gradients, divided by the scale, are multiplied by: a number (0-dim) and, where samples count
+        differently, a weight for each [B] of at most 1, of any sign; None: 1.
+
+        ``upstream`` is the derivative of the whole by the mean loss (0-dim), or by each sample's [B]. Weights are
+        divided by the largest: they may be loss scales, by which no feature could be multiplied in float16.
+        """
+        compute = self.arithmetic.compute
+        if upstream.ndim == 0:
+            return (upstream * (self.scale / self.divisor)).to(compute), None
+        if self.size == 0:
+            return torch.zeros((), dtype=compute, device=self.arithmetic.device), None
+        upstream_B = upstream.to(compute)
+        largest = torch.linalg.vector_norm(upstream_B, torch.inf)
+        return largest * self.scale, upstream_B / largest.clamp(min=torch.finfo(compute).tiny)
+
     def offsets(self, start: int, num_rows: int) -> Tensor | None:
         """Those of ``num_rows`` rows from position ``start`` on."""
         return None if self.offsets_A is None else self.offsets_A[start : start + num_rows]

@@ -39,20 +39,24 @@ def check_finite(features: Tensor) -> None:
         )
 
 
-def check_labels(labels: Tensor, batch: int, num_classes: int) -> Ids:
-    """Return the labels as a private int64 array [B] on the host; raise InvalidIds naming the first bad one."""
+def check_labels(labels: Tensor, batch: int, num_classes: int, ignore_index: int | None = None) -> Ids:
+    """Return the labels as a private int64 array [B] on the host; raise InvalidIds naming the first bad one.
+
+    ``ignore_index`` is a label of no class that may occur.
+    """
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [B] (labels.long())")
     if labels.shape != (batch,):
         raise InvalidIds(f"labels are {list(labels.shape)}; they must be [{batch}], one per row of the features")
     host: Ids = np.array(labels.detach().cpu().numpy(), dtype=np.int64)
-    return check_class_ids(host, num_classes, "label")
+    return check_class_ids(host, num_classes, "label", ignore_index)
 
 
-def check_class_ids(ids: Ids, num_classes: int, what: str) -> Ids:
-    """Return ``ids``; raise InvalidIds naming the first outside [0, ``num_classes``)."""
-    wrong = np.flatnonzero((ids < 0) | (ids >= num_classes))
+def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = None) -> Ids:
+    """Return ``ids``; raise InvalidIds naming the first outside [0, ``num_classes``) that is not ``but``."""
+    is_wrong = (ids < 0) | (ids >= num_classes)
+    wrong = np.flatnonzero(is_wrong if but is None else is_wrong & (ids != but))
     if len(wrong):
         index = int(wrong[0])
         raise InvalidIds(

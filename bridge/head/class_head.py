@@ -32,6 +32,7 @@ from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
 from geartrain.bridge.head.imprint import imprint_rows
 from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.samples import LossSettings, Reduction
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -50,6 +51,7 @@ _FIXED = {
     "step": "it counts the updates; load_state_dict() sets it",
     "scale": "it is the margin's; set margin, as in head.margin = ArcFace(scale=32)",
     "sample_rate": f"it is the selection's; {_ANEW}",
+    **dict.fromkeys(("reduction", "ignore_index"), _ANEW),
     "optimizer": "it belongs to the table",
     "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
     "rows": _ANEW,
@@ -82,6 +84,8 @@ class ClassHead(nn.Module):
         select: Selection = DEFAULT_SELECT,
         margin: Margin | None = None,
         bias: bool = False,
+        reduction: Reduction = "mean",
+        ignore_index: int | None = -100,
         optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
         rows: str = "pull",
         dtype: DTypeName = "float32",
@@ -107,9 +111,13 @@ class ClassHead(nn.Module):
             select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
                 derived from ``gt.Selection``. Unless given: all of up to 65,536 living classes, or a tenth.
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, or one of your own that has
-                ``scale`` and ``target(cos)`` (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None:
+                ``scale`` and ``target`` (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None:
                 plain linear, cross entropy.
             bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
+            reduction: ``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, or ``"none"``: the
+                losses [B].
+            ignore_index: A sample with this label takes no part: its loss is 0, it activates no class, and no mean
+                counts it. None: there is no such label.
             optimizer: Applied where the rows are. AdamW's slots are twice the rows.
             rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
@@ -135,6 +143,7 @@ class ClassHead(nn.Module):
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
         self._margin = self._checked(margin)
+        self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index)
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
@@ -143,6 +152,7 @@ class ClassHead(nn.Module):
             bias=self.bias,
             select=check_selection(select),
             margin=self._margin,
+            loss=self._loss,
             optimizer=optimizer,
             dtype=dtype,
             slot_dtype=slot_dtype,
@@ -268,19 +278,25 @@ class ClassHead(nn.Module):
         return self.row_update.step
 
     @runs_eagerly
-    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
         """Mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, both on any device.
 
-        Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds, and NonFinite
-        for features on the CPU, unless ranks train together. Looking would stall a GPU, and ranks must fail as one:
-        there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients. ``torch.compile`` breaks its graph here.
+        ``weight`` [B], finite and >= 0, says how much each sample counts (None: 1): the mean is Σ w·loss / Σ w, as
+        ``torch.nn.functional.cross_entropy`` weighs samples by the weights of their classes. Like the labels it is
+        looked at on the host. ``reduction`` may ask for the sum, or the losses [B], instead. Where nothing counts (all
+        weights 0, all labels ignored) the mean is 0, and so are its gradients.
+
+        Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds,
+        InvalidArgument for weights, and NonFinite for features on the CPU, unless ranks train together. Looking would
+        stall a GPU, and ranks must fail as one: there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients.
+        ``torch.compile`` breaks its graph here.
         """
         training = self.training and torch.is_grad_enabled()
         # What is pulled outlives this call: it must not become an inference tensor.
         with torch.inference_mode(False), torch.no_grad():
-            call = self._backend.begin(features, labels, in_training=self.training, want_rows=training)
+            call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(features.device)
-        return head_loss(features, carrier if training else carrier.detach(), call)
+        return head_loss(features, carrier if training else carrier.detach(), call, self._loss.reduction)
 
     def next_epoch(self) -> None:
         """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""

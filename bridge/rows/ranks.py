@@ -29,6 +29,16 @@ TELL_SECONDS = 5.0
 _FAILED, _SUCCEEDED, _AT_WORK = range(3)
 
 
+def float_bits(value: float) -> int:
+    """An int64 that stands for the number among integers that are exchanged."""
+    return int(np.float64(value).view(np.int64))
+
+
+def float_of(bits: int) -> float:
+    """The number of :func:`float_bits`."""
+    return float(np.int64(bits).view(np.float64))
+
+
 class FailsTogether(Protocol):
     """Ranks that tell one another of failures."""
 
@@ -144,16 +154,25 @@ class Ranks:
         dist.broadcast(shared, self._first, group=self._group)
         return np.asarray(shared.cpu().numpy())
 
-    def gather_labels(self, labels: Ids, *, failure: Exception | None = None, classes: int = 0) -> Ids:
-        """Labels of all ranks in rank order; batches may differ in size.
+    def gather_labels(self, labels: Ids) -> Ids:
+        """Labels of all ranks in rank order; batches may differ in size."""
+        return self.gather_samples(labels)[0]
+
+    def gather_samples(
+        self, labels: Ids, *, amount: float = 0.0, failure: Exception | None = None, classes: int = 0
+    ) -> tuple[Ids, list[float]]:
+        """Labels of all ranks in rank order, and each one's ``amount``; batches may differ in size.
 
         If any rank gives a ``failure`` every rank raises, its own there and SyncError elsewhere; if ``classes``, the
         fingerprint of what the labels are numbers of, is not the same on all, SpecMismatch.
         """
-        mine = torch.tensor([len(labels), failure is None, classes], dtype=torch.int64, device=self._device)
+        numbers = [len(labels), failure is None, classes, float_bits(amount)]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         said = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(said, mine, group=self._group)
-        counts, sound, fingerprints = (list(column) for column in zip(*(one.tolist() for one in said), strict=True))
+        counts, sound, fingerprints, amounts = (
+            list(column) for column in zip(*(one.tolist() for one in said), strict=True)
+        )
         if failure is not None:
             raise failure
         if 0 in sound:
@@ -166,7 +185,8 @@ class Ranks:
         padded[: len(labels)] = torch.from_numpy(labels)
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=self._group)
-        return np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
+        all_labels = np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
+        return all_labels, [float_of(bits) for bits in amounts]
 
     def gather_rows(self, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
         """The rows [N, W] of every rank, in rank order; N may differ. Two all-gathers, R · max(N) · W · 4 bytes."""

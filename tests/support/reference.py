@@ -36,19 +36,23 @@ def sampled_weights(select: object, margin: object, active: Ids, labels: Tensor,
 def plain_loss(
     features: Tensor, rows: Tensor, targets: Tensor, margin: CombinedMargin | None, weights: Tensor | None = None
 ) -> Tensor:
-    """Mean softmax loss by the formula of the papers, with autograd, every logit written out.
+    """Mean softmax loss by the formula of the papers, with autograd, every logit written out."""
+    return F.cross_entropy(plain_logits(features, rows, targets, margin, weights), targets)
 
-    ``weights`` [A] multiply the exponentials.
-    """
+
+def plain_logits(
+    features: Tensor, rows: Tensor, targets: Tensor, margin: CombinedMargin | None, weights: Tensor | None = None
+) -> Tensor:
+    """Logits [B, A]; ``weights`` [A] multiply the exponentials."""
     more = 0.0 if weights is None else weights.log()
     if margin is None:
-        return F.cross_entropy(features @ rows.t() + more, targets)
+        return features @ rows.t() + more
     cos = F.normalize(features) @ F.normalize(rows).t()
     target = cos.gather(1, targets[:, None])
     if margin.m1 != 1 or margin.m2 != 0:
         angle = torch.acos(target.clamp(-COS_LIMIT, COS_LIMIT))
         target = psi(margin.m1 * angle + margin.m2)[0]
-    return F.cross_entropy(margin.scale * cos.scatter(1, targets[:, None], target - margin.m3) + more, targets)
+    return margin.scale * cos.scatter(1, targets[:, None], target - margin.m3) + more
 
 
 def plain_gradients(

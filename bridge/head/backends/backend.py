@@ -24,6 +24,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -46,6 +47,7 @@ class HeadSettings:
     """Whether rows have one more column."""
     select: Selection
     margin: Margin | None
+    loss: LossSettings
     optimizer: RowOptimizerSpec
     dtype: DTypeName
     slot_dtype: DTypeName
@@ -196,10 +198,13 @@ class RowBackend(Protocol):
         """Rows for the graphs of a selection. Every rank asks at once."""
         ...
 
-    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
+    def begin(
+        self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
+    ) -> HeadCall:
         """Check a batch, choose its active classes, and pull their rows or go to where they are.
 
-        ``in_training`` is the head's mode, ``want_rows`` whether row gradients will follow.
+        ``weight`` is what each sample counts (None: 1), ``in_training`` the head's mode, ``want_rows`` whether row
+        gradients will follow.
         """
         ...
 

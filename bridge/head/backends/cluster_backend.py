@@ -5,6 +5,7 @@ Legend: B samples, D width, k answers.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.biases import with_ones
-from geartrain.bridge.head.checks import check_features, check_finite, check_labels
+from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.ranks import Ranks
@@ -90,21 +92,32 @@ class ClusterBackend(ABC):
         # A cluster of another kind may know nothing of graphs.
         return TableGraphs(self.table, getattr(self._settings.cluster, "graph_service", None))
 
-    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:
+    def begin(
+        self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
+    ) -> HeadCall:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`.
 
-        Raises InvalidRows, InvalidIds and NonFinite; with ranks also SyncError for the input of another one, and
-        SpecMismatch for other living classes.
+        Raises InvalidRows, InvalidIds, InvalidArgument and NonFinite; with ranks also SyncError for the input of
+        another one, and SpecMismatch for other living classes.
         """
         ranks = self.peers if in_training else None
-        labels_B, all_labels = self._labels(features, labels, ranks)
+        samples, all_labels, rank_weight = self._samples(features, labels, weight, ranks)
         if in_training:
             self.select.prepare()
         if want_rows:
             self._recent_labels = all_labels
-        required = None if ranks is None else ranks.sync_group(len(labels_B))
-        rows = self._pass(with_ones(features) if self._settings.bias else features, labels_B, all_labels, required)
-        return HeadCall(rows, self.update, len(labels_B), self.keeps_logits_bytes, want_rows=want_rows)
+        required = None if ranks is None else ranks.sync_group(len(samples.labels_S))
+        features_SD = with_ones(samples.features_SD) if self._settings.bias else samples.features_SD
+        rows = self._pass(features_SD, samples.labels_S, all_labels, required)
+        return HeadCall(
+            rows,
+            self.update,
+            samples,
+            self.keeps_logits_bytes,
+            want_rows=want_rows,
+            rank_weight=rank_weight,
+            takes_mean=math.isclose(rank_weight, 1.0, rel_tol=1e-12),
+        )
 
     @abstractmethod
     def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
@@ -114,25 +127,36 @@ class ClusterBackend(ABC):
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
 
-    def _labels(self, features: Tensor, labels: Tensor, ranks: Ranks | None) -> tuple[Ids, Ids]:
-        """Checked labels [B] of this rank, and those of all: ranks refuse a batch together, or some would wait."""
-        labels_B: Ids = np.empty(0, np.int64)
+    def _samples(
+        self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: Ranks | None
+    ) -> tuple[CountedSamples, Ids, float]:
+        """Checked samples of this rank, the labels of all, and what this rank's loss counts more than a mean over so
+        many samples would: ranks refuse a batch together, or some would wait."""
+        samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
-            check_features(features, self._settings.dim)
-            given = check_labels(labels, len(features), self.living.num_classes)
-            labels_B = self.living.require(given, "label")
+            samples = CountedSamples.of(features, labels, weight, self._settings.loss, self._settings.dim, self.living)
             if ranks is None:
-                check_finite(features)
-                if len(labels_B) == 0:
+                check_finite(samples.features_SD)
+                if len(features) == 0:
                     raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         except GeartrainError as exc:
             if ranks is None:
                 raise
             failure = exc
         if ranks is None:
-            return labels_B, labels_B
-        return labels_B, ranks.gather_labels(labels_B, failure=failure, classes=self.living.fingerprint)
+            assert samples is not None
+            return samples, samples.labels_S, 1.0
+        none: Ids = np.empty(0, np.int64)
+        all_labels, amounts = ranks.gather_samples(
+            none if samples is None else samples.labels_S,
+            failure=failure,
+            classes=self.living.fingerprint,
+            amount=0.0 if samples is None else samples.amount,
+        )
+        assert samples is not None
+        share, size = samples.amount / (sum(amounts) or 1.0), len(samples.labels_S)
+        return samples, all_labels, share * len(all_labels) / size if size else 0.0
 
     def identity(self) -> dict[str, Any] | None:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""

@@ -67,16 +67,19 @@ class WholePass(Protocol):
         ...
 
 
-def pass_for(batch: Batch) -> ChunkPass:
-    """The fastest pass for the batch's types and device."""
+def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:
+    """The fastest pass for the batch's types and device.
+
+    ``weights_B``, of at most 1, multiply what each sample adds to the row gradients; None: 1.
+    """
     arithmetic = batch.arithmetic
     if isinstance(batch.targets, DeviceTargets):
-        return TensorPass(batch)
+        return TensorPass(batch, weights_B)
     is_host = arithmetic.device.type == "cpu" and arithmetic.compute == torch.float32
     in_bfloat16 = arithmetic.matmul == torch.bfloat16 and has_bfloat16_class_pass()
     if is_host and (arithmetic.matmul == torch.float32 or in_bfloat16) and batch.size > 0:
-        return CompiledPass(batch)
-    return TensorPass(batch)
+        return CompiledPass(batch, weights_B)
+    return TensorPass(batch, weights_B)
 
 
 def chunk_rows_on(device: torch.device, batch: int, dim: int) -> int:
@@ -96,14 +99,15 @@ class CompiledPass:
     keeps_logits = True
     spreads_operations = False
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
+        """See :func:`pass_for`."""
         self._batch = batch
-        features = batch.features_BD.numpy()
         self._compiled = ClassPass(
-            features,
+            batch.features_BD.numpy(),
             logit_factor=batch.logit_factor,
             normalised=batch.margin is not None,
             bfloat16=batch.arithmetic.matmul == torch.bfloat16,
+            weights=None if weights_B is None else weights_B.numpy(),
         )
 
     @property
@@ -222,20 +226,15 @@ class TensorPass:
     whole = None
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
-        """``weights_B`` multiply what each sample adds to the row gradients; None: 1."""
+        """See :func:`pass_for`."""
         self._batch = batch
-        self._largest_weight: Tensor | None = None
-        if weights_B is None:
-            self._weights_B = torch.ones_like(batch.features_BD[:, 0])
-        else:  # which may be loss scales: beyond float16, were the features multiplied by them as they are
-            self._largest_weight = torch.linalg.vector_norm(weights_B, torch.inf)
-            self._weights_B = weights_B / self._largest_weight.clamp(min=torch.finfo(weights_B.dtype).tiny)
+        self._weights_B = weights_B
         arithmetic = batch.arithmetic
         self._lifts = arithmetic.matmul == torch.float16 and batch.size > 0
         self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
         self.keeps_logits = arithmetic.matmul == arithmetic.compute and batch.size > 0
         self._query_BD = (batch.features_BD * batch.logit_factor).to(arithmetic.matmul)
-        key_BD = batch.features_BD if weights_B is None else batch.features_BD * self._weights_B.unsqueeze(1)
+        key_BD = batch.features_BD if weights_B is None else batch.features_BD * weights_B.unsqueeze(1)
         self._key_BD = key_BD.to(arithmetic.matmul)
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
@@ -278,9 +277,8 @@ class TensorPass:
         operand_NB, lift_N = self._lifted(work, logits_NB)
         gradient_ND = work.product("unit gradient", operand_NB, self._key_BD)
         if found is not None:  # by itself and in the compute dtype: it is the largest part by far
-            found.add_weighted(gradient_ND, batch.features_BD, batch.target_weight_B * self._weights_B, lift_N)
-        if self._largest_weight is not None:
-            factor = factor * self._largest_weight
+            weight_B = batch.target_weight_B if self._weights_B is None else batch.target_weight_B * self._weights_B
+            found.add_weighted(gradient_ND, batch.features_BD, weight_B, lift_N)
         if inverse_N is None:
             factor_N = factor if lift_N is None else (factor / lift_N).unsqueeze(1)
             return torch.mul(gradient_ND, factor_N, out=rows_ND).sum()

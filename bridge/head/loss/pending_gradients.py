@@ -151,7 +151,7 @@ class Factors:
     labels_B: Ids
     correction: SamplingCorrection | None
     factor: Tensor
-    """upstream gradient · scale / B, 0-dim."""
+    """See ``Batch.row_factors``; the samples' weights are in the pass."""
 
 
 class FactoredGradient:

@@ -67,7 +67,7 @@ class OnlineSoftmax:
         )
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Return the mean loss (0-dim) and its gradient with respect to the features [B, D]; fill in the batch."""
+        """Return the losses [B] and the gradient of each by its features [B, D]; fill in the batch."""
         batch, target_rows_BD = self._batch, self.target_rows_BD
         cos_B = (batch.features_BD * target_rows_BD).sum(1)
         target = batch.target_logits(cos_B)
@@ -78,12 +78,11 @@ class OnlineSoftmax:
         total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
         batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
         losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E)
-        loss = losses_B.sum() / batch.divisor
         if weighted_BD is None:
-            return loss, None
+            return losses_B, None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
         gradient_BD.addcmul_(target_rows_BD, batch.target_weight_B.unsqueeze(1))
-        return loss, through_normalisation(gradient_BD.mul_(batch.scale / batch.divisor), batch)
+        return losses_B, through_normalisation(gradient_BD.mul_(batch.scale), batch)
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
@@ -124,5 +123,5 @@ def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:
     gradient_BD.sub_(x_BD * (gradient_BD * x_BD).sum(1, keepdim=True))
     gradient_BD.mul_(batch.inverse_lengths_B.unsqueeze(1))
     if batch.norm_weight_B is not None:
-        gradient_BD.addcmul_(x_BD, (batch.norm_weight_B / batch.divisor).unsqueeze(1))
+        gradient_BD.addcmul_(x_BD, batch.norm_weight_B.unsqueeze(1))
     return gradient_BD

@@ -17,9 +17,9 @@ namespace geartrain {
 struct PackedBatch {
   int64_t batch;
   int64_t dim;
-  const float* features;  // x̂ [B, D]
+  const float* features;  // x̂ [B, D] times what each sample counts in the gradients of rows
   const float* query;  // x̂ times what makes logits to base 2; as `pack` wrote it, at a multiple of 64 bytes
-  const float* key;    // x̂, the same
+  const float* key;    // `features`, the same
 };
 
 // Which cells of the chunk belong to a sample's own class.

@@ -47,17 +47,21 @@ const ClassPass& pass_in(bool bfloat16) { return bfloat16 ? bfloat16_class_pass(
 // One batch, packed for the products; any number of threads may run it over chunks.
 class PackedClassPass {
  public:
-  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16)
+  // `weights` [B] multiply what each sample adds to the gradients of rows; none: 1.
+  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16, const std::optional<Floats>& weights)
       : pass_(pass_in(bfloat16)),
         batch_(static_cast<int64_t>(features.shape(0))),
         dim_(static_cast<int64_t>(features.shape(1))),
         normalised_(normalised) {
     require(batch_ >= 1 && dim_ >= 1, "features must be [B, D], neither 0");
+    require(!weights || static_cast<int64_t>(weights->size()) == batch_, "weights must be [B]");
     features_.assign(features.data(), features.data() + batch_ * dim_);
     query_ = aligned_floats(pass_.packed_size(dim_, batch_));
     key_ = aligned_floats(pass_.packed_size(batch_, dim_));
     pass_.pack(features.data(), dim_, batch_, 1, dim_, logit_factor, query_.get());
-    pass_.pack(features.data(), batch_, dim_, dim_, 1, 1.0f, key_.get());
+    if (weights)
+      for (int64_t i = 0; i < batch_ * dim_; ++i) features_[static_cast<size_t>(i)] *= weights->data()[i / dim_];
+    pass_.pack(features_.data(), batch_, dim_, dim_, 1, 1.0f, key_.get());
   }
 
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
@@ -201,8 +205,8 @@ class PackedClassPass {
 void bind_class_pass(nb::module_& m) {
   m.def("has_bfloat16_class_pass", &has_bfloat16_unit);
   nb::class_<PackedClassPass>(m, "ClassPass")
-      .def(nb::init<const FloatRows&, float, bool, bool>(), nb::arg("features").noconvert(), nb::arg("logit_factor"),
-           nb::arg("normalised"), nb::arg("bfloat16") = false)
+      .def(nb::init<const FloatRows&, float, bool, bool, const std::optional<Floats>&>(), nb::arg("features").noconvert(),
+           nb::arg("logit_factor"), nb::arg("normalised"), nb::arg("bfloat16") = false, nb::arg("weights").noconvert() = nb::none())
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),

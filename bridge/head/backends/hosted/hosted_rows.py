@@ -103,7 +103,7 @@ class RowsOnShards:
         self._gradient_BD: Tensor | None = None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
-        """Loss (0-dim) and feature gradient [B, D]."""
+        """Losses [B] and feature gradients [B, D]."""
         batch = self._batch
         softmax = OnlineSoftmax(batch, self._calls.view.num_shards, want_gradient=want_gradient)
         for part in self._parts({"want_gradient": float(want_gradient)}):
@@ -111,34 +111,37 @@ class RowsOnShards:
             answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
-        loss, gradient_BD = softmax.finish()
+        losses_B, gradient_BD = softmax.finish()
         self._gradient_BD = gradient_BD
-        return loss, gradient_BD
+        return losses_B, gradient_BD
 
     def gradient(self, upstream: Tensor) -> tuple[HostedGradient, Tensor]:
         """What the shards make the row gradients of; also a sum that is finite only if all of it is."""
         batch = self._batch
-        factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        factor, weights_B = batch.row_factors(upstream)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         if self._gradient_BD is not None:  # as it goes on to the network: loss scales overflow float16
-            checksum = checksum + (0 * (self._gradient_BD * upstream).to(self._feature_dtype)).sum()
+            each = upstream / batch.divisor if upstream.ndim == 0 else upstream.unsqueeze(1)
+            checksum = checksum + (0 * (self._gradient_BD * each).to(self._feature_dtype)).sum()
             self._gradient_BD = None
-        return HostedGradient(self._calls, [_Pending(self, factor)]), checksum
+        return HostedGradient(self._calls, [_Pending(self, factor, weights_B)]), checksum
 
     def discard(self) -> None:
         """Nothing is held."""
 
-    def samples(self) -> SummedBatch:
-        """What an update is made of."""
+    def samples(self, weights_B: Tensor | None) -> SummedBatch:
+        """What an update is made of; ``weights_B`` as ``Batch.row_factors`` gives them."""
         lse2_B, target_weight_B = (
             values.float().cpu().numpy() for values in (self._batch.lse2_B, self._batch.target_weight_B)
         )
-        return SummedBatch(self._features_BD, self._labels_B, lse2_B, target_weight_B)
+        weight_B = None if weights_B is None else weights_B.float().cpu().numpy()
+        return SummedBatch(self._features_BD, self._labels_B, lse2_B, target_weight_B, weight_B)
 
-    def update_inputs(self, weight: float, samples: SummedBatch | None = None) -> list[tuple[HostedInputs, ...]]:
+    def update_inputs(self, weight: float, samples: SummedBatch) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
-        samples = self.samples() if samples is None else samples
         more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
+        if samples.weight_B is not None:
+            more["sample_weight"] = samples.weight_B
         parts = list(self._parts({}, more, weight, samples=samples))
         return [tuple(part.inputs[shard] for part in parts) for shard in range(self._calls.view.num_shards)]
 
@@ -188,25 +191,27 @@ class RowsOnShards:
 
 @dataclass(frozen=True)
 class SummedBatch:
-    """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B]."""
+    """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B], and what
+    each sample counts [B] (None: 1)."""
 
     features_BD: npt.NDArray[np.float32]
     labels_B: Ids
     lse2_B: npt.NDArray[np.float32]
     target_weight_B: npt.NDArray[np.float32]
+    weight_B: npt.NDArray[np.float32] | None = None
 
     def of_ranks(self, ranks: Ranks) -> list[SummedBatch]:
-        """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 2) + 8 bytes a sample."""
-        packed = np.concatenate(
-            [self.features_BD, self.lse2_B[:, None], self.target_weight_B[:, None]], axis=1, dtype=np.float32
-        )
+        """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 3) + 8 bytes a sample."""
+        weight_B = np.ones_like(self.lse2_B) if self.weight_B is None else self.weight_B
+        columns = [one[:, None] for one in (self.lse2_B, self.target_weight_B, weight_B)]
+        packed = np.concatenate([self.features_BD, *columns], axis=1, dtype=np.float32)
         labels = ranks.gather_labels(self.labels_B)
         gathered = []
         for rows in ranks.gather_rows(packed):
             its, labels = labels[: len(rows)], labels[len(rows) :]
-            gathered.append(
-                SummedBatch(np.ascontiguousarray(rows[:, :-2]), its, rows[:, -2].copy(), rows[:, -1].copy())
-            )
+            lse2_B, target_weight_B, weight_B = rows[:, -3:].T.copy()
+            features_BD = np.ascontiguousarray(rows[:, :-3])
+            gathered.append(SummedBatch(features_BD, its, lse2_B, target_weight_B, weight_B))
         return gathered
 
 
@@ -238,7 +243,12 @@ class _Pending:
 
     rows: RowsOnShards
     factor: Tensor
-    """upstream gradient · scale / B, 0-dim."""
+    weights_B: Tensor | None
+    """The two of ``Batch.row_factors``."""
+
+    def samples(self) -> SummedBatch:
+        """What the update is made of."""
+        return self.rows.samples(self.weights_B)
 
 
 class HostedGradient:
@@ -285,7 +295,7 @@ class HostedGradient:
 
     def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
         """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
-        batches = [(one, one.rows.samples().of_ranks(ranks)) for one in self._pending]
+        batches = [(one, one.samples().of_ranks(ranks)) for one in self._pending]
         mine = np.array([[weight * float(one.factor) for one in self._pending]], np.float32)
         weights_RM = np.concatenate(ranks.gather_rows(mine))
 
@@ -303,7 +313,7 @@ class HostedGradient:
         """Nothing is held but the batches."""
 
     def _batches(self) -> list[list[tuple[HostedInputs, ...]]]:
-        return [one.rows.update_inputs(float(one.factor)) for one in self._pending]
+        return [one.rows.update_inputs(float(one.factor), one.samples()) for one in self._pending]
 
     def _inputs(self, batches: list[list[tuple[HostedInputs, ...]]]) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""

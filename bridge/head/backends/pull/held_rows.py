@@ -11,7 +11,7 @@ from torch import Tensor
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on, parts_for, pass_for
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass, chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.pending_gradients import HeldGradient
@@ -39,11 +39,14 @@ class HeldRows:
         self._buffer = pool.take(active.num * spec.row_bytes, torch.device("cpu"), pinned=device.type == "cuda")
         self._rows_AD = self._buffer.tensor((active.num, spec.dim), dtype)
         table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
-        self._pass = pass_for(batch)
-        self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
         self._kept = KeptLogits(pool)
-        as_they_are = self._rows_AD.dtype == batch.arithmetic.compute
-        self._walk = self._pass.whole if as_they_are else None
+        self._take(pass_for(batch))
+        self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
+
+    def _take(self, chunk_pass: ChunkPass) -> None:
+        self._pass = chunk_pass
+        as_they_are = self._rows_AD.dtype == self._batch.arithmetic.compute
+        self._walk = chunk_pass.whole if as_they_are else None
         """The pass, if it can work on all rows where they are, in one call."""
 
     @staticmethod
@@ -57,7 +60,7 @@ class HeldRows:
         return (plan.active * spec.row_bytes, f"A·D·{spec.numpy_dtype.itemsize}"), kept, sums
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Loss (0-dim) and feature gradient [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
+        """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
         batch, device = self._batch, self._batch.arithmetic.device
         if self._pass.keeps_logits:
             chunk_rows = self._pass.chunk_rows if self._walk is None else 1
@@ -81,8 +84,9 @@ class HeldRows:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
         batch, arithmetic = self._batch, self._batch.arithmetic
         out_AD = gradient_view(self._rows_AD)
-        factor = (upstream * (batch.scale / batch.divisor)).to(arithmetic.compute)
-
+        factor, weights_B = batch.row_factors(upstream)
+        if weights_B is not None:
+            self._take(pass_for(batch, weights_B))
         if self._walk is not None:
             checksum = self._walk.overwrite_all(self._rows_AD, factor, self._kept.all_KB, threads=CHUNKS.num_threads)
             self._kept.give_back()

@@ -54,7 +54,7 @@ class StreamedRows:
         return min(block_rows_for(plan.spec.row_bytes), plan.active) * plan.spec.row_bytes, NUM_BUFFERS
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
-        """Loss (0-dim) and feature gradient [B, D]; nothing is kept."""
+        """Losses [B] and feature gradients [B, D]; nothing is kept."""
         batch, device = self._batch, self._batch.arithmetic.device
         softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
         stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
@@ -84,11 +84,11 @@ class StreamedRows:
     def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:
         """The row gradients in factored form; also a sum that is finite only if all of it is."""
         batch = self._batch
-        factor = (upstream * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
+        factor, weights_B = batch.row_factors(upstream)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         factors = Factors(
             batch=batch,
-            chunk_pass=self._pass,
+            chunk_pass=self._pass if weights_B is None else pass_for(batch, weights_B),
             active=self._active,
             labels_B=self._labels_B,
             correction=self._correction,

@@ -27,7 +27,7 @@ from geartrain.bridge.head.backends.ranks.active_rows import LocalActive
 from geartrain.bridge.head.backends.ranks.rank_table import Place, RankTable
 from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
 from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import ChunkPass, TensorPass, pass_for
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
 from geartrain.bridge.head.loss.scratch import Scratch
@@ -75,7 +75,7 @@ class RankRows:
         self._kept = KeptLogits(table.pool)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Mean loss of the own samples (0-dim) and feature gradient [S, D]; keeps logits of up to ``keep_bytes``.
+        """Losses of the own samples [S] and feature gradients [S, D]; keeps logits of up to ``keep_bytes``.
 
         Collective: see :class:`RankSoftmax`.
         """
@@ -103,29 +103,20 @@ class RankRows:
             spreads = self._pass.spreads_operations
             CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
         # Alone, nobody else is waited for in there, and what follows wants every core.
-        loss, gradient_SD = (
+        losses_S, gradient_SD = (
             CHUNKS.apart(softmax.finish, arithmetic.device) if table.link.world_size == 1 else softmax.finish()
         )
-        return loss, gradient_SD if want_gradient else None
+        return losses_S, gradient_SD if want_gradient else None
 
     def gradient(self, upstream: Tensor) -> tuple[RankGradient, Tensor]:
         """The row gradients, to be made at the step; also a number that is finite only if they are, on every rank.
 
-        Collective: one all-gather of R numbers.
+        Collective: one all-gather of R numbers or, where samples count differently, of B.
         """
-        table, batch = self._table, self._batch
-        upstream_R = table.link.gather(upstream.detach().reshape(1), [1] * table.link.world_size)
-        factor = (upstream_R[0] * (batch.scale / batch.divisor)).to(batch.arithmetic.compute)
-        chunk_pass: ChunkPass = self._pass
-        if table.link.world_size > 1 and not (
-            upstream_R.device.type == "cpu" and bool((upstream_R == upstream_R[0]).all())
-        ):
-            counts_R = upload(np.array(self._sizes), upstream_R.device)
-            weights_B = upstream_R.repeat_interleave(counts_R, output_size=batch.size)
-            chunk_pass = TensorPass(batch, weights_B.to(batch.arithmetic.compute))
-            factor = torch.ones_like(factor) * (batch.scale / batch.divisor)
-            self._kept.give_back()  # in chunks of the other pass
-        checksum = upstream_R.sum() + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        batch = self._batch
+        factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
+        chunk_pass = self._pass if weights_B is None else pass_for(batch, weights_B)
+        checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         factors = RankFactors(
             batch=batch,
             chunk_pass=chunk_pass,
@@ -135,7 +126,20 @@ class RankRows:
             factor=factor,
             kept=self._kept,
         )
-        return RankGradient(table, [factors]), checksum
+        return RankGradient(self._table, [factors]), checksum
+
+    def _joint_upstream(self, upstream: Tensor) -> Tensor:
+        """That of the mean over all ranks (0-dim) if it is known to be the same on each, else that of each sample."""
+        link, batch = self._table.link, self._batch
+        if upstream.ndim > 0:
+            return link.gather(upstream, self._sizes)
+        if link.world_size == 1:
+            return upstream
+        upstream_R = link.gather(upstream.reshape(1), [1] * link.world_size)
+        if upstream_R.device.type == "cpu" and bool((upstream_R == upstream_R[0]).all()):
+            return upstream_R[0]
+        counts_R = upload(np.array(self._sizes), upstream_R.device)
+        return upstream_R.repeat_interleave(counts_R, output_size=batch.size) / batch.divisor
 
     def discard(self) -> None:
         """Let go of what is kept."""
@@ -153,7 +157,7 @@ class RankFactors:
     log2_weight: float
     """Added to the logits, to base 2, of sampled classes."""
     factor: Tensor
-    """upstream gradient · scale / B, 0-dim."""
+    """See ``Batch.row_factors``; the samples' weights are in the pass."""
     kept: KeptLogits
     """Used up by the step."""
 

@@ -66,6 +66,7 @@ class RankBackend:
         self.selector = RankSelector(self.table, self.select)
         self.margin = settings.margin
         self._bias = settings.bias
+        self._loss = settings.loss
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
@@ -143,8 +144,16 @@ class RankBackend:
         self.update.step, self.update.takes_any_step = snapshot.manifest.step, True
         return snapshot
 
-    def begin(self, features: Tensor, labels: Tensor, *, in_training: bool, want_rows: bool) -> HeadCall:  # noqa: ARG002
-        """See ``RowBackend``. Raises what :meth:`RankStep.begin` does."""
+    def begin(
+        self,
+        features: Tensor,
+        labels: Tensor,
+        weight: Tensor | None,
+        *,
+        in_training: bool,  # noqa: ARG002
+        want_rows: bool,
+    ) -> HeadCall:
+        """See ``RowBackend``. Raises what :meth:`RankStep.agree` does."""
         step = RankStep(
             update=self.update,
             select=self.select,
@@ -152,10 +161,19 @@ class RankBackend:
             living=self.living,
             margin=self.margin,
             bias=self._bias,
+            loss=self._loss,
             training=want_rows,
         )
-        rows, samples = step.begin(features, labels)
-        return HeadCall(rows, self.update, samples, self._logits_cache_bytes, want_rows=want_rows)
+        samples, said = step.agree(features, labels, weight)
+        return HeadCall(
+            step.rows(samples, said),
+            self.update,
+            samples,
+            self._logits_cache_bytes,
+            want_rows=want_rows,
+            rank_weight=samples.amount / (sum(said.amounts) or 1.0),
+            takes_mean=said.take_mean,
+        )
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See ``RowBackend``. Every rank calls it, with its own features [S, D]."""
@@ -208,6 +226,7 @@ def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
         **spec.to_dict(),
         "select": named(settings.select),
         "margin": named(settings.margin),
+        "loss": repr(settings.loss),
         "num_living": settings.num_living,
     }
     link.require_equal(said, f"table {settings.name!r}")

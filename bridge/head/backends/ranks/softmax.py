@@ -35,7 +35,7 @@ class RankSoftmax(OnlineSoftmax):
         self._sizes = sizes
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Mean loss of the rank's own samples (0-dim) and its gradient by their features [S, D]; fill in the batch."""
+        """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
         batch, link = self._batch, self._link
         shift_B, sum_B, weighted_BD = self._joint()
         highest_B = link.max(shift_B) if batch.shifted else shift_B
@@ -49,18 +49,17 @@ class RankSoftmax(OnlineSoftmax):
         total_B = sum_B * torch.exp2(highest_B - top_B) + torch.exp2(target2_B - top_B)
         batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
         losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E)
-        own, divisor = self._own(), max(1, self._sizes[link.rank])
-        loss = losses_B[own].sum() / divisor
+        own = self._own()
         if weighted_BD is None:
-            return loss, None
+            return losses_B[own], None
         weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
         weighted_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
-        gradient_SD = link.sum_to_owners(weighted_BD, self._sizes).mul_(batch.scale / divisor)
+        gradient_SD = link.sum_to_owners(weighted_BD, self._sizes).mul_(batch.scale)
         mine = copy.copy(batch)
         mine.features_BD = batch.features_BD[own]
         mine.inverse_lengths_B = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
         mine.norm_weight_B = None if batch.norm_weight_B is None else batch.norm_weight_B[own]
-        return loss, through_normalisation(gradient_SD, mine)
+        return losses_B[own], through_normalisation(gradient_SD, mine)
 
     def _own(self) -> slice:
         first = sum(self._sizes[: self._link.rank])

@@ -30,9 +30,11 @@ from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.batch import Arithmetic, Batch
 from geartrain.bridge.head.biases import with_ones
-from geartrain.bridge.head.checks import check_features, check_finite, check_labels
+from geartrain.bridge.head.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
 from geartrain.bridge.rows.pending import PendingUpdate
+from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import Readback
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -96,6 +98,20 @@ class RankUpdate(PendingUpdate[RankGradient]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What the ranks know of each other's part of a step, in rank order."""
+
+    sizes: list[int]
+    """CountedSamples that count."""
+    want_gradient: bool
+    """Whether any rank's features need theirs."""
+    amounts: list[float]
+    """What each rank's loss weighs."""
+    take_mean: bool
+    """Whether every rank's loss is the plain mean of its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStep:
     """What a rank is asked to do; every rank is asked at once."""
 
@@ -105,19 +121,16 @@ class RankStep:
     living: LiveClasses
     margin: Margin | None
     bias: bool
+    loss: LossSettings
     training: bool
 
-    def begin(self, features: Tensor, labels: Tensor) -> tuple[RankRows, int]:
-        """The pass over the rows, and S. If any rank cannot go on, every rank raises.
-
-        Raises InvalidRows, InvalidIds and NonFinite for this rank's own input, SyncError for that of another,
-        SpecMismatch, StepMismatch, and NonFinite for rows that the last step could not change.
-        """
-        labels_S, sizes, wants_gradient = self._agreed(features, labels)
-        link = self.update.table.link
+    def rows(self, samples: CountedSamples, agreed: Agreed) -> RankRows:
+        """The pass over the rows."""
+        link, sizes = self.update.table.link, agreed.sizes
+        features = samples.features_SD
         own_SD = with_ones(features.detach()) if self.bias else features.detach().contiguous()
         joint_features_BD = link.gather(own_SD, sizes)
-        labels_B: Ids = link.gather(torch.from_numpy(labels_S), sizes).numpy()
+        labels_B: Ids = link.gather(torch.from_numpy(samples.labels_S), sizes).numpy()
         if self.training:
             self.select.prepare()
         table, arithmetic = self.update.table, Arithmetic.of(features)
@@ -132,29 +145,37 @@ class RankStep:
             (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
         )
         batch = Batch.of(joint_features_BD, here.targets(numbers_B), labels_B, self.margin, stands_for, arithmetic)
-        return RankRows(table, here, batch, numbers_B, sizes, wants_gradient, weight), sizes[link.rank]
+        return RankRows(table, here, batch, numbers_B, sizes, agreed.want_gradient, weight)
 
-    def _agreed(self, features: Tensor, labels: Tensor) -> tuple[Ids, list[int], bool]:
-        """Checked labels [S] on the host, S of every rank, and whether any needs a feature gradient: one exchange."""
+    def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
+        """Check this rank's samples and tell the other ranks of them: one exchange.
+
+        If any rank cannot go on, every rank raises: InvalidRows, InvalidIds, InvalidArgument and NonFinite for its own
+        input, SyncError for that of another, SpecMismatch, StepMismatch, and NonFinite for rows that the last step
+        could not change.
+        """
         refused = self.update.take_refused()
         margin = xxhash.xxh3_64_intdigest(named(self.margin).encode()) >> 2
         failure: GeartrainError | None = None
-        labels_S = np.empty(0, np.int64)
+        samples: CountedSamples | None = None
         try:
-            labels_S = self._checked(features, labels)
+            samples = self._checked(features, labels, weight)
         except GeartrainError as exc:
             failure = exc
+        size = 0 if samples is None else len(samples.labels_S)
+        amount = 0.0 if samples is None else samples.amount
+        reduces = samples is None or samples.reduces
         kind = _DTYPES.index(features.dtype) if isinstance(features, Tensor) and features.dtype in _DTYPES else -1
         wants = isinstance(features, Tensor) and features.requires_grad and torch.is_grad_enabled()
         spec, step = self.update.table.spec, self.update.step
-        said = self.update.table.link.exchange(
-            [len(labels_S), failure is None, kind, step, self.training, wants, refused, self.living.fingerprint, margin]
-        )
-        sizes, sound, kinds, steps, modes, gradients, left, classes, margins = (
+        numbers = [size, failure is None, kind, step, self.training, wants, refused, self.living.fingerprint, margin]
+        said = self.update.table.link.exchange([*numbers, float_bits(amount), reduces])
+        sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing = (
             list(column) for column in zip(*said, strict=True)
         )
         if failure is not None:
             raise failure
+        assert samples is not None
         if 0 in sound:
             raise SyncError(f"rank {sound.index(0)} was given features or labels that it refused; its error tells why")
         if sum(left):
@@ -177,17 +198,23 @@ class RankStep:
                     f"the ranks differ in the {label}: {values}, in rank order; call the head on every rank in the "
                     "same mode (train() with gradients, or not) and with features of one dtype"
                 )
-        return labels_S, sizes, any(gradients)
+        return samples, Agreed(
+            sizes=sizes,
+            want_gradient=any(gradients),
+            amounts=[float_of(bits) for bits in amounts],
+            take_mean=all(reducing),
+        )
 
-    def _checked(self, features: Tensor, labels: Tensor) -> Ids:
-        check_features(features, self.update.table.spec.dim - self.bias)
+    def _checked(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> CountedSamples:
+        dim = self.update.table.spec.dim - self.bias
+        check_features(features, dim)
         if features.device != self.update.table.device:
             raise InvalidArgument(
                 f"features are on {features.device}, the rows on {self.update.table.device}; move the head there "
                 f"(head.to({str(features.device)!r})) or the features"
             )
-        labels_S = self.living.require(check_labels(labels, len(features), self.living.num_classes), "label")
+        samples = CountedSamples.of(features, labels, weight, self.loss, dim, self.living)
         if len(features) == 0 and self.update.table.link.world_size == 1:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
-        check_finite(features)
-        return labels_S
+        check_finite(samples.features_SD)
+        return samples

@@ -53,8 +53,14 @@ class Case:
         self.logits = self.features.astype(np.float64) @ self.unit.T * FACTOR
         self.target_weight = random.standard_normal(batch).astype(np.float32)
 
-    def compiled(self) -> ops.ClassPass:
-        return ops.ClassPass(self.features, logit_factor=FACTOR, normalised=self.normalised, bfloat16=self.bfloat16)
+    def compiled(self, weights: Floats | None = None) -> ops.ClassPass:
+        return ops.ClassPass(
+            self.features,
+            logit_factor=FACTOR,
+            normalised=self.normalised,
+            bfloat16=self.bfloat16,
+            weights=weights,
+        )
 
     def forward(
         self, *, chunks: int = 1, parts: int = 1, num_kept: int | None = None, threads: int = 1
@@ -109,16 +115,17 @@ class Case:
         else:
             close(found, expected, scale)
 
-    def check_gradient(self, kept: Floats | None, *, threads: int = 1) -> None:
+    def check_gradient(self, kept: Floats | None, *, threads: int = 1, weights: Floats | None = None) -> None:
         log_sum = np.log2(np.exp2(self.logits).sum(1)).astype(np.float32)
         probabilities = np.exp2(self.logits - log_sum[:, None].astype(np.float64))
         probabilities[self.samples, self.targets] = self.target_weight[self.samples]
-        unit_gradient = probabilities.T @ self.features.astype(np.float64)
+        weighted = probabilities if weights is None else probabilities * weights[:, None]
+        unit_gradient = weighted.T @ self.features.astype(np.float64)
         expected = 0.5 * self.inverse[:, None] * unit_gradient
         if self.normalised:
             expected -= 0.5 * self.inverse[:, None] * (unit_gradient * self.unit).sum(1, keepdims=True) * self.unit
         rows = self.rows.copy()
-        compiled = self.compiled()
+        compiled = self.compiled(weights)
         check = compiled.overwrite(
             rows,
             target_rows=self.targets,
@@ -131,7 +138,7 @@ class Case:
             threads=threads,
         )
         assert check == 0
-        terms = np.abs(probabilities).T @ np.abs(self.features)
+        terms = np.abs(weighted).T @ np.abs(self.features)
         self.close(rows, expected, terms * self.inverse[:, None], scale=unit_gradient * self.inverse[:, None])
 
 
@@ -148,7 +155,7 @@ def check_all(*, bfloat16: bool = False) -> None:
                 out = case.forward()
                 case.check_forward(out)
                 case.check_gradient(out["kept"])
-                case.check_gradient(None)
+                case.check_gradient(None, weights=np.linspace(-1, 1, shape[0]).astype(np.float32))
 
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512", "baseline bfloat16"])

@@ -207,9 +207,10 @@ def test_loss_scales_of_ranks_do_not_overflow_the_operands(margin: CosFace | Non
     plain, weighted = rows.clone(), rows.clone()
     work = Workspace(batch.arithmetic, Scratch())
     TensorPass(batch).overwrite(work, plain, 0, torch.tensor(1.0))
-    check = TensorPass(batch, torch.full((2,), 2.0**20)).overwrite(work, weighted, 0, torch.tensor(1.0))
+    factor, weights_B = batch.row_factors(torch.full((2,), 2.0**20))
+    check = TensorPass(batch, weights_B).overwrite(work, weighted, 0, factor)
     assert math.isfinite(float(check))
-    torch.testing.assert_close(weighted, plain * 2.0**20)
+    torch.testing.assert_close(weighted, plain * 2.0**20 * batch.scale)
 
 
 def test_rows_that_moved_since_the_forward_pass_do_not_overflow() -> None:

@@ -1,0 +1,122 @@
+"""Which samples of a batch count in the loss, how much, and how their losses become one.
+
+Legend: B samples as they are given, S those that count, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.checks import check_features, check_labels
+from geartrain.bridge.rows.transfers import upload
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def check_reduction(reduction: object) -> Reduction:
+    """Return it. Raises InvalidArgument."""
+    if reduction not in get_args(Reduction):
+        raise InvalidArgument(f"reduction is {quoted(reduction)}; it must be one of {', '.join(get_args(Reduction))}")
+    return cast(Reduction, reduction)
+
+
+def check_weight(weight: Tensor, batch: int) -> Tensor:
+    """Return what each of ``batch`` samples counts, float64 [B] on the host. Raises InvalidArgument."""
+    if not isinstance(weight, Tensor) or weight.shape != (batch,) or weight.is_complex():
+        found = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else quoted(weight)
+        raise InvalidArgument(f"weight is {found}; it must be a tensor [{batch}] of numbers, one per sample")
+    if weight.requires_grad:
+        raise InvalidArgument(
+            "weight requires a gradient, and the head gives it none; detach() it, or multiply the losses of a head "
+            "with reduction='none' by it"
+        )
+    host_B = weight.detach().cpu().double()
+    wrong = torch.nonzero(~((host_B >= 0) & (host_B < math.inf)))
+    if len(wrong):
+        index = int(wrong[0])
+        raise InvalidArgument(f"weight {float(host_B[index])} at index {index} must be finite and >= 0")
+    return host_B
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """What a head's loss is made with; as the arguments of ``torch.nn.functional.cross_entropy`` of these names."""
+
+    reduction: Reduction = "mean"
+    ignore_index: int | None = -100
+
+    def __post_init__(self) -> None:
+        check_reduction(self.reduction)
+        if self.ignore_index is not None:
+            integer("ignore_index", self.ignore_index, -(2**63), 2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedSamples:
+    """The samples of a batch that count: all but the ignored ones."""
+
+    features_SD: Tensor
+    labels_S: Ids
+    counted: Tensor | None
+    """Their indices [S] among the B, on the features' device; None: all."""
+    weight_S: Tensor | None
+    """What each counts, in the dtype of the losses, on the features' device; None: 1."""
+    amount: float
+    """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean."""
+    reduces: bool
+    """Whether the pass gives the plain mean; else the loss of each sample."""
+
+    @staticmethod
+    def of(
+        features: Tensor,
+        labels: Tensor,
+        weight: Tensor | None,
+        settings: LossSettings,
+        dim: int,
+        living: LiveClasses,
+    ) -> CountedSamples:
+        """Check a batch. Raises InvalidRows, InvalidIds and InvalidArgument."""
+        check_features(features, dim)
+        labels_B = check_labels(labels, len(features), living.num_classes, settings.ignore_index)
+        weight_B = None if weight is None else check_weight(weight, len(features))
+        counted: Tensor | None = None
+        if settings.ignore_index is not None and (labels_B == settings.ignore_index).any():
+            kept = np.flatnonzero(labels_B != settings.ignore_index)
+            counted, labels_B = upload(kept, features.device), labels_B[kept]
+            features = features.detach()[counted]
+            weight_B = None if weight_B is None else weight_B[torch.from_numpy(kept)]
+        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
+        is_mean = settings.reduction == "mean"
+        amount = 1.0 if not is_mean else float(len(labels_B) if weight_B is None else weight_B.sum())
+        return CountedSamples(
+            features_SD=features,
+            labels_S=living.require(labels_B, "label"),
+            counted=counted,
+            weight_S=None if weight_B is None else upload(weight_B.to(compute).numpy(), features.device),
+            amount=amount,
+            reduces=is_mean and weight is None,
+        )
+
+    def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
+        """The loss (0-dim), or the losses [B], of what the pass gave: the plain mean, or the losses [S].
+
+        Where nothing counts the mean is 0.
+        """
+        if self.reduces:
+            return losses
+        if self.weight_S is not None:
+            losses = losses * self.weight_S
+        if reduction == "none":
+            return losses if self.counted is None else losses.new_zeros(batch).index_copy(0, self.counted, losses)
+        return losses.sum() if reduction == "sum" else losses.sum() / (self.amount or 1.0)
