@@ -1,0 +1,174 @@
+"""A class head with nothing said beside ``nn.Linear``, cross entropy and AdamW: held-out accuracy after equal steps.
+
+Four problems, three seeds. Both sides begin with the same network, see the same batches, and AdamW (1e-3) trains the
+network. ``ArcFace()``, whose scale is automatic, is compared with the best of the scales 16, 32 and 64. The ratio is
+ours to the rival's less what is allowed (0.5 points; 2 points), so 1 is the target.
+
+``python benchmarks/defaults.py --help``: other arms (selections, optimizers, margins, scales), steps and seeds, as a
+table.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import torch
+import typer
+from _default_problems import Problem, problems
+from torch import nn
+from torch.nn import functional as F
+
+import geartrain as gt
+
+SEEDS, STEPS = 3, 400
+ALLOWED_POINTS, ALLOWED_POINTS_OF_SCALE = 0.5, 2.0
+THREADS = 2
+LINEAR, DEFAULT, ARCFACE = "nn.Linear", "ClassHead", "ArcFace()"
+SCALES = {f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (16, 32, 64)}
+ARMS: dict[str, dict[str, Any] | None] = {LINEAR: None, DEFAULT: {}, ARCFACE: {"margin": gt.ArcFace()}, **SCALES}
+"""Name -> arguments of the head; None: no head."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "bias=True": {"bias": True},
+    "PartialFC(0.5)": {"select": gt.PartialFC(0.5)},
+    "PartialFC(0.1)": {"select": gt.PartialFC(0.1)},
+    "PartialFC(0.1, corrected=False)": {"select": gt.PartialFC(0.1, corrected=False)},
+    "AdamW(3e-4)": {"optimizer": gt.AdamW(3e-4)},
+    "AdamW(3e-3)": {"optimizer": gt.AdamW(3e-3)},
+    "SparseMomentum(0.1)": {"optimizer": gt.SparseMomentum(0.1)},
+    "SparseMomentum(1)": {"optimizer": gt.SparseMomentum(1.0)},
+    "Normal(std=0.01)": {"initializer": gt.Normal(std=0.01)},
+    "CosFace()": {"margin": gt.CosFace()},
+    "CosFace(margin=0)": {"margin": gt.CosFace(margin=0.0)},
+    "ArcFace(margin=0.2)": {"margin": gt.ArcFace(margin=0.2)},
+    "ArcFace(), PartialFC(0.1)": {"margin": gt.ArcFace(), "select": gt.PartialFC(0.1)},
+    "ArcFace(), SparseMomentum(0.1)": {"margin": gt.ArcFace(), "optimizer": gt.SparseMomentum(0.1)},
+    "ArcFace(), Normal(std=0.01)": {"margin": gt.ArcFace(), "initializer": gt.Normal(std=0.01)},
+    **{f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (4, 8, 12, 24)},
+}
+Accuracies = dict[str, dict[str, list[float]]]
+"""Problem -> arm -> per cent, seed by seed."""
+
+
+def results(full: bool = False) -> Iterator[dict[str, Any]]:
+    """The cases of ``geartrain bench defaults``; ``full`` takes three times as many steps, and twice the seeds."""
+    accuracies = run_all(list(ARMS), seeds=SEEDS * (2 if full else 1), steps=STEPS * (3 if full else 1))
+    print(table(accuracies), file=sys.stderr)
+    yield from cases(accuracies)
+
+
+def cases(accuracies: Accuracies) -> list[dict[str, Any]]:
+    """What is promised: the default head beside nn.Linear, then the automatic scale beside the best of three."""
+    found = []
+    for problem, arms in accuracies.items():
+        case = f"{problem}: ClassHead with nothing said ({_told(arms[DEFAULT], arms[LINEAR])})"
+        found.append(_case(case, arms[DEFAULT], "nn.Linear, cross entropy, AdamW", arms[LINEAR], ALLOWED_POINTS))
+    for problem, arms in accuracies.items():
+        best = max(SCALES, key=lambda arm: statistics.mean(arms[arm]))
+        case = f"{problem}: margin=ArcFace() with nothing said ({_told(arms[ARCFACE], arms[best])})"
+        rival = f"{best}, the best of 16, 32, 64"
+        found.append(_case(case, arms[ARCFACE], rival, arms[best], ALLOWED_POINTS_OF_SCALE))
+    return found
+
+
+def run_all(arms: list[str], *, seeds: int, steps: int) -> Accuracies:
+    """Train every arm on every problem."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    accuracies: Accuracies = {}
+    known = {**ARMS, **OTHERS}
+    try:
+        for seed in range(seeds):
+            for make in problems(seed, steps):
+                problem = make()
+                own = accuracies.setdefault(f"{problem.name}, {problem.num_classes:,} classes", {})
+                for arm in arms:
+                    own.setdefault(arm, []).append(100 * _accuracy(problem, known[arm], seed))
+                    print(f"{problem.name}, seed {seed}, {arm}: {own[arm][-1]:.2f} %", file=sys.stderr, flush=True)
+    finally:
+        torch.set_num_threads(threads)
+    return accuracies
+
+
+def table(accuracies: Accuracies) -> str:
+    """Mean accuracies, and the difference from the first arm with its standard error, in Markdown."""
+    lines: list[str] = []
+    for problem, arms in accuracies.items():
+        first = next(iter(arms.values()))
+        lines += ["", f"| {problem}, {len(first)} seeds | % | points more than {next(iter(arms))} |", "|---|---|---|"]
+        lines += [f"| {arm} | {statistics.mean(own):.2f} | {_told(own, first)} |" for arm, own in arms.items()]
+    return "\n".join(lines)
+
+
+def _accuracy(problem: Problem, settings: dict[str, Any] | None, seed: int) -> float:
+    torch.manual_seed(seed)
+    backbone = problem.backbone()
+    if settings is None:
+        return _of_linear(problem, backbone, seed)
+    with gt.local() as cluster:
+        head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed, **settings)
+        network, rows = torch.optim.AdamW(backbone.parameters(), lr=1e-3), gt.RowOptimizer(head)
+        for inputs, labels in problem.batches:
+            head(backbone(inputs), labels).backward()
+            network.step()
+            rows.step()
+            network.zero_grad()
+            rows.zero_grad()
+        return _top1(problem, backbone, lambda features: head.predict(features, k=1)[1][:, 0])
+
+
+def _of_linear(problem: Problem, backbone: nn.Module, seed: int) -> float:
+    layer = nn.Linear(problem.dim, problem.num_classes)
+    with gt.local() as cluster, torch.no_grad():  # its first weights are the head's, so that chance parts them less
+        head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed)
+        layer.weight.copy_(head.weights())
+    optimizer = torch.optim.AdamW([*backbone.parameters(), *layer.parameters()], lr=1e-3)
+    for inputs, labels in problem.batches:
+        F.cross_entropy(layer(backbone(inputs)), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _top1(problem, backbone, lambda features: layer(features).argmax(1))
+
+
+@torch.no_grad()
+def _top1(problem: Problem, backbone: nn.Module, answers: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    backbone.eval()
+    inputs, labels = problem.test
+    pairs = zip(inputs.split(1000), labels.split(1000), strict=True)
+    right = sum(int((answers(backbone(some)) == their).sum()) for some, their in pairs)
+    return right / len(labels)
+
+
+def _told(ours: list[float], theirs: list[float]) -> str:
+    points = [own - other for own, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else math.nan
+    return f"{statistics.mean(points):+.2f} ± {error:.2f}"
+
+
+def _case(case: str, ours: list[float], rival: str, theirs: list[float], allowed: float) -> dict[str, Any]:
+    mine, other = statistics.mean(ours), statistics.mean(theirs)
+    return {
+        "case": f"{case} points, {len(ours)} seeds",
+        "ours": round(mine, 2),
+        "rival": f"{rival}, less {allowed}",
+        "theirs": round(other - allowed, 2),
+        "unit": "%",
+        "ratio": round(mine / max(other - allowed, 1e-3), 3),
+        "target": 1.0,
+    }
+
+
+def main(
+    arms: Annotated[list[str] | None, typer.Argument(help=f"Some of: {'; '.join([*ARMS, *OTHERS])}.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of a run.")] = STEPS,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = SEEDS,
+) -> None:
+    """Print the table of accuracies."""
+    print(table(run_all(arms or [*ARMS, *OTHERS], steps=steps, seeds=seeds)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,54 @@
+"""The problems of ``geartrain bench defaults``, at a tiny size."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    problems = importlib.import_module("_default_problems")
+    monkeypatch.setattr(problems, "TEST", 40)
+    monkeypatch.setattr(problems, "BATCH", 8)
+    yield importlib.import_module("defaults")
+    torch.set_num_threads(threads)
+
+
+def test_each_problem_is_a_function_of_its_seed(bench: Any) -> None:
+    assert len(bench.problems(0, 2)) == 4
+    for first, again, other in zip(bench.problems(0, 2), bench.problems(0, 2), bench.problems(1, 2), strict=True):
+        one, two, three = first(), again(), other()
+        assert len(one.batches) == 2 and len(one.test[1]) == 40
+        assert int(one.test[1].min()) >= 0 and int(one.test[1].max()) < one.num_classes
+        assert all(torch.equal(*pair) for pair in zip(one.test, two.test, strict=True))
+        assert not torch.equal(one.test[0], three.test[0])
+        assert one.backbone()(one.batches[0][0]).shape == (8, one.dim)
+
+
+def test_every_arm_is_trained_and_told(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = bench.problems(0, 1)[1]
+    monkeypatch.setattr(bench, "problems", lambda *_: [digits])
+    monkeypatch.setattr(bench, "THREADS", 1)
+    found = bench.run_all(list(bench.ARMS), seeds=1, steps=1)
+    ((name, arms),) = found.items()
+    assert name == "digits, 10 classes" and list(arms) == list(bench.ARMS)
+    assert arms["nn.Linear"] == pytest.approx(arms["ClassHead"], abs=2.6)  # one step apart by what a bias does
+    assert "| nn.Linear |" in bench.table(found)
+    assert [one["target"] for one in bench.cases(found)] == [1.0, 1.0]
+
+
+def test_what_is_allowed_counts_for_us(bench: Any) -> None:
+    arms = {arm: [50.0, 52.0] for arm in bench.ARMS}
+    first, *_, last = bench.cases({"p": arms})
+    assert (first["ours"], first["theirs"], first["ratio"]) == (51.0, 50.5, 1.01)
+    assert (last["theirs"], last["ratio"]) == (49.0, 1.041)
