@@ -7,39 +7,41 @@ Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or con
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 FAILED, WRONG_USAGE = 1, 2
 ERROR_PREFIX = "error: "
 """Begins the line on stderr with which a command fails."""
 
 # command -> (module, its function or group), in the order of the help
 COMMANDS = {
-    "up": ("geartrain.cli.up", "up"),
-    "status": ("geartrain.cli.status", "status"),
-    "worker": ("geartrain.cli.worker", "app"),
-    "table": ("geartrain.cli.table", "app"),
-    "snapshot": ("geartrain.cli.snapshot", "app"),
-    "predict": ("geartrain.cli.predict", "predict"),
-    "verify": ("geartrain.cli.verify", "verify"),
-    "scheduler": ("geartrain.cli.roles", "scheduler"),
-    "server": ("geartrain.cli.roles", "server"),
-    "graph": ("geartrain.cli.graph", "app"),
-    "slowgear": ("geartrain.cli.slowgear", "slowgear"),
-    "health": ("geartrain.cli.status", "health"),
-    "config": ("geartrain.cli.config", "app"),
-    "doctor": ("geartrain.cli.doctor", "doctor"),
-    "failpoints": ("geartrain.cli.failpoints", "failpoints"),
-    "export": ("geartrain.cli.export", "export"),
-    "plan": ("geartrain.cli.plan", "plan"),
-    "bench": ("geartrain.cli.bench", "bench"),
+    "up": ("geartrain.cli.cluster.up", "up"),
+    "status": ("geartrain.cli.cluster.status", "status"),
+    "worker": ("geartrain.cli.training.worker", "app"),
+    "table": ("geartrain.cli.cluster.table", "app"),
+    "snapshot": ("geartrain.cli.cluster.snapshot", "app"),
+    "predict": ("geartrain.cli.training.predict", "predict"),
+    "verify": ("geartrain.cli.training.verify", "verify"),
+    "scheduler": ("geartrain.cli.cluster.roles", "scheduler"),
+    "server": ("geartrain.cli.cluster.roles", "server"),
+    "graph": ("geartrain.cli.cluster.graph", "app"),
+    "slowgear": ("geartrain.cli.cluster.slowgear", "slowgear"),
+    "health": ("geartrain.cli.cluster.status", "health"),
+    "config": ("geartrain.cli.machine.config", "app"),
+    "doctor": ("geartrain.cli.machine.doctor", "doctor"),
+    "failpoints": ("geartrain.cli.cluster.failpoints", "failpoints"),
+    "export": ("geartrain.cli.training.export", "export"),
+    "plan": ("geartrain.cli.training.plan", "plan"),
+    "bench": ("geartrain.cli.machine.bench", "bench"),
 }
 
 
@@ -66,6 +68,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     )
 
     @app.callback()
+    @_rejoin_paragraphs
     def geartrain(
         version: bool = typer.Option(
             False, "--version", help="Print the version.", callback=_print_version, is_eager=True
@@ -76,8 +79,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         Your network stays an ordinary module. Its last layer, one row for each class, lies on servers (shards) of one
         machine or many; a step moves only the rows it needs. Snapshots bring back what a crash took.
 
-        To begin: 'geartrain quickstart --small' trains a model in under a minute, 'geartrain up' starts a cluster on
-        this machine, 'geartrain doctor' says what is wrong with it.
+        To begin: 'geartrain up' starts a cluster on this machine, 'geartrain doctor' says what is wrong with it.
         """
 
     wanted = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
@@ -85,10 +87,20 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         module, attribute = COMMANDS[name]
         command = getattr(importlib.import_module(module), attribute)
         if isinstance(command, typer.Typer):
+            for one in (*command.registered_commands, command.registered_callback):
+                if one is not None and one.callback is not None:
+                    _rejoin_paragraphs(one.callback)
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name)(_rejoin_paragraphs(command))
     return app
+
+
+def _rejoin_paragraphs(function: Command) -> Command:
+    """Take the line breaks of its source out of a docstring: a terminal has a width of its own."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    function.__doc__ = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    return function
 
 
 def main() -> None:

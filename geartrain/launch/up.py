@@ -19,7 +19,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.server.machine import available_memory, default_row_memory
 from geartrain.ams.values.config import MIB, ClusterConfig, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
-from geartrain.cli import configuration
+from geartrain.cli.shared import configuration
 from geartrain.launch.child import Child
 from geartrain.launch.ports import require_free
 from geartrain.launch.role import KILL_AFTER_SECONDS

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from geartrain import __version__
 from geartrain.ams.values.config import ClusterConfig
@@ -79,6 +80,13 @@ def test_the_help_of_a_role_says_what_its_configuration_has_by_default() -> None
 def test_help_lists_every_command() -> None:
     listed = geartrain("--help").stdout
     assert [name for name in COMMANDS if f" {name} " not in listed] == []
+
+
+def test_the_help_has_no_line_breaks_but_those_of_the_terminal() -> None:
+    root = typer.main.get_command(cli.build_app([]))
+    groups = [group for group in root.commands.values() if hasattr(group, "commands")]  # type: ignore[attr-defined]
+    commands = [root, *root.commands.values(), *(one for group in groups for one in group.commands.values())]  # type: ignore[attr-defined]
+    assert [one.name for one in commands if "\n" in (one.help or "").replace("\n\n", "")] == []
 
 
 def test_the_version_is_printed() -> None:

@@ -13,7 +13,7 @@ import torch
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.worker import app
+from geartrain.cli.training.worker import app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job import job
 from geartrain.workers.job.options import JobOptions

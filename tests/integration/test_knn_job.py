@@ -16,7 +16,7 @@ from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.state import state_from_bytes
-from geartrain.cli.worker import app
+from geartrain.cli.training.worker import app
 from geartrain.workers.job import job, loop
 from geartrain.workers.job.loop import Phases
 from geartrain.workers.job.options import JobOptions

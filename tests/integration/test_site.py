@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 import geartrain
 from geartrain.ams.values import errors
-from geartrain.cli.configuration import SECTIONS
 from geartrain.cli.main import COMMANDS, build_app
+from geartrain.cli.shared.configuration import SECTIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"

@@ -14,7 +14,7 @@ import pytest
 import geartrain as gt
 from geartrain.ams.client.cluster_status import slow_gear_status
 from geartrain.ams.values.gear_messages import GearAccount
-from geartrain.cli.status import lost_gradients
+from geartrain.cli.cluster.status import lost_gradients
 from tests.faults.children import Child, serve
 from tests.integration.gear_cluster import CLIENT
 from tests.integration.gear_processes import DIM, IDS, LR, STOPS, Nursery, fast_gear, slow_gear

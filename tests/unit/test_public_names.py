@@ -135,7 +135,7 @@ def test_roles_never_import_torch() -> None:
     code = """
 import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.client.cluster
 import geartrain.ams.values.config
-import geartrain.cli.main, geartrain.cli.roles, geartrain.launch.up
+import geartrain.cli.main, geartrain.cli.cluster.roles, geartrain.launch.up
 """
     assert "torch" not in modules_after(code)
 

@@ -16,9 +16,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("ams", "bridge", "workers", "geartrain")
 LARGEST_ROOM = 14
 """Files of a folder beside its ``__init__.py``."""
-LARGER_ROOMS = {
-    "geartrain/cli": "a file a command group, and no group knows another",
-}
 
 # Optional mechanism -> who may know it, and the bench that justifies it with the words of its case.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -66,7 +63,7 @@ def crowded_rooms(sources: Sources) -> list[str]:
     return [
         f"{folder} holds {count} files; split it along an idea"
         for folder, count in counts.items()
-        if count > LARGEST_ROOM and folder not in LARGER_ROOMS
+        if count > LARGEST_ROOM
     ]
 
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.worker import FEW_CLASSES, app
+from geartrain.cli.training.worker import FEW_CLASSES, app
 from geartrain.workers.recipes.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {"glyphs": Recipe(), "classify": replace(Recipe(), **FEW_CLASSES)}  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from geartrain.ams.observe.failpoints import ACTIONS, FAILPOINTS, VARIABLE
-from geartrain.cli.options import Json
+from geartrain.cli.shared.options import Json
 
 
 def failpoints(as_json: Json = False) -> None:
@@ -24,7 +24,7 @@ def failpoints(as_json: Json = False) -> None:
         return
     from rich.table import Table
 
-    from geartrain.cli.consoles import table_console
+    from geartrain.cli.shared.consoles import table_console
 
     table = Table("name", "where", "error")
     for name, failpoint in FAILPOINTS.items():

@@ -8,8 +8,16 @@ import typer
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.config import SchedulerConfig, ServerConfig
-from geartrain.cli import configuration
-from geartrain.cli.options import ConfigFile, Insecure, LogLevel, Mode, SchedulerAddress, SnapshotRoots, shows_defaults
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import (
+    ConfigFile,
+    Insecure,
+    LogLevel,
+    Mode,
+    SchedulerAddress,
+    SnapshotRoots,
+    shows_defaults,
+)
 from geartrain.launch import role
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.ports import require_free

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.options import Json
+from geartrain.cli.shared.options import Json
 
 DEFAULT_K = 5
 

@@ -12,8 +12,8 @@ import typer
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.text import counted
-from geartrain.cli import configuration
-from geartrain.cli.options import ConfigFile, Insecure, Json, Mode
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import ConfigFile, Insecure, Json, Mode
 from geartrain.launch.up import ClusterFacts, Launcher
 
 

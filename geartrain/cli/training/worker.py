@@ -12,9 +12,9 @@ import typer
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli import configuration
-from geartrain.cli import worker_options as option
-from geartrain.cli.options import Json, Mode
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import Json, Mode
+from geartrain.cli.training import worker_options as option
 
 if TYPE_CHECKING:
     from rich.console import Console

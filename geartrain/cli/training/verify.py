@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from geartrain.cli.options import Json
+from geartrain.cli.shared.options import Json
 
 
 def verify(

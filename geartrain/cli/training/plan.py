@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from geartrain.ams.values.optimizers.registry import optimizer_of
-from geartrain.cli.options import Json
+from geartrain.cli.shared.options import Json
 
 _DTYPE = "float32, float16 or bfloat16."
 

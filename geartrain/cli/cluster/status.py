@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from geartrain.ams.values.text import counted
-from geartrain.cli import configuration
-from geartrain.cli.options import ConfigFile, GraphAddress, Json, SchedulerAddress
-from geartrain.cli.table import why_incomplete
+from geartrain.cli.cluster.table import why_incomplete
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,7 +137,7 @@ def _graphs(address: str, config: ClientConfig) -> tuple[GraphsState | None, str
 
 
 def _print_graphs(graphs: GraphsState, address: str, pongs: dict[str, Pong]) -> None:
-    from geartrain.cli.graph import graph_line
+    from geartrain.cli.cluster.graph import graph_line
 
     age = _age(pongs.get(address))
     print(f"graph service {address}{age} · {counted(len(graphs.graphs), 'graph')}, {len(graphs.building)} being built")
@@ -164,7 +164,7 @@ def health(
 
 def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) -> None:
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
-    from geartrain.cli.consoles import table_console
+    from geartrain.cli.shared.consoles import table_console
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)

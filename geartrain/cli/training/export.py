@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from geartrain.cli import configuration
-from geartrain.cli.options import ConfigFile, Json, SchedulerAddress
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import ConfigFile, Json, SchedulerAddress
 
 
 def export(

@@ -12,8 +12,8 @@ import typer
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
-from geartrain.cli import configuration
-from geartrain.cli.options import ConfigFile, GraphAddress, Json, SchedulerAddress
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from geartrain.cli.options import Json
+from geartrain.cli.shared.options import Json
 
 if TYPE_CHECKING:
     from geartrain.launch.bench import Result
@@ -58,7 +58,7 @@ def _list_of(found: Mapping[str, Mapping[str, str]]) -> str:
 def _print_table(results: Sequence[Result]) -> None:
     from rich.table import Table
 
-    from geartrain.cli.consoles import table_console
+    from geartrain.cli.shared.consoles import table_console
 
     table = Table("case", "ours", "theirs", "unit", "rival", "ratio", "target")
     for result in results:

@@ -15,8 +15,8 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
-from geartrain.cli import configuration
-from geartrain.cli.options import (
+from geartrain.cli.shared import configuration
+from geartrain.cli.shared.options import (
     ConfigFile,
     GraphAddress,
     Insecure,

@@ -1,0 +1,1 @@
+"""What commands share: where settings come from, options that several take, how tables are printed."""
