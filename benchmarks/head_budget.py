@@ -23,7 +23,7 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
 BUDGET_BYTES = 4 << 30

@@ -28,7 +28,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.workers.models.backbones import build_backbone

@@ -25,7 +25,19 @@ if TYPE_CHECKING:
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
     from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
-    from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace, TargetLogits
+    from geartrain.bridge.head.loss.margins.adaface import AdaFace
+    from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
+    from geartrain.bridge.head.loss.margins.curricularface import CurricularFace
+    from geartrain.bridge.head.loss.margins.elasticface import ElasticArcFace, ElasticCosFace
+    from geartrain.bridge.head.loss.margins.magface import MagFace
+    from geartrain.bridge.head.loss.margins.margin import (
+        AdaptiveMargin,
+        Margin,
+        MarginBatch,
+        NegativesMargin,
+        TargetLogits,
+    )
+    from geartrain.bridge.head.loss.margins.scheduled import ScheduledMargin
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
@@ -40,9 +52,11 @@ __version__ = "0.1.0"
 __all__ = [
     "SGD",
     "ActiveClasses",
+    "AdaFace",
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdaptiveMargin",
     "ArcFace",
     "ClassHead",
     "ClientConfig",
@@ -50,14 +64,21 @@ __all__ = [
     "CombinedMargin",
     "Constant",
     "CosFace",
+    "CurricularFace",
     "DenseTable",
+    "ElasticArcFace",
+    "ElasticCosFace",
     "FullSoftmax",
     "KNNSoftmax",
+    "MagFace",
     "Margin",
+    "MarginBatch",
     "Momentum",
+    "NegativesMargin",
     "Normal",
     "PartialFC",
     "RowOptimizer",
+    "ScheduledMargin",
     "Selection",
     "SlowGear",
     "SparseMomentum",
@@ -98,14 +119,19 @@ _HOMES = {
     "geartrain.bridge.head.class_head": ("ClassHead",),
     "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.head.selection.knn_selection": ("KNNSoftmax",),
-    "geartrain.bridge.head.loss.margins": (
-        "ArcFace",
-        "CombinedMargin",
-        "CosFace",
+    "geartrain.bridge.head.loss.margins.adaface": ("AdaFace",),
+    "geartrain.bridge.head.loss.margins.angular": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
+    "geartrain.bridge.head.loss.margins.curricularface": ("CurricularFace",),
+    "geartrain.bridge.head.loss.margins.elasticface": ("ElasticArcFace", "ElasticCosFace"),
+    "geartrain.bridge.head.loss.margins.magface": ("MagFace",),
+    "geartrain.bridge.head.loss.margins.margin": (
+        "AdaptiveMargin",
         "Margin",
-        "SphereFace",
+        "MarginBatch",
+        "NegativesMargin",
         "TargetLogits",
     ),
+    "geartrain.bridge.head.loss.margins.scheduled": ("ScheduledMargin",),
     "geartrain.bridge.head.memory": ("memory_report",),
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),

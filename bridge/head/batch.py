@@ -6,7 +6,8 @@ Legend: B samples, D width, N rows of one chunk.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,8 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import LOG2_E, UNSHIFTED_LIMIT
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import Margin, TargetLogits, scale_of
+from geartrain.bridge.head.loss.margins.margin import Margin, NegativesMargin, TargetLogits, changes_negatives
+from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
 from geartrain.bridge.rows.transfers import upload
@@ -166,7 +168,10 @@ class Batch:
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
             inverse_B = None if margin is None else normalise_(own_BD)
-        fits = margin is not None and scale_of(margin) + math.log(num_rows) < UNSHIFTED_LIMIT
+        others = changes_negatives(margin)
+        if others and arithmetic.matmul == torch.float16:  # which does not hold exponentials times a derivative
+            arithmetic = replace(arithmetic, matmul=arithmetic.compute)
+        fits = margin is not None and not others and scale_of(margin) + math.log(num_rows) < UNSHIFTED_LIMIT
         return Batch(
             arithmetic=arithmetic,
             margin=margin,
@@ -176,6 +181,11 @@ class Batch:
             inverse_lengths_B=inverse_B,
             shifted=not fits or arithmetic.matmul == torch.float16,
         )
+
+    @property
+    def negatives_margin(self) -> NegativesMargin | None:
+        """The margin, if it changes the logits of other classes."""
+        return cast(NegativesMargin, self.margin) if changes_negatives(self.margin) else None
 
     def target_logits(self, cos_B: Tensor) -> TargetLogits:
         """What the margin makes of the targets' cosines (without a margin: their logits, which stay what they are).

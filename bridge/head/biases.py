@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.margins.margin import AnyMargin
 
 
 def with_ones(features_BD: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def with_zeros(rows_ND: Tensor, width: int) -> Tensor:
     return rows_ND if rows_ND.shape[1] == width else torch.cat([rows_ND, rows_ND.new_zeros(len(rows_ND), 1)], dim=1)
 
 
-def require_no_margin(margin: Margin | None) -> None:
+def require_no_margin(margin: AnyMargin | None) -> None:
     """Raise InvalidArgument: a margin is about directions, which a bias is no part of."""
     if margin is not None:
         raise InvalidArgument(f"margin is {margin!r} and bias is True; a margin has no biases: leave one of them out")

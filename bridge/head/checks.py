@@ -13,7 +13,8 @@ from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins import Margin, with_scale
+from geartrain.bridge.head.loss.margins.margin import AnyMargin
+from geartrain.bridge.head.loss.margins.scale import with_scale
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -66,17 +67,18 @@ def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = Non
     return ids
 
 
-def check_margin(margin: Margin | None, num_classes: int) -> Margin | None:
+def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None:
     """Return the margin with its scale for so many classes. Raises InvalidArgument that says what it lacks of a
     :class:`Margin`."""
     if margin is None:
         return None
-    if isinstance(margin, type) or not hasattr(margin, "scale") or not _takes(getattr(margin, "target", None), 3):
+    works = _takes(getattr(margin, "target", None), 3) or _takes(getattr(margin, "begin", None), 1)
+    if isinstance(margin, type) or not hasattr(margin, "scale") or not works:
         raise InvalidArgument(
-            f"margin is {margin!r}; it must be ArcFace, CosFace, SphereFace, CombinedMargin or None (plain linear), or "
-            "an object that has scale and target(cos_B, norms_B, labels_B) as they have (gt.Margin)"
+            f"margin is {margin!r}; it must be ArcFace or another margin of geartrain, None (plain linear), or an "
+            "object that has scale and target(cos_B, norms_B, labels_B) as they have (gt.Margin), or begin(batch)"
         )
-    scaled: Margin = with_scale(margin, num_classes)
+    scaled: AnyMargin = with_scale(margin, num_classes)
     if not 0 < real_number("scale", scaled.scale) < math.inf:
         raise InvalidArgument(f"scale of the margin {margin!r} is {margin.scale!r}; it must be finite and > 0")
     return scaled

@@ -31,7 +31,7 @@ from geartrain.bridge.head.checks import check_class_ids, check_features, check_
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
 from geartrain.bridge.head.imprint import imprint_rows
-from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.samples import LossSettings, Reduction
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
@@ -82,7 +82,7 @@ class ClassHead(nn.Module):
         dim: int,
         num_living: int | None = None,
         select: Selection = DEFAULT_SELECT,
-        margin: Margin | None = None,
+        margin: AnyMargin | None = None,
         bias: bool = False,
         reduction: Reduction = "mean",
         ignore_index: int | None = -100,
@@ -110,9 +110,10 @@ class ClassHead(nn.Module):
                 :meth:`retire_classes` change that while training goes on, and every step is over the living ones alone.
             select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
                 derived from ``gt.Selection``. Unless given: all of up to 65,536 living classes, or a tenth.
-            margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, or one of your own that has
-                ``scale`` and ``target`` (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None:
-                plain linear, cross entropy.
+            margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, ``AdaFace``, ``MagFace``,
+                ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``ScheduledMargin`` of them,
+                or one of your own that has ``scale`` and ``target`` (``gt.Margin``); ``scale=None`` becomes that of
+                ``num_classes``. None: plain linear, cross entropy.
             bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
             reduction: ``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, or ``"none"``: the
                 losses [B].
@@ -142,7 +143,6 @@ class ClassHead(nn.Module):
         self.num_classes = num_classes
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
-        self._margin = self._checked(margin)
         self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index)
         settings = HeadSettings(
             name=name,
@@ -151,7 +151,7 @@ class ClassHead(nn.Module):
             dim=dim,
             bias=self.bias,
             select=check_selection(select),
-            margin=self._margin,
+            margin=self._checked(margin),
             loss=self._loss,
             optimizer=optimizer,
             dtype=dtype,
@@ -174,18 +174,19 @@ class ClassHead(nn.Module):
         super().__setattr__(name, value)
 
     @property
-    def margin(self) -> Margin | None:
-        """The margin. It may be set between two steps (a margin that grows in the first epochs); on every rank alike.
+    def margin(self) -> AnyMargin | None:
+        """The margin. It may be set between two steps, on every rank alike; a :class:`ScheduledMargin` does so itself.
 
-        It counts from the next forward pass on, and is in no ``state_dict``: set it again after a restart.
+        It counts from the next forward pass on. ``state_dict()`` names it, and holds what it learned: a head that loads
+        the state goes on with the same settings, and raises SpecMismatch if its margin is of another kind.
         """
-        return self._margin
+        return self._backend.margins.margin
 
     @margin.setter
-    def margin(self, margin: Margin | None) -> None:
-        self._backend.margin = self._margin = self._checked(margin)
+    def margin(self, margin: AnyMargin | None) -> None:
+        self._backend.margins.set(self._checked(margin))
 
-    def _checked(self, margin: Margin | None) -> Margin | None:
+    def _checked(self, margin: AnyMargin | None) -> AnyMargin | None:
         if self.bias:
             require_no_margin(margin)
         return check_margin(margin, self.num_classes)
@@ -424,7 +425,7 @@ class ClassHead(nn.Module):
             **({"bias": True} if self.bias else {}),
             "step": self.step,
             "select": repr(self.select),
-            "margin": repr(self.margin),
+            **self._backend.margins.state(),
             **({} if identity is None else {"table_rows": identity}),
             "retired_runs": self._backend.living.retired_runs.tolist(),
             **({} if graph is None else {"graph": graph}),
@@ -457,6 +458,7 @@ class ClassHead(nn.Module):
         self._require_same_size(state)
         self._backend.require_step(int(state["step"]))
         living = LiveClasses(self.num_classes, state.get("retired_runs", []))
+        self._backend.margins.resume(state)
         self.row_update.discard()
         self.row_update.step = int(state["step"])
         self.row_update.generation += 1

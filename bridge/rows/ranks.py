@@ -156,12 +156,12 @@ class Ranks:
 
     def gather_labels(self, labels: Ids) -> Ids:
         """Labels of all ranks in rank order; batches may differ in size."""
-        return self.gather_samples(labels)[0]
+        return np.concatenate(self.gather_samples(labels)[0])
 
     def gather_samples(
         self, labels: Ids, *, amount: float = 0.0, failure: Exception | None = None, classes: int = 0
-    ) -> tuple[Ids, list[float]]:
-        """Labels of all ranks in rank order, and each one's ``amount``; batches may differ in size.
+    ) -> tuple[list[Ids], list[float]]:
+        """Labels and ``amount`` of each rank; batches may differ in size.
 
         If any rank gives a ``failure`` every rank raises, its own there and SyncError elsewhere; if ``classes``, the
         fingerprint of what the labels are numbers of, is not the same on all, SpecMismatch.
@@ -185,8 +185,8 @@ class Ranks:
         padded[: len(labels)] = torch.from_numpy(labels)
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=self._group)
-        all_labels = np.concatenate([part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)])
-        return all_labels, [float_of(bits) for bits in amounts]
+        labels_of = [part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)]
+        return labels_of, [float_of(bits) for bits in amounts]
 
     def gather_rows(self, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
         """The rows [N, W] of every rank, in rank order; N may differ. Two all-gathers, R · max(N) · W · 4 bytes."""

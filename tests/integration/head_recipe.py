@@ -15,7 +15,8 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Ids, Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
+from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.reference import plain_gradients, sampled_weights
 

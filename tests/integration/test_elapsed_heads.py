@@ -16,7 +16,7 @@ from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.backends.pull import stream
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.weights import export_rows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local

@@ -17,7 +17,7 @@ from geartrain.ams.values.errors import ShardRestarted, ShardUnavailable, StaleC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster

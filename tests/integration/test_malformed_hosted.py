@@ -31,7 +31,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import Computed, ComputeHosted, HostedInputs, UpdateHosted
 from geartrain.ams.values.specs import Constant
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster

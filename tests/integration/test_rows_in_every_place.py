@@ -8,7 +8,8 @@ import torch
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.bridge.head.loss.margins import CosFace, Margin
+from geartrain.bridge.head.loss.margins.angular import CosFace
+from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.launch.hosting import local
 from tests.integration.head_recipe import MARGINS, SELECTIONS, batch_of, expected, head_of, require_close, train
 

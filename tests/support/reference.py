@@ -19,7 +19,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
-from geartrain.bridge.head.loss.margins import COS_LIMIT, CombinedMargin, psi
+from geartrain.bridge.head.loss.margins.angular import COS_LIMIT, CombinedMargin, psi
 
 
 def sampled_weights(select: object, margin: object, active: Ids, labels: Tensor, num_classes: int) -> Tensor | None:

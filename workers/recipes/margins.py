@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
+from geartrain.bridge.head.loss.margins.margin import Margin
 
 NONE = "none"
 MARGINS: dict[str, type] = {

@@ -23,7 +23,8 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall
-from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
+from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
 from geartrain.bridge.rows.keeper import RowKeeper
@@ -46,7 +47,7 @@ class HeadSettings:
     bias: bool
     """Whether rows have one more column."""
     select: Selection
-    margin: Margin | None
+    margin: AnyMargin | None
     loss: LossSettings
     optimizer: RowOptimizerSpec
     dtype: DTypeName
@@ -152,8 +153,8 @@ class RowBackend(Protocol):
     """Whether its rows are in a cluster."""
     living: LiveClasses
     """The classes that are not retired; a step is over these."""
-    margin: Margin | None
-    """Of the next forward passes."""
+    margins: HeadMargin
+    """The margin, and what it has learned."""
 
     def __init__(self, settings: HeadSettings) -> None:
         """Make the table, or open it. Raises TableExists, SpecMismatch, InvalidArgument."""

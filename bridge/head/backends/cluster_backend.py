@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,15 +23,19 @@ from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.batch import normalise_
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
+from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
-from geartrain.bridge.rows.tables import HeadTable
+from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy
+from geartrain.bridge.rows.transfers import upload
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -42,6 +47,8 @@ class ClusterBackend(ABC):
 
     needs_cluster: ClassVar = True
     reads_together = False
+    can_change_negatives: ClassVar = True
+    """Whether a margin may change the logits of other classes."""
     keeps_logits_bytes = 0
     """Of the logits that a pass may keep."""
 
@@ -77,7 +84,7 @@ class ClusterBackend(ABC):
         )
         self.update = RowUpdate(self.table, ranks)
         self._settings = settings
-        self.margin = settings.margin
+        self.margins = HeadMargin(settings.margin, negatives=self.can_change_negatives)
         self._recent_labels: Ids = np.empty(0, np.int64)
         """Of the last batch that trained."""
         self.select = settings.select.bound(self)
@@ -101,14 +108,22 @@ class ClusterBackend(ABC):
         another one, and SpecMismatch for other living classes.
         """
         ranks = self.peers if in_training else None
-        samples, all_labels, rank_weight = self._samples(features, labels, weight, ranks)
+        samples, joint, rank_weight = self._samples(features, labels, weight, ranks)
         if in_training:
             self.select.prepare()
         if want_rows:
-            self._recent_labels = all_labels
+            self._recent_labels = joint.labels
         required = None if ranks is None else ranks.sync_group(len(samples.labels_S))
+        margin = self.margins.of_pass(
+            samples.features_SD,
+            samples.labels_S,
+            joint,
+            step=self.update.step,
+            training=in_training,
+            target_cos=lambda unit_SD: self._target_cos(unit_SD, samples.labels_S, required),
+        )
         features_SD = with_ones(samples.features_SD) if self._settings.bias else samples.features_SD
-        rows = self._pass(features_SD, samples.labels_S, all_labels, required)
+        rows = self._pass(features_SD, samples.labels_S, joint.labels, margin, required)
         return HeadCall(
             rows,
             self.update,
@@ -120,8 +135,24 @@ class ClusterBackend(ABC):
         )
 
     @abstractmethod
-    def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
+    def _pass(
+        self,
+        features: Tensor,
+        labels_B: Ids,
+        all_labels: Ids,
+        margin: Margin | None,
+        required: SyncGroup | None,
+    ) -> RowsPass:
         """The rows of one forward pass over a checked batch."""
+
+    def _target_cos(self, unit_BD: Tensor, labels_B: Ids, required: SyncGroup | None) -> Tensor:
+        """Cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
+        ids, places = np.unique(labels_B, return_inverse=True)
+        rows_ND = torch.empty(len(ids), self._settings.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
+        self.table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
+        unit_ND = rows_ND.to(unit_BD)
+        normalise_(unit_ND)
+        return (unit_BD * unit_ND[upload(places, unit_BD.device)]).sum(1)
 
     @abstractmethod
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -129,9 +160,9 @@ class ClusterBackend(ABC):
 
     def _samples(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: Ranks | None
-    ) -> tuple[CountedSamples, Ids, float]:
-        """Checked samples of this rank, the labels of all, and what this rank's loss counts more than a mean over so
-        many samples would: ranks refuse a batch together, or some would wait."""
+    ) -> tuple[CountedSamples, JointBatch, float]:
+        """Checked samples of this rank, where they are among those of all, and what this rank's loss counts more than a
+        mean over so many samples would: ranks refuse a batch together, or some would wait."""
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
@@ -146,17 +177,18 @@ class ClusterBackend(ABC):
             failure = exc
         if ranks is None:
             assert samples is not None
-            return samples, samples.labels_S, 1.0
+            return samples, JointBatch(labels=samples.labels_S, first=0, sum=lambda own: own), 1.0
         none: Ids = np.empty(0, np.int64)
-        all_labels, amounts = ranks.gather_samples(
+        parts, amounts = ranks.gather_samples(
             none if samples is None else samples.labels_S,
             failure=failure,
             classes=self.living.fingerprint,
             amount=0.0 if samples is None else samples.amount,
         )
         assert samples is not None
+        joint = JointBatch(labels=np.concatenate(parts), first=sum(map(len, parts[: ranks.rank])), sum=ranks.sum)
         share, size = samples.amount / (sum(amounts) or 1.0), len(samples.labels_S)
-        return samples, all_labels, share * len(all_labels) / size if size else 0.0
+        return samples, joint, share * len(joint.labels) / size if size else 0.0
 
     def identity(self) -> dict[str, Any] | None:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""

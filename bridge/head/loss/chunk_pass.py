@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.ops import ClassPass, has_bfloat16_class_pass
+from geartrain.ams.programs.class_head import LOG2_E
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, Workspace, chunk_rows_for, inverse_lengths
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
@@ -73,7 +74,7 @@ def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:
     ``weights_B``, of at most 1, multiply what each sample adds to the row gradients; None: 1.
     """
     arithmetic = batch.arithmetic
-    if isinstance(batch.targets, DeviceTargets):
+    if isinstance(batch.targets, DeviceTargets) or batch.negatives_margin is not None:
         return TensorPass(batch, weights_B)
     is_host = arithmetic.device.type == "cpu" and arithmetic.compute == torch.float32
     in_bfloat16 = arithmetic.matmul == torch.bfloat16 and has_bfloat16_class_pass()
@@ -232,7 +233,9 @@ class TensorPass:
         arithmetic = batch.arithmetic
         self._lifts = arithmetic.matmul == torch.float16 and batch.size > 0
         self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
-        self.keeps_logits = arithmetic.matmul == arithmetic.compute and batch.size > 0
+        self._negatives_margin = batch.negatives_margin
+        can_keep = arithmetic.matmul == arithmetic.compute and self._negatives_margin is None
+        self.keeps_logits = can_keep and batch.size > 0
         self._query_BD = (batch.features_BD * batch.logit_factor).to(arithmetic.matmul)
         key_BD = batch.features_BD if weights_B is None else batch.features_BD * weights_B.unsqueeze(1)
         self._key_BD = key_BD.to(arithmetic.matmul)
@@ -241,7 +244,7 @@ class TensorPass:
         """See :class:`ChunkPass`."""
         unit_ND, _ = self._unit_rows(work, rows_ND)
         operand_ND = work.narrow("narrow rows", unit_ND)
-        logits_NB = self._logits(work, operand_ND, start)
+        logits_NB, slopes_NB = self._logits(work, operand_ND, start)
         if kept_NB is not None:
             kept_NB.copy_(logits_NB)
         found = self._targets(start, len(rows_ND))
@@ -257,6 +260,8 @@ class TensorPass:
         sums.sum_B.add_(logits_NB.sum(0), alpha=undone)
         if sums.weighted_BD is None:
             return
+        if slopes_NB is not None:
+            logits_NB.mul_(slopes_NB)
         operand_NB = work.narrow("narrow exponentials", logits_NB)
         if operand_NB.dtype == sums.weighted_BD.dtype:
             sums.weighted_BD.addmm_(operand_NB.t(), operand_ND)
@@ -269,8 +274,14 @@ class TensorPass:
         """See :class:`ChunkPass`."""
         batch = self._batch
         unit_ND, inverse_N = self._unit_rows(work, rows_ND)
-        logits_NB = self._logits(work, work.narrow("narrow rows", unit_ND), start) if kept_NB is None else kept_NB
+        slopes_NB = None
+        if kept_NB is None:
+            logits_NB, slopes_NB = self._logits(work, work.narrow("narrow rows", unit_ND), start)
+        else:
+            logits_NB = kept_NB
         logits_NB.sub_(batch.lse2_B).exp2_()
+        if slopes_NB is not None:
+            logits_NB.mul_(slopes_NB)
         found = self._targets(start, len(rows_ND))
         if found is not None:
             found.fill(logits_NB, 0.0)
@@ -302,10 +313,16 @@ class TensorPass:
         operand_NB = work.empty("narrow exponentials", *probability_NB.shape, dtype=torch.float16)
         return torch.mul(probability_NB, lift_N.unsqueeze(1), out=operand_NB), lift_N
 
-    def _logits(self, work: Workspace, operand_ND: Tensor, start: int) -> Tensor:
+    def _logits(self, work: Workspace, operand_ND: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        """Logits to base 2 [N, B], and their derivatives by the cosine over the scale, where a margin changes them."""
         logits_NB = work.product("logits", operand_ND, self._query_BD.t())
+        slopes_NB: Tensor | None = None
+        if self._negatives_margin is not None:
+            changed_NB, slopes_NB = self._negatives_margin.negatives(logits_NB.div_(self._batch.logit_factor))
+            torch.mul(changed_NB, LOG2_E, out=logits_NB)
+            slopes_NB = slopes_NB / self._batch.scale
         offsets_N = self._batch.offsets(start, len(operand_ND))
-        return logits_NB if offsets_N is None else logits_NB.add_(offsets_N.unsqueeze(1))
+        return logits_NB if offsets_N is None else logits_NB.add_(offsets_N.unsqueeze(1)), slopes_NB
 
     def _targets(self, start: int, num_rows: int) -> _Found | None:
         """The targets in a chunk, on the device; None if the host knows that there are none."""

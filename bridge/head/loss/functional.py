@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.head.checks import check_labels
-from geartrain.bridge.head.loss.margins import CombinedMargin, scale_of
+from geartrain.bridge.head.loss.margins.angular import CombinedMargin
+from geartrain.bridge.head.loss.margins.scale import scale_of
 
 Reduction = Literal["mean", "sum", "none"]
 _REDUCTIONS = ("mean", "sum", "none")
@@ -40,9 +41,9 @@ def margin_cross_entropy(
     """Cross entropy of scale · cos θ whose target becomes scale · (ψ(m1·θ + m2) − m3); PLSC, section 2.1.
 
     ArcFace is (1, 0.5, 0), CosFace (1, 0, 0.35), SphereFace (1.35, 0, 0); ψ is that of
-    :mod:`geartrain.bridge.head.loss.margins`. The gradient is exact; 16-bit logits are computed with in float32. Their
-    gradient, scale · probability / B for a negative, is rounded to their type, which for float16 ends at 6e-8: with a
-    million classes or more keep the logits in float32, or scale the loss.
+    :mod:`geartrain.bridge.head.loss.margins.angular`. The gradient is exact; 16-bit logits are computed with in
+    float32. Their gradient, scale · probability / B for a negative, is rounded to their type, which for float16 ends
+    at 6e-8: with a million classes or more keep the logits in float32, or scale the loss.
 
     Args:
         logits: cos θ, floating point [B, C]; with ``group`` this rank's columns [B, C_local].

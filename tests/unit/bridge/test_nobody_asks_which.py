@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,12 @@ from geartrain.bridge.head.selection import knn_selection  # noqa: F401 (a selec
 REPOSITORY = Path(__file__).resolve().parents[3]
 KINDS = {
     *(kind.__name__ for kind in Selection.__subclasses__()),
-    *(name for name, value in vars(margins).items() if hasattr(value, "target") and name != "Margin"),
+    *(
+        name
+        for module in pkgutil.iter_modules(margins.__path__, f"{margins.__name__}.")
+        for name, value in vars(importlib.import_module(module.name)).items()
+        if isinstance(value, type) and (hasattr(value, "target") or hasattr(value, "begin"))
+    ),
     *(backend.__name__ for backend in ROW_BACKENDS.values()),
     *("RankTable", "RankUpdate", "RankLink", "Ranks", "RowUpdate", "GearUpdate", "CompiledPass", "TensorPass"),
     *(class_head.ClassHead.__name__, "SlowGear", "DenseTable"),

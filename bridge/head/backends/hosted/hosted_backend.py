@@ -15,6 +15,7 @@ from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.hosted.hosted_predict import hosted_top_classes
 from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
 from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 
 _WIDTHS = 13
@@ -25,6 +26,7 @@ class HostedBackend(ClusterBackend):
     """Implements :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
 
     summary: ClassVar = "features travel to the shards"
+    can_change_negatives: ClassVar = False
 
     def __init__(self, settings: HeadSettings) -> None:
         """See :class:`ClusterBackend`."""
@@ -51,13 +53,20 @@ class HostedBackend(ClusterBackend):
             ("features, answers and gradients", (_WIDTHS + plan.shards) * plan.wide, f"({_WIDTHS} + S)·B·D·4"),
         )
 
-    def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
-        is_corrected = self.select.corrects(self.margin)
+    def _pass(
+        self,
+        features: Tensor,
+        labels_B: Ids,
+        all_labels: Ids,
+        margin: Margin | None,
+        required: SyncGroup | None,
+    ) -> RowsPass:
+        is_corrected = self.select.corrects(margin)
         chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
-        return RowsOnShards(self._calls, features, labels_B, self.margin, chosen, required)
+        return RowsOnShards(self._calls, features, labels_B, margin, chosen, required)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         check_finite(features)
-        normalised = self.margin is not None
+        normalised = self.margins.margin is not None
         return hosted_top_classes(self._calls, features, k, living=self.living, normalised=normalised)

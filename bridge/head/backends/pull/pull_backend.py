@@ -20,6 +20,7 @@ from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
 from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
+from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.scratch import BufferPool
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
 
@@ -69,8 +70,15 @@ class PullBackend(ClusterBackend):
             ),
         )
 
-    def _pass(self, features: Tensor, labels_B: Ids, all_labels: Ids, required: SyncGroup | None) -> RowsPass:
-        living, margin, table = self.living, self.margin, self.table
+    def _pass(
+        self,
+        features: Tensor,
+        labels_B: Ids,
+        all_labels: Ids,
+        margin: Margin | None,
+        required: SyncGroup | None,
+    ) -> RowsPass:
+        living, table = self.living, self.table
         active = living.select(self.select, all_labels, self.update.step)
         is_corrected = self.select.corrects(margin)
         correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
@@ -91,7 +99,7 @@ class PullBackend(ClusterBackend):
             active,
             features,
             k,
-            normalised=self.margin is not None,
+            normalised=self.margins.margin is not None,
             arithmetic=Arithmetic.of(features),
             pool=self._pool,
         )

@@ -32,6 +32,7 @@ from geartrain.bridge.head.backends.ranks.update import RankStep, RankUpdate, na
 from geartrain.bridge.head.batch import Arithmetic
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.kept_logits import kept_rows
+from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.rows.keeper import RowKeeper
@@ -64,7 +65,7 @@ class RankBackend:
         self.update = RankUpdate(self.table)
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
-        self.margin = settings.margin
+        self.margins = HeadMargin(settings.margin)
         self._bias = settings.bias
         self._loss = settings.loss
 
@@ -145,13 +146,7 @@ class RankBackend:
         return snapshot
 
     def begin(
-        self,
-        features: Tensor,
-        labels: Tensor,
-        weight: Tensor | None,
-        *,
-        in_training: bool,  # noqa: ARG002
-        want_rows: bool,
+        self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See ``RowBackend``. Raises what :meth:`RankStep.agree` does."""
         step = RankStep(
@@ -159,10 +154,11 @@ class RankBackend:
             select=self.select,
             selector=self.selector,
             living=self.living,
-            margin=self.margin,
+            margins=self.margins,
             bias=self._bias,
             loss=self._loss,
             training=want_rows,
+            adapts=in_training,
         )
         samples, said = step.agree(features, labels, weight)
         return HeadCall(
@@ -177,7 +173,7 @@ class RankBackend:
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See ``RowBackend``. Every rank calls it, with its own features [S, D]."""
-        normalised = self.margin is not None
+        normalised = self.margins.margin is not None
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         arithmetic = Arithmetic.of(features)
         return top_classes_on_ranks(self.table, active, features, k, normalised=normalised, arithmetic=arithmetic)

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.ops import splitmix64
+from geartrain.bridge.rows.philox import WORD, philox_words
 
 ROW, SLOT = 0, 1
 """What of a row is rounded."""
-_WORD = 2**32 - 1
 _COLUMNS = 8
 _ROUNDS = 7
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_ADDED = (0x9E3779B9, 0xBB67AE85)
 
 
 def rounding_key(seed: int, table_hash: int) -> int:
@@ -61,19 +59,9 @@ def round_rows(
 
 
 def _draws(key: int, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
-    """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``.
-
-    Words are int64 in [0, 2^32); the low 64 bits of a product are the same whatever its sign.
-    """
+    """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
     blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
-    x0, x1 = (ids_N & _WORD).unsqueeze(1), (ids_N >> 32 & _WORD).unsqueeze(1)
-    x2, x3 = (numbers_N & _WORD).unsqueeze(1), blocks.unsqueeze(0)
-    keys = [key & _WORD, key >> 32]
-    for _ in range(_ROUNDS):
-        product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1 = (product1 >> 32 & _WORD) ^ x1 ^ keys[0], product1 & _WORD
-        x2, x3 = (product0 >> 32 & _WORD) ^ x3 ^ keys[1], product0 & _WORD
-        keys = [(word + added) & _WORD for word, added in zip(keys, _ADDED, strict=True)]
-    words = torch.stack([x0, x1, x2, x3], 2)
+    low_N, high_N = (ids_N & WORD).unsqueeze(1), (ids_N >> 32 & WORD).unsqueeze(1)
+    words = philox_words(key, (low_N, high_N, (numbers_N & WORD).unsqueeze(1), blocks.unsqueeze(0)), _ROUNDS)
     halves = torch.stack([words & 0xFFFF, words >> 16], 3)
     return halves.reshape(len(ids_N), -1)[:, :dim].to(torch.int32)

@@ -28,14 +28,14 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.batch import Arithmetic, Batch
+from geartrain.bridge.head.batch import Arithmetic, Batch, normalise_
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
-from geartrain.bridge.head.loss.margins import Margin
+from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
-from geartrain.bridge.rows.transfers import Readback
+from geartrain.bridge.rows.transfers import Readback, upload
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -119,10 +119,13 @@ class RankStep:
     select: Selection
     selector: RankSelector
     living: LiveClasses
-    margin: Margin | None
+    margins: HeadMargin
     bias: bool
     loss: LossSettings
     training: bool
+    """Whether row gradients will follow."""
+    adapts: bool
+    """Whether a margin may learn of this batch."""
 
     def rows(self, samples: CountedSamples, agreed: Agreed) -> RankRows:
         """The pass over the rows."""
@@ -136,15 +139,23 @@ class RankStep:
         table, arithmetic = self.update.table, Arithmetic.of(features)
         num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
         numbers_B = labels_B - table.first
+        margin = self.margins.of_pass(
+            joint_features_BD,
+            labels_B,
+            JointBatch(labels=labels_B, first=0, sum=lambda own: own),
+            step=self.update.step,
+            training=self.adapts,
+            target_cos=lambda unit_BD: _target_cos(table, unit_BD, numbers_B),
+        )
         correction = (
             SamplingCorrection.of(labels_B, num_active, self.living.num_living)
-            if self.select.corrects(self.margin)
+            if self.select.corrects(margin)
             else None
         )
         stands_for, weight = (
             (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
         )
-        batch = Batch.of(joint_features_BD, here.targets(numbers_B), labels_B, self.margin, stands_for, arithmetic)
+        batch = Batch.of(joint_features_BD, here.targets(numbers_B), labels_B, margin, stands_for, arithmetic)
         return RankRows(table, here, batch, numbers_B, sizes, agreed.want_gradient, weight)
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
@@ -155,7 +166,7 @@ class RankStep:
         could not change.
         """
         refused = self.update.take_refused()
-        margin = xxhash.xxh3_64_intdigest(named(self.margin).encode()) >> 2
+        margin = xxhash.xxh3_64_intdigest(named(self.margins.margin).encode()) >> 2
         failure: GeartrainError | None = None
         samples: CountedSamples | None = None
         try:
@@ -191,7 +202,9 @@ class RankStep:
                 "the ranks have different living classes; add, retire and load the same ones on every rank"
             )
         if len(set(margins)) > 1:
-            raise SpecMismatch(f"the ranks have different margins, here {self.margin}; set the same on every rank")
+            raise SpecMismatch(
+                f"the ranks have different margins, here {self.margins.margin}; set the same on every rank"
+            )
         for label, values in (("dtype of the features", [str(_DTYPES[k]) for k in kinds]), ("training mode", modes)):
             if len(set(values)) > 1:
                 raise SpecMismatch(
@@ -218,3 +231,14 @@ class RankStep:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         check_finite(samples.features_SD)
         return samples
+
+
+def _target_cos(table: RankTable, unit_BD: Tensor, numbers_B: Ids) -> Tensor:
+    """Cosines [B] of unit features and the rows of their classes, which ranks hold: an all-reduce of B numbers."""
+    places = np.flatnonzero((numbers_B >= 0) & (numbers_B < table.num_local))
+    here = upload(places, unit_BD.device)
+    rows_ND = table.current_rows(upload(numbers_B[places], table.device)).to(unit_BD)
+    normalise_(rows_ND)
+    cos_B = torch.zeros_like(unit_BD[:, 0])
+    cos_B[here] = (unit_BD[here] * rows_ND).sum(1)
+    return table.link.sum(cos_B)

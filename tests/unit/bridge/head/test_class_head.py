@@ -23,7 +23,7 @@ from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head import batch as batch_module
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
-from geartrain.bridge.head.loss.margins import ArcFace, CosFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
-from geartrain.bridge.head.loss.margins import automatic_scale
+from geartrain.bridge.head.loss.margins.scale import automatic_scale
 from tests.support.reference import FakeCluster
 
 CLASSES, DIM = 40, 6

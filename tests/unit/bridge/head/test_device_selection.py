@@ -25,7 +25,7 @@ from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 from geartrain.bridge.head.backends.ranks.rank_table import class_range
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on

@@ -18,7 +18,7 @@ from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.ams.values.specs import Constant, Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace, CosFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local

@@ -17,7 +17,7 @@ from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.class_sums import ClassSums
-from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import FakeCluster, FakeTable
 

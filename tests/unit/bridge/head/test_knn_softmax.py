@@ -15,7 +15,7 @@ import geartrain as gt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CombinedMargin, CosFace
+from geartrain.bridge.head.loss.margins.angular import CombinedMargin, CosFace
 from geartrain.bridge.head.selection import graph_build
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer

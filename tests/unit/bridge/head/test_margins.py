@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, SphereFace, psi
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace, psi
 
 
 def test_psi_falls_everywhere_and_has_no_jump() -> None:

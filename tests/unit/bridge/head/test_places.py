@@ -26,7 +26,8 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace, Margin, SphereFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
+from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local as hosting_cluster

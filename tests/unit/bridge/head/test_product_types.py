@@ -24,7 +24,7 @@ from geartrain.bridge.head.batch import Arithmetic, Batch, Targets, Workspace
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.chunk_pass import TensorPass, pass_for
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace
 from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.rows import native_types

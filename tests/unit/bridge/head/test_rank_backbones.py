@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.rank_processes import run_ranks
 

@@ -25,7 +25,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTypeName
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.weights import export_class_weights, import_class_weights
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes

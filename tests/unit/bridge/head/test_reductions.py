@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
-from geartrain.bridge.head.loss.margins import ArcFace, CosFace, Margin
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
+from geartrain.bridge.head.loss.margins.margin import Margin
 from tests.support.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_logits, sampled_weights
 
 CLASSES, DIM, BATCH = 60, 5, 12

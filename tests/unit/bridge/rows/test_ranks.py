@@ -11,7 +11,7 @@ from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import ArcFace, CosFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient

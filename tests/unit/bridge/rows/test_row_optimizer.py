@@ -17,7 +17,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins import CosFace
+from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 

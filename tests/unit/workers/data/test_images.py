@@ -4,7 +4,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.bridge.head.loss.margins import ArcFace, CombinedMargin, CosFace
+from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.recipes.margins import margin_of

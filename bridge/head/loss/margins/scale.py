@@ -1,0 +1,52 @@
+"""What margins multiply logits by, and the legal ranges of their settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.loss.margins.margin import AnyMargin
+
+SMALLEST_AUTOMATIC_SCALE = 16.0
+"""Below it a margin costs accuracy where classes are few (``geartrain bench defaults``)."""
+
+
+def automatic_scale(num_classes: int) -> float:
+    """√2 · ln(C − 1), at least 16: what a margin whose ``scale`` is None multiplies the logits of C classes by.
+
+    The fixed scale of AdaCos (Zhang et al., CVPR 2019, section 4.1), which is 0 for two classes.
+    """
+    return max(SMALLEST_AUTOMATIC_SCALE, math.sqrt(2) * math.log(max(1, num_classes - 1)))
+
+
+def with_scale(margin: Any, num_classes: int) -> Any:
+    """The margin, with the automatic scale of so many classes if it has none."""
+    if hasattr(margin, "for_classes"):
+        return margin.for_classes(num_classes)
+    if margin.scale is not None or not is_dataclass(margin):
+        return margin
+    return replace(margin, scale=automatic_scale(num_classes))  # type: ignore[type-var]
+
+
+def scale_of(margin: AnyMargin) -> float:
+    """Its scale. Raises InvalidArgument if that waits for the number of classes."""
+    if margin.scale is None:
+        raise InvalidArgument(
+            f"scale of {margin!r} is None, which a ClassHead replaces by its number of classes; give a number > 0, "
+            "such as 32, where there is no head"
+        )
+    return margin.scale
+
+
+def require(name: str, value: float | None, legal: bool, range_text: str) -> None:
+    """Raise InvalidArgument unless the value is legal."""
+    if not legal:
+        raise InvalidArgument(f"{name} is {value!r}; it must be {range_text}")
+
+
+def require_scale(scale: float | None) -> None:
+    """Raise InvalidArgument unless logits can be multiplied by it, or it waits for the number of classes."""
+    legal = scale is None or 0.0 < scale < math.inf
+    require("scale", scale, legal, "finite and > 0, or None for that of the number of classes")

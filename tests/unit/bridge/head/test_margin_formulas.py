@@ -1,0 +1,261 @@
+"""Margins that see more than the angle, against the formulas of their papers in float64, wherever the rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
+from tests.support.margin_twins import MarginTwin, margin_batch
+from tests.support.rank_processes import run_ranks
+from tests.support.reference import sampled_weights
+
+CLASSES, DIM, BATCH, STEPS = 80, 6, 14, 4
+SELECT = gt.PartialFC(0.5, seed=3, corrected=True)
+MARGINS: list[Any] = [
+    gt.AdaFace(scale=12, margin=0.4, momentum=0.7),
+    gt.MagFace(scale=12, least_margin=0.1, largest_margin=0.5, shortest=2.0, longest=4.0, regulariser=9.0),
+    gt.ElasticArcFace(scale=12, margin=0.3, std=0.05, seed=2**40 + 1),
+    gt.ElasticCosFace(scale=12, margin=0.2, std=0.05),
+    gt.CurricularFace(scale=12, margin=0.3, momentum=0.5),
+    gt.ScheduledMargin((0, gt.ArcFace(8, 0.0)), (2, gt.ArcFace(16, 0.2)), (5, gt.ArcFace(16, 0.5))),
+    gt.ScheduledMargin((1, gt.CurricularFace(8, 0.1)), (3, gt.CurricularFace(16, 0.3))),
+]
+PLACES: dict[str, dict[str, Any]] = {
+    "held": {"rows": "pull"},
+    "streamed": {"rows": "pull", "rows_cache_bytes": 0},
+    "hosted": {"rows": "hosted"},
+    "ranks": {"rows": "ranks"},
+}
+
+
+def named(margin: Any) -> str:
+    return type(getattr(margin, "points", [(0, margin)])[0][1]).__name__ + "-" * isinstance(margin, gt.ScheduledMargin)
+
+
+def make_head(cluster: gt.Cluster | None, margin: Any, **place: Any) -> gt.ClassHead:
+    return gt.ClassHead(
+        cluster,
+        "classes",
+        num_classes=CLASSES,
+        dim=DIM,
+        margin=margin,
+        select=SELECT,
+        optimizer=gt.SGD(lr=0.5),
+        initializer=gt.Normal(std=0.3),
+        **place,
+    )
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Features of lengths on both sides of what MagFace clamps, and a class with two samples."""
+    generator = torch.Generator().manual_seed(step)
+    features = torch.randn(BATCH, DIM, generator=generator) * torch.linspace(0.5, 2.5, BATCH)[:, None]
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    labels[1] = labels[0]
+    return features.to(dtype), labels
+
+
+def twin_step(
+    twin: MarginTwin, features: Tensor, labels: Tensor, rows: Tensor, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, feature gradient and rows after a step of SGD."""
+    active = SELECT.select(labels.numpy(), CLASSES, step)
+    ids, targets = torch.from_numpy(active.ids), torch.from_numpy(active.positions(labels.numpy()))
+    x, w = features.double().requires_grad_(), rows.clone().requires_grad_()
+    weights = sampled_weights(SELECT, twin.margin, active.ids, labels, CLASSES)
+    loss = twin.loss(x, w[ids], targets, labels, weights, step=step)
+    loss.backward()
+    assert x.grad is not None and w.grad is not None
+    return loss.detach(), x.grad, rows - 0.5 * w.grad
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("margin", MARGINS, ids=named)
+def test_every_margin_is_its_papers_formula_in_every_place(margin: Any, place: str) -> None:
+    with gt.local(num_shards=2) as cluster:
+        if place == "hosted" and "Curricular" in named(margin):
+            with pytest.raises(InvalidArgument, match=r"CurricularFace.*other classes.*rows='pull' or rows='ranks'"):
+                make_head(cluster, margin, rows="hosted")
+            return
+        for dtype in (torch.float32, torch.float64) if place in ("held", "ranks") else (torch.float32,):
+            head = make_head(cluster, margin, **PLACES[place], reuse=dtype == torch.float64)
+            twin, optimizer, rows = MarginTwin(margin), gt.RowOptimizer(head), head.weights().double()
+            for step in range(STEPS):
+                features, labels = batch(step, dtype)
+                loss = head(features.requires_grad_(), labels)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                expected, gradient, rows = twin_step(twin, features.detach(), labels, rows, step)
+                precise = 1e-7 if dtype == torch.float64 and place == "held" else 2e-5
+                torch.testing.assert_close(loss.detach().double(), expected, rtol=precise, atol=precise)
+                assert features.grad is not None
+                torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=2e-5)
+                torch.testing.assert_close(head.weights().double(), rows, rtol=1e-4, atol=2e-5)
+                rows = head.weights().double()
+            learned = head.get_extra_state()["margin_learned"]
+            assert learned == pytest.approx(twin.known, rel=1e-5)
+
+
+@pytest.mark.parametrize("margin", MARGINS, ids=named)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_of_16_bits_get_the_gradient_of_what_they_are(margin: Any, dtype: torch.dtype) -> None:
+    head = make_head(None, margin, rows="ranks")
+    features, labels = batch(0, dtype)
+    loss = head(features.requires_grad_(), labels)
+    loss.backward()
+    expected, gradient, _ = twin_step(MarginTwin(margin), features.detach(), labels, head.weights().double(), 0)
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=2e-5, atol=2e-5)
+    assert features.grad is not None and features.grad.dtype == dtype
+    torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-2, atol=1e-3)
+
+
+def test_a_margin_that_changes_negatives_has_no_float16_products() -> None:
+    arithmetic = Arithmetic(device=torch.device("cpu"), compute=torch.float32, matmul=torch.float16)
+    features, labels = batch(0)
+    nothing = Targets(np.full(BATCH, -1, np.int64))
+    for margin, kind in ((gt.CosFace(64), torch.float16), (gt.CurricularFace(64), torch.float32)):
+        begun = margin.begin(margin_batch(features.norm(dim=1), labels)) if hasattr(margin, "begin") else margin
+        made = Batch.of(features, nothing, labels.numpy(), begun, 5, arithmetic)
+        assert made.arithmetic.matmul == kind and made.shifted
+
+
+# Functions of a batch, at the ends of what they are given.
+
+
+def target_of(margin: Any, norms: Tensor) -> Callable[[Tensor, Tensor], gt.TargetLogits]:
+    """The margin's target in a first batch of these lengths."""
+    labels = torch.arange(len(norms))
+    cos = torch.zeros_like(norms)
+    begun = margin.begin(margin_batch(norms, labels, target_cos=lambda: cos)) if hasattr(margin, "begin") else margin
+    return lambda cos_B, norms_B: gt.TargetLogits(*begun.target(cos_B, norms_B, labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("margin", MARGINS[:5], ids=named)
+def test_everything_is_finite_at_the_ends(margin: Any, dtype: torch.dtype) -> None:
+    cos = torch.tensor([-1.0, 1.0, -1.0001, 1.0001, 0.0, 1.0, -1.0], dtype=dtype)
+    for norms in (
+        torch.tensor([1e-12, 1e-12, 2.0, 4.0, 3.0, 1e6, 1e6], dtype=dtype),
+        torch.full((7,), 3.0, dtype=dtype),
+    ):
+        for value in target_of(margin, norms)(cos, norms):
+            assert value is None or (torch.isfinite(value).all() and value.dtype == dtype)
+        for value in target_of(margin, norms[:1])(cos[:1], norms[:1]):
+            assert value is None or torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("margin", MARGINS[:5], ids=named)
+def test_the_derivatives_are_those_of_the_values(margin: Any) -> None:
+    norms = torch.tensor([0.5, 1.9, 2.5, 3.0, 3.9, 4.1, 9.0], dtype=torch.float64)
+    cos = torch.linspace(-0.95, 0.95, 7, dtype=torch.float64)
+    target = target_of(margin, norms)
+    at, step = target(cos, norms), 1e-6
+    by_cos = (target(cos + step, norms).logits_B - target(cos - step, norms).logits_B) / (2 * step)
+    torch.testing.assert_close(at.by_cos_B, by_cos, rtol=1e-5, atol=1e-5)
+    low, high = target(cos, norms - step), target(cos, norms + step)
+    by_norm = torch.zeros_like(cos) if at.by_norm_B is None else at.by_norm_B
+    torch.testing.assert_close(by_norm, (high.logits_B - low.logits_B) / (2 * step), rtol=1e-5, atol=1e-5)
+    if at.penalty_B is not None:
+        assert at.penalty_by_norm_B is not None and low.penalty_B is not None and high.penalty_B is not None
+        by_norm = (high.penalty_B - low.penalty_B) / (2 * step)
+        torch.testing.assert_close(at.penalty_by_norm_B, by_norm, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_lengths_and_single_samples_have_the_margin_of_a_usual_image() -> None:
+    for norms in (torch.full((5,), 7.3), torch.tensor([0.2])):
+        begun = gt.AdaFace(scale=64).begin(margin_batch(norms, torch.arange(len(norms))))
+        torch.testing.assert_close(begun.quality_B, torch.zeros_like(norms), rtol=0, atol=1e-4)
+
+
+def test_what_is_not_finite_is_not_learned() -> None:
+    known = {"norm_mean": torch.tensor(2.0).double(), "norm_std": torch.tensor(1.0).double()}
+    made = margin_batch(torch.tensor([1.0, torch.nan]), torch.arange(2), known=known)
+    gt.AdaFace(scale=64).begin(made)
+    assert {name: float(value) for name, value in made.learned.items()} == {
+        "norm_mean": 2.0,
+        "norm_std": 1.0,
+        "norm_batches": 0.0,
+    }
+    empty = margin_batch(torch.ones(0), torch.arange(0), known=known)
+    gt.AdaFace(scale=64).begin(empty)
+    assert empty.learned == {}
+
+
+# Elastic margins.
+
+
+def test_draws_are_normal_and_a_function_of_seed_step_place_and_class() -> None:
+    labels = torch.arange(20_000) % 7
+    norms = torch.ones(len(labels))
+
+    def drawn(**more: Any) -> Tensor:
+        margin = gt.ElasticCosFace(64, margin=0.5, std=0.1, seed=more.pop("seed", 0))
+        return margin.begin(margin_batch(norms, labels, **more)).margins_B
+
+    one = drawn(step=5)
+    assert float(one.mean()) == pytest.approx(0.5, abs=0.003) and float(one.std()) == pytest.approx(0.1, rel=0.02)
+    assert float(((one - 0.5).abs() < 0.1).double().mean()) == pytest.approx(0.6827, abs=0.012)
+    torch.testing.assert_close(drawn(step=5, first_sample=7)[:-7], one[7:], rtol=0, atol=0)
+    for others in (drawn(step=6), drawn(step=5, seed=2**32), drawn(step=5, first_sample=1)):
+        assert float(torch.corrcoef(torch.stack([one, others]))[0, 1]) == pytest.approx(0, abs=0.03)
+    assert torch.equal(drawn(training=False), torch.full((20_000,), 0.5).double())
+
+
+# Several ranks.
+
+
+@pytest.mark.parametrize("margin", [MARGINS[0], MARGINS[2], MARGINS[4]], ids=named)
+def test_ranks_have_the_margin_of_the_joint_batch(margin: Any, tmp_path: Path) -> None:
+    ranks = 2
+    run_ranks(_train_rank, ranks, tmp_path, margin)
+    parts = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(ranks)]
+    for place in ("ranks", "pull"):
+        twin = MarginTwin(margin)
+        with gt.local() as cluster:
+            rows = make_head(cluster, margin).weights().double()
+        for step in range(STEPS):
+            features, labels = batch(step)
+            expected, gradient, _ = twin_step(twin, features, labels, rows, 0)
+            found = sum(float(part[f"{place}-loss"][step]) for part in parts)
+            assert found == pytest.approx(float(expected), rel=2e-5)
+            gradients = np.concatenate([part[f"{place}-gradient-{step}"] for part in parts])
+            np.testing.assert_allclose(gradients, gradient, rtol=1e-4, atol=2e-5)
+        for part in parts:
+            assert dict(zip(part[f"{place}-names"], part[f"{place}-known"], strict=True)) == pytest.approx(
+                twin.known, rel=1e-5
+            )
+
+
+def _train_rank(rank: int, ranks: int, folder: Path, margin: Any) -> None:
+    """Forward passes of untouched rows; those in a cluster are the same in one of each rank's own."""
+    arrays: dict[str, Any] = {}
+    with gt.local() as cluster:
+        for place in ("ranks", "pull"):
+            settings = {"sync": True} if place == "pull" else {}
+            head = make_head(None if place == "ranks" else cluster, margin, rows=place, **settings)
+            losses = []
+            for step in range(STEPS):
+                features, labels = batch(step)
+                share = [slice(0, 5), slice(5, BATCH)][rank] if step % 2 else [slice(0, 0), slice(0, BATCH)][rank]
+                own = features[share].clone().requires_grad_()
+                loss = head(own, labels[share])
+                loss.backward()
+                head.row_update.discard()
+                assert own.grad is not None
+                losses.append(float(loss.detach()) * len(own) / BATCH)
+                arrays[f"{place}-gradient-{step}"] = own.grad.numpy() * len(own) / BATCH
+            arrays[f"{place}-loss"] = np.array(losses)
+            known = head.get_extra_state()["margin_learned"]
+            arrays[f"{place}-names"], arrays[f"{place}-known"] = np.array(list(known)), np.array(list(known.values()))
+    np.savez(folder / f"rank{rank}.npz", **arrays)
+    assert ranks == 2
