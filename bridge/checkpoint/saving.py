@@ -152,7 +152,7 @@ def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
         if hasattr(value, "full_tensor"):
             raise InvalidArgument(
                 f"{name!r} is a DTensor, of which this rank has a part; save with torch.distributed.checkpoint, which "
-                "takes the rows, too: see ClassHead.rows_on_ranks"
+                "takes the rows, too: see ClassHead.sharded_rows"
             )
     return tensors
 

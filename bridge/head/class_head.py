@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 _ANEW = "make the head anew, with reuse=True on the same table"
 _FIXED = {
@@ -406,6 +409,18 @@ class ClassHead(nn.Module):
         InvalidArgument for rows in a cluster.
         """
         return self._backend.restore(path)
+
+    def sharded_rows(self) -> Stateful:
+        """Rows that lie on ranks, with their slots and the head's state, for ``torch.distributed.checkpoint``.
+
+            dcp.save({"model": model.state_dict(), "rows": head.sharded_rows()}, checkpoint_id=path)
+
+        Every rank calls it, and ``dcp.load`` of the same dict on any number of ranks. The tensors are DTensors over the
+        ranks in the memory of the rows: nothing is copied, a load writes into the rows, and one that fails half way
+        leaves a mixture: load again. Then ``model.load_state_dict``. Raises InvalidArgument for rows in a cluster:
+        :func:`geartrain.save` is theirs.
+        """
+        return self._backend.sharded_rows(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Neither copy nor pickle: rows are trained in one place."""

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
     "geartrain.ams.client.cluster",
     "geartrain.bridge.head.class_head",
     "geartrain.bridge.rows.optimizer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy.typing as npt
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import HeadCluster, ReadableTable
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 T = TypeVar("T")
 
@@ -144,6 +147,18 @@ class GraphSource(Protocol):
         ...
 
 
+class HeadState(Protocol):
+    """What of a head is in no table: ``ClassHead`` has it."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """As JSON values."""
+        ...
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from it."""
+        ...
+
+
 class RowBackend(Protocol):
     """The rows of one head and the way they are worked on; ``ROW_BACKENDS`` of ``registry.py`` names them."""
 
@@ -223,6 +238,10 @@ class RowBackend(Protocol):
 
     def require_step(self, step: int) -> None:
         """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
+        ...
+
+    def sharded_rows(self, head: HeadState) -> Stateful:
+        """The rows for torch.distributed.checkpoint, if they are here. Raises InvalidArgument for rows in a cluster."""
         ...
 
     @property

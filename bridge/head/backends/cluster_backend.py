@@ -22,7 +22,7 @@ from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
-from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.backends.backend import HeadSettings, HeadState
 from geartrain.bridge.head.batch import normalise_
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_finite
@@ -216,6 +216,13 @@ class ClusterBackend(ABC):
     def restore(self, path: str | Path) -> NoReturn:  # noqa: ARG002
         """InvalidArgument."""
         raise self._not_here()
+
+    def sharded_rows(self, head: HeadState) -> NoReturn:  # noqa: ARG002
+        """InvalidArgument."""
+        raise InvalidArgument(
+            f"the rows of {self._settings.name!r} are in a cluster, and none of these processes has them; save the "
+            "model with geartrain.save(model, path), or the rows with Cluster.snapshot"
+        )
 
     def _not_here(self) -> InvalidArgument:
         return InvalidArgument(

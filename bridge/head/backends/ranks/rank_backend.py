@@ -21,8 +21,9 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.autograd_node import HeadCall
-from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
+from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
+from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
@@ -61,6 +62,7 @@ class RankBackend:
         self._logits_cache_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
         self.living = LiveClasses.first(settings.num_classes, settings.num_living)
         self.table = _open_table(settings, RankLink(settings.process_group))
+        self.process_group = settings.process_group
         self.peers = self.table.link
         self.update = RankUpdate(self.table)
         self.select = settings.select.bound(self)
@@ -96,7 +98,8 @@ class RankBackend:
 
     def identity(self) -> dict[str, Any] | None:
         """Of rows of this rank: to read others would be a collective, and one rank alone may save a state."""
-        numbers = sample_ids(self.table.num_local, min(OTHERS, self.table.num_local), 0, 0)
+        num = self.table.num_local
+        numbers = sample_ids(num, min(OTHERS, num), 0, 0) if num else np.empty(0, np.int64)
         return {"incarnation": 0, "ids": (numbers + self.table.first).tolist(), "row_digests": self._digests(numbers)}
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
@@ -142,8 +145,17 @@ class RankBackend:
         """See ``ClassHead.restore``."""
         self.update.discard()
         snapshot = restore_rows(self.table, path)
-        self.update.step, self.update.takes_any_step = snapshot.manifest.step, True
+        self.rows_are_of(snapshot.manifest.step)
         return snapshot
+
+    def rows_are_of(self, step: int) -> None:
+        """The rows were read from elsewhere, and are those of ``step``."""
+        self.update.discard()
+        self.update.step, self.update.takes_any_step = step, True
+
+    def sharded_rows(self, head: HeadState) -> ShardedRows:
+        """See ``ClassHead.sharded_rows``."""
+        return ShardedRows(self, head)
 
     def begin(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool

@@ -41,10 +41,11 @@ Place = slice | Tensor
 
 
 def class_range(num_classes: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First class of a rank and of the next: the first ``num_classes`` mod ``world_size`` ranks hold one more."""
-    share, rest = divmod(num_classes, world_size)
-    first = rank * share + min(rank, rest)
-    return first, first + share + (rank < rest)
+    """First class of a rank and of the next: as ``torch.chunk`` and DTensors cut, ceil(C / ranks) classes on each, and
+    fewer, if need be none, on the last."""
+    share = -(-num_classes // world_size)
+    first = min(rank * share, num_classes)
+    return first, min(first + share, num_classes)
 
 
 class RankTable:

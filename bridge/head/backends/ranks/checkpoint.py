@@ -1,0 +1,87 @@
+"""Class rows on ranks in ``torch.distributed.checkpoint``: DTensors over the ranks, in place.
+
+Legend: C classes, L of them on this rank, D width, S numbers of a row's slots.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.tables.row_table import TableSteps
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.values.specs import TableSpec
+
+if TYPE_CHECKING:
+    from geartrain.bridge.head.backends.backend import HeadState
+    from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
+
+
+class ShardedRows:
+    """Rows, slots and the state of one head, as ``torch.distributed.checkpoint`` takes them (a ``Stateful``).
+
+    ``rows`` [C, D], ``slots`` [C, S] and ``steps`` [C], those that the table has, are DTensors over the ranks in the
+    memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON, ``graph`` the graph of
+    KNN softmax.
+    """
+
+    def __init__(self, backend: RankBackend, head: HeadState) -> None:
+        self._backend = backend
+        self._head = head
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved, and what a load fills. No collective but the first time, when the mesh is made."""
+        table = self._backend.table
+        tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
+        steps = None if table.steps is None else table.steps.state._asdict()
+        said = {"spec": table.spec.to_dict(), "steps": steps, "state": self._head.get_extra_state()}
+        return {
+            **{name: self._sharded(tensor) for name, tensor in tensors.items() if tensor is not None},
+            "head": json.dumps(said),
+            "graph": self._backend.select.graph_to_bytes(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was read into the rows.
+
+        Raises SpecMismatch if they were saved with other settings: then all rows have their initial values.
+        """
+        backend, table = self._backend, self._backend.table
+        said = json.loads(state["head"])
+        if (saved := TableSpec.from_dict(said["spec"])) != table.spec:
+            table.write_initial_values()
+            raise SpecMismatch(
+                f"table {table.spec.name!r} of the checkpoint differs from this head's: {saved.unlike(table.spec)}. "
+                "Make the head with the saved settings; its rows have their initial values now"
+            )
+        if table.steps is not None:
+            table.steps.adopt(TableSteps(**said["steps"]))
+        backend.rows_are_of(int(said["state"]["step"]))
+        backend.require_rows(said["state"]["table_rows"])
+        if state["graph"] is not None:
+            backend.select.graph_from_bytes(state["graph"])
+        self._head.set_extra_state(said["state"])
+
+    def _sharded(self, local: Tensor) -> Tensor:
+        """The tensor [C, …] of which this rank holds ``local`` [L, …]."""
+        table = self._backend.table
+        if table.link.world_size == 1:
+            return local
+        # Few programs use it, and it takes long to import.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        group = self._backend.process_group or dist.group.WORLD
+        if group is None:
+            raise InvalidArgument("torch.distributed was ended; save and load before destroy_process_group()")
+        mesh = DeviceMesh.from_group(group, local.device.type)
+        shape = torch.Size((table.spec.num_rows or 0, *local.shape[1:]))
+        sharded: Tensor = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride()
+        )
+        return sharded
