@@ -220,6 +220,36 @@ def test_a_training_that_harms_leaves_the_start_as_the_model_and_says_so(images:
     assert report["held_out"]["validation"]["top1"] == report["model"]["best"]["validation_top1"]
 
 
+def test_a_rate_is_found_once_and_stays_with_the_run(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nets_of_mine.py").write_text(
+        "from torch import nn\n"
+        "def build(num_channels, dim, size):\n"
+        "    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(num_channels * (size // 4) ** 2, dim))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out, name = tmp_path / "run", "nets_of_mine:build"
+    monkeypatch.setattr(job, "interruption", stop_after(10_000))
+    recipe = replace(RECIPE, backbone=name, optimizer="adamw", lr=1e-3, row_lr=2e-3)
+    said, report = said_by(out, images, recipe=recipe, backbone=name, sweep=True)
+    assert "Looking for a learning rate by trials of 3 steps" in said
+    rates = [trial["lr"] for trial in report["sweep"]]
+    assert rates == [1e-4, 3e-4, 1e-3, 3e-3] and min(abs(report["lr"] - rate) for rate in rates) < 1e-9
+    saved = Recipe.from_json(latest(out / "snapshots").manifest.job["recipe"])
+    assert (saved.lr, saved.row_lr, saved.lr * saved.rate) == (1e-3, 2e-3, report["lr"])
+
+    with pytest.raises(ConfigError, match=f"if you trust it, say so: --backbone {name}"):
+        train(out, None, resume=True)
+    text = io.StringIO()
+    more = options(out, resume=True, resume_steps=5, backbone=name)
+    resumed = jobs.train_folder(more, folder=None, held_out=0.25, console=Console(file=text, width=400))
+    assert resumed.report is not None and resumed.report["lr"] == report["lr"]
+    assert "Looking for a learning rate" not in text.getvalue()
+    code, _, _ = invoke("predict", str(out / "model"), str(images / "cross" / "0.png"), "--backbone", name)
+    assert code == 0
+
+
 def test_the_best_so_far_stays_the_best_of_a_run_that_goes_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

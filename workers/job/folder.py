@@ -4,6 +4,7 @@ run.json       which job this is, where its snapshots are, who launched it
 snapshots/     what it goes on from, unless they are elsewhere
 model/         see :mod:`geartrain.workers.models.saved_model`
 events/        TensorBoard
+sweep.json     trials of learning rates, if there were any
 report.json    of a finished run
 mistakes.png   of a finished run
 """
@@ -25,7 +26,7 @@ from geartrain.workers.atomic import previous_folder, write_json
 
 _FOLDERS = ("model", "events", "snapshots")
 _RUN = "run.json"
-_FILES = (_RUN, "report.json", "mistakes.png")
+_FILES = (_RUN, "sweep.json", "report.json", "mistakes.png")
 
 
 @dataclass(frozen=True, kw_only=True)

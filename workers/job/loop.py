@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import set_random_state
 from geartrain.workers.data.images import Images, ReadAhead
@@ -33,7 +33,7 @@ from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState, Progress
 from geartrain.workers.models.backbones import Projected, StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.recipes.recipe import Recipe, optimizer_of
 
 SHOW_EVERY = 10
 """Steps between two readings of the loss, which on an accelerator wait for it."""
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        backbone: StrokeNet,
+        backbone: nn.Module,
         head: ClassHead,
         recipe: Recipe,
         images: Images,
@@ -69,7 +69,9 @@ class Trainer:
         ranks: JobRanks,
         device: torch.device,
         row_times: RowTimes,
+        bfloat16: bool = False,
     ) -> None:
+        """``bfloat16``: the backbone works under autocast; its features come out in float32."""
         if recipe.batch_size % ranks.world_size:
             raise ConfigError(
                 f"batch_size is {recipe.batch_size}; it must be a multiple of the {ranks.world_size} ranks"
@@ -86,15 +88,9 @@ class Trainer:
         self._row_times = row_times
         self._order = JointOrder(len(images), recipe.batch_size, recipe.seed)
         self._batches = ReadAhead(images, self._own_indices)
-        self._bfloat16 = has_fast_bfloat16(device)
+        self._bfloat16 = bfloat16
         self._replica: nn.Module = self.backbone
-        self._optimizer = torch.optim.SGD(
-            self.backbone.parameters(),
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
-            nesterov=recipe.momentum > 0,
-        )
+        self._optimizer = optimizer_of(recipe, self.backbone.parameters())
         self._rows = RowOptimizer(head)
 
     @property
@@ -103,12 +99,17 @@ class Trainer:
         return sum(self.phases.seconds.values())
 
     def start(self) -> None:
-        """Before the first step: solve the projection, and put each class center at its images' mean feature."""
-        if self._ranks.is_first:
-            self.phases.measured("projection", self._fit_projection)
+        """Before the first step: solve the projection of a backbone that has one, and put each class center at its
+        images' mean feature if the recipe says so."""
+        features = self.backbone
+        if isinstance(self.backbone, StrokeNet):
+            if self._ranks.is_first:
+                self.phases.measured("projection", partial(self._fit_projection, self.backbone))
+            # The trunk adds nothing yet, so the projection alone gives the same features, five times faster.
+            features = Projected(self.backbone)
         self._replicate()
-        # The trunk adds nothing yet, so the projection alone gives the same features, five times faster.
-        self._imprint(Projected(self.backbone))
+        if self.recipe.imprint:
+            self._imprint(features)
 
     def restore(self, state: JobState) -> None:
         """Go on from a state whose parameters and rows are in place already.
@@ -244,9 +245,9 @@ class Trainer:
         batches = part.batches(images_at_once(self._device), self._device)
         self.phases.measured("imprint", lambda: void(self.head.imprint(batches, features)))
 
-    def _fit_projection(self) -> None:
+    def _fit_projection(self, backbone: StrokeNet) -> None:
         batches = self._images.batches(images_at_once(self._device), self._device)
-        fit_projection(self.backbone, batches, self.head.num_classes)
+        fit_projection(backbone, batches, self.head.num_classes)
 
     def _replicate(self) -> None:
         """From here on the ranks' backbones are equal (rank 0's) and stay so."""

@@ -12,6 +12,8 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.images import Images, Unreadable
 from geartrain.workers.recipes.recipe import PLACES, Recipe
 
+DTYPES = ("auto", "float32", "bfloat16")
+
 
 @dataclass(frozen=True)
 class JobData:
@@ -62,6 +64,12 @@ class JobOptions:
     rows: str | None = None
     """Where the work on the class centers is done from now on; None: where the recipe, or the resumed run, says."""
     device: str = "auto"
+    dtype: str = "auto"
+    """Of the backbone's products: ``float32``, ``bfloat16`` (autocast), or ``auto``: bfloat16 where it is faster."""
+    sweep: bool = False
+    """Whether a new run finds its learning rate by short trials; else the recipe's is taken."""
+    backbone: str | None = None
+    """The backbone that the person named: only then is code of their own imported."""
 
     def __post_init__(self) -> None:
         if self.keep_snapshots < 1:
@@ -70,6 +78,8 @@ class JobOptions:
             raise ConfigError(f"increments is {self.increments}; it must be >= 0")
         if self.rows not in (None, *PLACES):
             raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:
             raise ConfigError(f"snapshot_minutes is {self.snapshot_minutes}; it must be > 0")
 

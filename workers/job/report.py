@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -12,20 +13,21 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
+from torch import nn
 
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.workers.atomic import write_json
 from geartrain.workers.data.images import Images
 from geartrain.workers.job.best import IMPRINTED
 from geartrain.workers.job.live import Events
-from geartrain.workers.models.backbones import StrokeNet
 from geartrain.workers.models.evaluate import Answers, answer, answer_of_model, every_nth
 from geartrain.workers.models.mistakes import draw_mistakes
 from geartrain.workers.models.saved_model import Model
 
 _QUICK_LOOK_IMAGES = 2000
+SWEEP = "sweep.json"
+"""The trials of learning rates, in the folder of a run that had any."""
 
 
 class Evaluation:
@@ -34,7 +36,7 @@ class Evaluation:
     def __init__(
         self,
         held_out: Mapping[str, Images],
-        backbone: StrokeNet,
+        backbone: nn.Module,
         head: ClassHead,
         device: torch.device,
         events: Events,
@@ -104,19 +106,23 @@ def write_report(
     device: torch.device,
     model: dict[str, Any],
     unreadable: list[str],
+    bfloat16: bool,
+    lr: float,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``mistakes.png``; return the report. The evaluation began at ``started``.
 
     ``model`` says which model was kept (:meth:`BestModel.training`); empty if there was no validation to choose by.
-    ``unreadable`` names the images that were left out.
+    ``unreadable`` names the images that were left out, ``lr`` is the peak learning rate.
     """
     report = {
         "held_out": {name: result.summary() for name, result in answers.items()},
         "train_seconds": train_seconds,
         "samples_per_second": samples_per_second,
         "phases": {**phases, "evaluation": time.perf_counter() - started},
-        "versions": versions(device),
+        "versions": versions(device, bfloat16=bfloat16),
         **({"model": model} if model else {}),
+        "lr": lr,
+        **({"sweep": json.loads((out / SWEEP).read_text(encoding="utf-8"))} if (out / SWEEP).exists() else {}),
         **({"unreadable": unreadable} if unreadable else {}),
     }
     draw_mistakes(out / "mistakes.png", answers, train, class_names, ink=ink)
@@ -124,7 +130,7 @@ def write_report(
     return report
 
 
-def versions(device: torch.device) -> dict[str, str]:
+def versions(device: torch.device, *, bfloat16: bool) -> dict[str, str]:
     """What a figure depends on."""
     return {
         "geartrain": importlib.metadata.version("geartrain"),
@@ -134,5 +140,5 @@ def versions(device: torch.device) -> dict[str, str]:
         "pillow": PIL.__version__,
         "device": str(device),
         "threads": str(torch.get_num_threads()),
-        "precision": "bfloat16 autocast" if has_fast_bfloat16(device) else "float32",
+        "precision": "bfloat16 autocast" if bfloat16 else "float32",
     }

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
-from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, SparseMomentum
-from geartrain.ams.values.specs import Normal
 from geartrain.ams.values.text import counted
-from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to_bytes
 from geartrain.workers.devices import choose_device
 from geartrain.workers.job.best import IMPRINTED, START, TRAINED, BestModel
@@ -32,11 +31,12 @@ from geartrain.workers.job.report import Evaluation, write_report
 from geartrain.workers.job.row_timing import TimedCluster
 from geartrain.workers.job.snapshots import JobSnapshots, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
-from geartrain.workers.models.backbones import StrokeNet, build_backbone
+from geartrain.workers.job.sweep import MOST_CLASSES, best_rate, find_rate, write_trials
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.models.networks import require_features
 from geartrain.workers.models.saved_model import Model, load_model, save_model
 from geartrain.workers.recipes.graph_lines import GraphLines
-from geartrain.workers.recipes.margins import margin_of
-from geartrain.workers.recipes.recipe import Recipe, selection_of
+from geartrain.workers.recipes.recipe import head_of
 
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""
@@ -101,6 +101,7 @@ class TrainingRun:
         self._best: BestModel | None = None
         self._unreadable_said = 0
         self._device = choose_device(options.device, ranks.local_rank)
+        self._bfloat16 = options.dtype == "bfloat16" or (options.dtype == "auto" and has_fast_bfloat16(self._device))
         self._saved = self._find_saved()
         progress = self._first_progress()
         recipe = options.recipe if self._saved is None else self._saved.state.recipe
@@ -108,20 +109,9 @@ class TrainingRun:
         self._settings, backbone = self._build_backbone()
         self._restore_rows()
         timed = TimedCluster(cluster)
-        self._head = ClassHead(
-            timed,
-            progress.table,
-            num_classes=len(data.class_names),
-            dim=recipe.dim,
-            select=selection_of(recipe),
-            margin=margin_of(recipe.margin),
-            optimizer=_row_optimizer(recipe),
-            initializer=Normal(),
-            rows=recipe.rows,
-            seed=recipe.seed,
-            reuse=self._saved is not None,
-            sync=ranks.world_size > 1,
-        )
+        resumed = self._saved is not None
+        num_classes, sync = len(data.class_names), ranks.world_size > 1
+        self._head = head_of(recipe, timed, progress.table, num_classes, reuse=resumed, sync=sync)
         self._head.select.report_progress(GraphLines(len(data.class_names), self._say))
         self._trainer = Trainer(
             backbone=backbone,
@@ -132,6 +122,7 @@ class TrainingRun:
             ranks=ranks,
             device=self._device,
             row_times=timed.times,
+            bfloat16=self._bfloat16,
         )
         root = self._new_root() if self._saved is None else read_run(options.out).snapshots
         minutes = options.snapshot_minutes
@@ -184,16 +175,22 @@ class TrainingRun:
                 f"{stage.stage_start + stage.stage_steps}. Leave --steps out to train it to its end, and give it after"
             )
 
-    def _build_backbone(self) -> tuple[dict[str, Any], StrokeNet]:
+    def _build_backbone(self) -> tuple[dict[str, Any], nn.Module]:
+        own = self._options.backbone
         if self._saved is not None:
-            settings = self._saved.state.backbone_settings
-            backbone = build_backbone("stroke_net", settings)
+            settings, name = self._saved.state.backbone_settings, self._saved.state.recipe.backbone
+            if own not in (None, name):
+                raise ConfigError(f"the run was trained with --backbone {name}, not {own}; leave it out")
+            backbone = build_backbone(name, settings, own=own)
             backbone.load_state_dict(self._saved.state.backbone)
             return settings, backbone
         recipe, look = self._options.recipe, self._options.preprocessing
-        settings = {"channels": look.channels, "image_size": look.size, "dim": recipe.dim, "width": recipe.width}
+        settings = {"channels": look.channels, "image_size": look.size, "dim": recipe.dim}
+        sized = {**settings, "width": recipe.width} if recipe.backbone == "stroke_net" else settings
         torch.manual_seed(recipe.seed)
-        return settings, build_backbone("stroke_net", settings)
+        backbone = build_backbone(recipe.backbone, sized, own=own)
+        require_features(backbone, recipe.backbone, **settings)
+        return sized, backbone
 
     def _restore_rows(self) -> None:
         """Put the rows of the snapshot in the place of whatever the cluster still has of this job's."""
@@ -215,7 +212,7 @@ class TrainingRun:
         if first and self._data.chooses_model:
             self._best = BestModel(self._options.out / "model", self._job, evaluation.look, self._write_model)
         try:
-            self._begin(evaluation)
+            self._begin(evaluation, stop)
             with LiveLine(self._console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
                 finished = trainer.run(
                     stop=stop,
@@ -227,8 +224,9 @@ class TrainingRun:
                 )
             if finished and not was_complete:
                 self._consider(TRAINED)
-                trainer.imprint()
-                self._consider(IMPRINTED)
+                if self._recipe.imprint:
+                    trainer.imprint()
+                    self._consider(IMPRINTED)
             self._save(last=True)
             report = self._conclude(evaluation, seconds) if first and finished else None
             if report is not None:
@@ -263,12 +261,14 @@ class TrainingRun:
         end = progress.stage_start + progress.stage_steps
         write_run(self._options.out, replace(read_run(self._options.out), stage_end=end, ended=ended))
 
-    def _begin(self, evaluation: Evaluation) -> None:
+    def _begin(self, evaluation: Evaluation, stop: Callable[[], bool]) -> None:
         if self._saved is None:
             classes = counted(len(self._data.class_names), "class", "classes")
             self._say_unreadable()
             self._say(f"Training {classes} on {counted(len(self._data.train), 'image')}")
             self._trainer.start()
+            if self._options.sweep:
+                self._trainer.phases.measured("sweep", partial(self._find_rate, stop))
             state = self._state()
             if self._ranks.is_first:
                 self._snapshots.require(state)  # something to go back to, or to go on from
@@ -284,6 +284,39 @@ class TrainingRun:
             steps = counted(self._loss.step - step, "step")
             lost = f": {steps} ({self._loss.unix_seconds - taken:.0f} s) were lost"
         self._say(f"Going on at step {step}{lost}")
+
+    def _find_rate(self, stop: Callable[[], bool]) -> None:
+        """Go on at the rate that short trials found best."""
+        held_out, num_classes = list(self._data.held_out.values()), len(self._data.class_names)
+        if not self._data.chooses_model or self._ranks.world_size > 1 or num_classes > MOST_CLASSES:
+            why = (
+                "there is no validation"
+                if not self._data.chooses_model
+                else f"{self._ranks.world_size} ranks train together"
+                if self._ranks.world_size > 1
+                else f"there are more than {MOST_CLASSES:,} classes"
+            )
+            self._say(f"No trials of learning rates, since {why}: it is {self._recipe.lr:g}; --lr gives another")
+            return
+        trials = find_rate(
+            self._recipe,
+            self._trainer.backbone,
+            self._head.weights(),
+            self._data.train,
+            held_out[0],
+            device=self._device,
+            bfloat16=self._bfloat16,
+            stop=stop,
+            say=self._say,
+        )
+        write_trials(self._options.out, trials)
+        lr = best_rate(trials)
+        if lr is None:
+            self._say(f"No trial of a learning rate ended well: it stays {self._recipe.lr:g}")
+            return
+        self._recipe = replace(self._recipe, rate=lr / self._recipe.lr)
+        self._trainer.recipe = self._recipe
+        self._say(f"Learning rate {lr:g}")
 
     def _is_due(self) -> bool:
         """Whether the clock says that it is time for a snapshot; the first rank decides."""
@@ -311,9 +344,11 @@ class TrainingRun:
             self._best.consider(self._trainer.progress.step, centers)
 
     def _write_model(self, *, training: dict[str, Any]) -> None:
-        names, look = self._data.class_names, self._options.preprocessing
+        names, look, name = self._data.class_names, self._options.preprocessing, self._recipe.backbone
         is_cosine = self._head.margin is not None
-        model = Model(self._trainer.backbone, self._settings, self._head.weights(), names, look, is_cosine, training)
+        model = Model(
+            self._trainer.backbone, self._settings, self._head.weights(), names, look, is_cosine, name, training
+        )
         save_model(self._options.out / "model", model)
 
     def _state(self) -> JobState:
@@ -339,7 +374,7 @@ class TrainingRun:
         """Evaluate, draw the mistakes, write the report."""
         trainer, started, out = self._trainer, time.perf_counter(), self._options.out
         best = None if self._best is None else self._best.best
-        saved = None if best is None else load_model(out / "model")
+        saved = None if best is None else load_model(out / "model", backbone=self._options.backbone)
         report = write_report(
             out,
             evaluation.answers(trainer.progress.step if best is None else best.step, saved),
@@ -352,6 +387,8 @@ class TrainingRun:
             phases={**seconds, **trainer.phases.seconds},
             device=self._device,
             model={} if self._best is None else self._best.training(),
+            bfloat16=self._bfloat16,
+            lr=self._recipe.lr * self._recipe.rate,
             unreadable=sorted(self._data.unreadable.found),
         )
         self._say_unreadable()
@@ -396,9 +433,3 @@ class TrainingRun:
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
-
-
-def _row_optimizer(recipe: Recipe) -> RowOptimizerSpec:
-    if recipe.row_momentum == 0:
-        return SGD(lr=recipe.row_lr)
-    return SparseMomentum(lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched)

@@ -6,7 +6,8 @@ Legend: B batch, K channels, S side of a bitmap, M maps of the stem, D width of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.models.iresnet import STAGES, IResNet
+from geartrain.workers.models.networks import TIMM, FromBitmaps, build_own, build_timm
 
 DIRECTIONS = 8
 CELLS = 8
@@ -120,6 +123,10 @@ class Projected(nn.Module):
         return features
 
 
+def _iresnet(units: tuple[int, ...], **settings: Any) -> nn.Module:
+    return FromBitmaps(IResNet(units, **settings), centred=True)
+
+
 def _block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
     return [
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
@@ -128,13 +135,32 @@ def _block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
     ]
 
 
-BACKBONES: Mapping[str, type[StrokeNet]] = {"stroke_net": StrokeNet}
+BACKBONES: Mapping[str, Callable[..., nn.Module]] = {
+    "stroke_net": StrokeNet,
+    **{name: partial(_iresnet, units) for name, units in STAGES.items()},
+}
+"""By name; each takes ``channels``, ``image_size`` and ``dim``."""
 
 
-def build_backbone(name: str, settings: Mapping[str, Any]) -> StrokeNet:
-    """Return the backbone ``name`` with its constructor's ``settings``. Raises ConfigError if there is none."""
+def build_backbone(name: str, settings: Mapping[str, Any], *, own: str | None = None) -> nn.Module:
+    """Return the backbone ``name`` with its constructor's ``settings``: bitmaps [B, K, S, S] -> features [B, D].
+
+    Beside those of :data:`BACKBONES`, ``timm:NAME``, and ``package.module:function``, which is code of the person's
+    own: it is imported only if ``own``, what the person named, is the same. Raises ConfigError.
+    """
+    if name.startswith(TIMM):
+        return build_timm(name.removeprefix(TIMM), **settings)
+    if ":" in name:
+        if name != own:
+            raise ConfigError(
+                f"the backbone is {name}, code that is not Geartrain's; if you trust it, say so: --backbone {name}"
+            )
+        return build_own(name, **settings)
     if name not in BACKBONES:
-        raise ConfigError(f"the backbone {name!r} is unknown; there are: {', '.join(BACKBONES)}")
+        raise ConfigError(
+            f"the backbone {name!r} is unknown; there are: {', '.join(BACKBONES)}, {TIMM}NAME, and "
+            "package.module:function of your own"
+        )
     try:
         return BACKBONES[name](**settings)
     except TypeError as exc:

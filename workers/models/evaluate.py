@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
-from geartrain.workers.models.backbones import StrokeNet
 from geartrain.workers.models.saved_model import Model
 
 ANSWERS = 5
@@ -58,7 +57,7 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(backbone: StrokeNet, head: ClassHead, images: Images, device: torch.device) -> Answers:
+def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.device) -> Answers:
     """The five best classes of each image (fewer if there are fewer classes); see ``ClassHead.predict``."""
     backbone.eval()
     batches = images.batches(images_at_once(device), device)

@@ -22,13 +22,13 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.models.backbones import StrokeNet, build_backbone
+from geartrain.workers.models.backbones import build_backbone
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ _REMEDY = "bring it back from a copy, or train on: 'geartrain worker ... --resum
 class Model:
     """What prediction needs."""
 
-    backbone: StrokeNet
+    backbone: nn.Module
+    """Bitmaps [B, K, S, S] uint8 -> features [B, D]."""
     backbone_settings: dict[str, Any]
     """Keyword arguments of the backbone's constructor."""
     centers: Tensor
@@ -56,6 +57,8 @@ class Model:
     preprocessing: Preprocessing
     is_cosine: bool = True
     """Whether a class's score is the cosine of feature and center, as under a margin, or their product."""
+    backbone_name: str = "stroke_net"
+    """See :func:`geartrain.workers.models.backbones.build_backbone`."""
     training: dict[str, Any] = field(default_factory=dict)
     """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.job.best`."""
 
@@ -64,7 +67,7 @@ def save_model(folder: Path, model: Model) -> None:
     """Replace ``folder`` with this model."""
     config = {
         "format": FORMAT,
-        "backbone": {"name": "stroke_net", "settings": model.backbone_settings},
+        "backbone": {"name": model.backbone_name, "settings": model.backbone_settings},
         "preprocessing": model.preprocessing.to_json(),
         "num_classes": len(model.class_names),
         "dim": model.centers.shape[1],
@@ -81,8 +84,10 @@ def save_model(folder: Path, model: Model) -> None:
         (staging / _CONFIG).write_bytes(seal_json({**config, "xxh3_128_of": checksums}))
 
 
-def load_model(folder: Path) -> Model:
+def load_model(folder: Path, *, backbone: str | None = None) -> Model:
     """Read what :func:`save_model` wrote, in ``folder`` or in the ``model`` of a run's folder; on the CPU, in eval().
+
+    A backbone of the person's own (``package.module:function``) is imported only if it is named as ``backbone``.
 
     One saved by a version without checksums is read unchecked, which is logged. Raises ConfigError (not the folder of a
     model, or of a newer version), ModelDamaged (names the file). One more read of every file than without checksums.
@@ -93,16 +98,17 @@ def load_model(folder: Path) -> Model:
         if config["format"] != _WITHOUT_CHECKSUMS:
             for name in _FILES:
                 _require_checksum(folder / name, config["xxh3_128_of"][name])
-        backbone = build_backbone(config["backbone"]["name"], config["backbone"]["settings"])
-        backbone.load_state_dict(_read_tensors(folder / _BACKBONE))
+        name, settings = config["backbone"]["name"], config["backbone"]["settings"]
+        network = build_backbone(name, settings, own=backbone)
+        network.load_state_dict(_read_tensors(folder / _BACKBONE))
         centers = _read_tensors(folder / _CENTERS)["centers"]
         preprocessing = Preprocessing(**config["preprocessing"])
         names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
     except (KeyError, TypeError, RuntimeError, OSError, ValueError, SafetensorError) as exc:
         raise ConfigError(f"{folder} is not a model of this version of Geartrain: {exc}") from exc
-    settings, training = config["backbone"]["settings"], config.get("training", {})
+    training = config.get("training", {})
     is_cosine = config["score"] != PRODUCT
-    return Model(backbone.eval(), settings, centers.float(), names, preprocessing, is_cosine, training)
+    return Model(network.eval(), settings, centers.float(), names, preprocessing, is_cosine, name, training)
 
 
 def read_training(folder: Path) -> dict[str, Any]:

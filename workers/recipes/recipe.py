@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
+import torch
+from torch import nn
+
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.optimizers.registry import SGD, AdamW, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
+from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
+from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
+from geartrain.bridge.rows.tables import HeadCluster
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.recipes.margins import margin_of
 
 PLACES = tuple(name for name, backend in ROW_BACKENDS.items() if backend.needs_cluster)
 """A job's rows are in a cluster, whose snapshots hold them."""
 UNTOUCHED = get_args(Untouched)
+OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +36,18 @@ class Recipe:
     """Updates of one stage of training; a resumed run that was complete does another stage."""
     batch_size: int = 256
     """Images of a step, over all ranks."""
+    backbone: str = "stroke_net"
+    """Its name: see ``build_backbone``."""
+    imprint: bool = True
+    """Whether class centers begin at the mean features of their images, and may end there."""
+    optimizer: str = "sgd"
+    """Of backbone and class centers: ``sgd`` (the backbone's with Nesterov momentum) or ``adamw``."""
     lr: float = 0.2
-    """Peak learning rate of the backbone (SGD with Nesterov momentum)."""
+    """Peak learning rate of the backbone."""
     row_lr: float = 0.2
     """Peak learning rate of the class centers."""
+    rate: float = 1.0
+    """Multiplies both: what trials found, since a table keeps the rate that it was made with."""
     row_momentum: float = 0.0
     """Of the class centers' optimizer (SparseMomentum); 0 is plain SGD."""
     row_momentum_untouched: Untouched = "freeze"
@@ -72,7 +88,13 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
         margin_of(self.margin)
-        for name in ("lr", "row_lr", "weight_decay", "warmup_steps"):
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer != "sgd" and self.row_momentum:
+            raise ConfigError(
+                f"row_momentum is {self.row_momentum!r}; it is for the optimizer 'sgd', {self.optimizer!r} has its own"
+            )
+        for name in ("lr", "row_lr", "rate", "weight_decay", "warmup_steps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be finite and >= 0")
         if not 0 <= self.row_momentum < 1:
@@ -104,9 +126,9 @@ class Recipe:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
 
     def rate_factor(self, step: int, steps: int) -> float:
-        """Part of the peak learning rate at ``step`` (from 0) of a stage of ``steps``."""
+        """What ``lr`` and ``row_lr`` are multiplied by at ``step`` (from 0) of a stage of ``steps``."""
         warmup = min(1.0, (step + 1) / max(1, min(self.warmup_steps, steps // 4)))
-        return warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return self.rate * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -129,6 +151,43 @@ class Recipe:
 def selection_of(recipe: Recipe) -> Selection:
     """What to give the head as ``select``."""
     return FullSoftmax() if recipe.sample_rate == 1 else SELECTIONS[recipe.select](recipe)
+
+
+def row_optimizer_of(recipe: Recipe) -> RowOptimizerSpec:
+    """What to give the head as ``optimizer``."""
+    if recipe.optimizer == "adamw":
+        return AdamW(lr=recipe.row_lr, weight_decay=0.0)
+    if recipe.row_momentum == 0:
+        return SGD(lr=recipe.row_lr)
+    return SparseMomentum(lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched)
+
+
+def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The backbone's optimizer."""
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    momentum, decay = recipe.momentum, recipe.weight_decay
+    return torch.optim.SGD(parameters, lr=recipe.lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0)
+
+
+def head_of(
+    recipe: Recipe, cluster: HeadCluster, table: str, num_classes: int, *, reuse: bool = False, sync: bool = False
+) -> ClassHead:
+    """The class head of a recipe, whose rows are in ``table`` of ``cluster``."""
+    return ClassHead(
+        cluster,
+        table,
+        num_classes=num_classes,
+        dim=recipe.dim,
+        select=selection_of(recipe),
+        margin=margin_of(recipe.margin),
+        optimizer=row_optimizer_of(recipe),
+        initializer=Normal(),
+        rows=recipe.rows,
+        seed=recipe.seed,
+        reuse=reuse,
+        sync=sync,
+    )
 
 
 def rebuild_of(text: str) -> str | int:

@@ -22,6 +22,13 @@ Insecure = Annotated[
     typer.Option("--insecure", help="Allow addresses other machines can reach, without encryption or authentication."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")]
+OwnBackbone = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone",
+        help="package.module:function, if the model's backbone is your own code: it is imported then.",
+    ),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")]
 Mode = Annotated[
     str | None,

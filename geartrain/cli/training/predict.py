@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.shared.options import Json
+from geartrain.cli.shared.options import Json, OwnBackbone
 
 DEFAULT_K = 5
 
@@ -24,6 +24,7 @@ def predict(
             "--k", "-k", min=1, help="Answers for each image.", show_default=f"{DEFAULT_K}, or all classes if fewer"
         ),
     ] = None,
+    backbone: OwnBackbone = None,
     as_json: Json = False,
 ) -> None:
     """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
@@ -37,7 +38,7 @@ def predict(
     )  # torch is loaded only after the arguments are known to be right
 
     files = image_files(images)
-    loaded = load_model(model)
+    loaded = load_model(model, backbone=backbone)
     if missing := [str(path) for path in files if not path.exists()]:
         raise ConfigError(f"{', '.join(missing)}: no such file or folder; give images, or folders of images")
     results = list(predictions(loaded, files, min(DEFAULT_K, len(loaded.class_names)) if k is None else k))

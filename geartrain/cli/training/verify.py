@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from geartrain.cli.shared.options import Json
+from geartrain.cli.shared.options import Json, OwnBackbone
 
 
 def verify(
@@ -23,6 +23,7 @@ def verify(
             show_default="only if --look was photo",
         ),
     ] = None,
+    backbone: OwnBackbone = None,
     as_json: Json = False,
 ) -> None:
     """Print the accuracy by 10 folds and the true accept rates (TAR) at false accept rates (FAR) of pairs.
@@ -34,7 +35,7 @@ def verify(
     )
     from geartrain.workers.models.verify import verify_file
 
-    loaded = load_model(model)
+    loaded = load_model(model, backbone=backbone)
     wanted = loaded.preprocessing.kind == "photo" if mirror is None else mirror
     results = []
     for path in pairs:

@@ -33,6 +33,8 @@ app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class cen
 
 FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
 """What differs from the recipe for a person's images: all classes are active, and small batches see them often."""
+ADAMW_RATE = 1e-3
+"""Of ``--optimizer adamw`` where no trials are made."""
 
 
 @app.command()
@@ -112,12 +114,17 @@ def classify(
     steps: Annotated[int | None, option.steps(300)] = None,
     batch_size: Annotated[int | None, option.batch_size(64)] = None,
     seed: option.Seed = None,
-    lr: option.Lr = None,
+    lr: option.SweptLr = None,
     sample_rate: Annotated[float | None, option.sample_rate(1.0)] = None,
     select: option.Select = None,
     neighbours: option.Neighbours = None,
     rebuild: option.Rebuild = None,
     rows: option.Rows = None,
+    backbone: option.Backbone = None,
+    dim: option.Dim = None,
+    optimizer: option.Optimizer = None,
+    imprint: option.Imprint = None,
+    dtype: option.DType = "auto",
     margin: option.Margin = None,
     augment: option.Augment = None,
     held_out: option.HeldOut = 0.2,
@@ -155,6 +162,9 @@ def classify(
         "row_momentum": row_momentum,
         "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
+        "dim": dim,
+        "optimizer": optimizer,
+        "imprint": imprint,
         "margin": margin,
         "augment": augment,
     }
@@ -171,14 +181,25 @@ def classify(
     from geartrain.workers.recipes.jobs import train_folder
 
     few: dict[str, Any] = FEW_CLASSES
-    recipe = _recipe(replace(options.recipe, **few), steps=steps, **own)
+    if imprint is None:
+        own["imprint"] = backbone is None or not backbone.startswith(("iresnet", "timm:"))
+    if optimizer == "adamw" and lr is None:
+        own["lr"] = ADAMW_RATE
+    recipe = _recipe(replace(options.recipe, **few), steps=steps, backbone=backbone, **own)
     preprocessing = Preprocessing(
         kind="ink" if look == "ink" else "photo",
         size=image_size,
         channels=1 if grey or look == "ink" else 3,
         fit=fit,  # type: ignore[arg-type]
     )
-    options = replace(options, recipe=recipe, preprocessing=preprocessing)
+    options = replace(
+        options,
+        recipe=recipe,
+        preprocessing=preprocessing,
+        sweep=lr is None and resume is None,
+        dtype=dtype,
+        backbone=backbone,
+    )
     result = train_folder(
         options,
         folder=data,
@@ -257,6 +278,7 @@ def _options(
 
 
 def _recipe(recipe: Recipe, *, snapshot_steps: int | None, augment: str | None = None, **given: Any) -> Recipe:
+    given["row_lr"] = given["lr"]
     given["save_every"] = snapshot_steps
     given["augmentation"] = None if augment is None else recipe.augmentation.changed(augment)
     return replace(recipe, **{name: value for name, value in given.items() if value is not None})

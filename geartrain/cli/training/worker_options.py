@@ -72,7 +72,15 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Start over in --out; the run there is put aside as OUT.previous.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides everything random.", show_default="0")]
-Lr = Annotated[float | None, typer.Option("--lr", help="Peak learning rate of the backbone.", show_default="0.2")]
+Lr = Annotated[
+    float | None, typer.Option("--lr", help="Peak learning rate of backbone and class centers.", show_default="0.2")
+]
+SweptLr = Annotated[
+    float | None,
+    typer.Option(
+        "--lr", help="Peak learning rate of backbone and class centers.", show_default="found by a few short trials"
+    ),
+]
 Scheduler = Annotated[
     str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
 ]
@@ -122,6 +130,35 @@ Cache = Annotated[
 ]
 
 
+Backbone = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone",
+        help="stroke_net, iresnet18, iresnet50, iresnet100, timm:NAME, or package.module:function of your own: called "
+        "with (num_channels, dim, size) it returns a torch module from images in [0, 1] to features.",
+        show_default="stroke_net",
+    ),
+]
+Dim = Annotated[int | None, typer.Option("--dim", help="Width of a feature.", show_default="128")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option("--optimizer", help="Of backbone and class centers: sgd or adamw.", show_default="sgd"),
+]
+Imprint = Annotated[
+    bool | None,
+    typer.Option(
+        "--imprint/--no-imprint",
+        help="Let each class center begin as the mean feature of its images, and end as it if that is better.",
+        show_default="unless the backbone is iresnet or timm, whose weights are random",
+    ),
+]
+DType = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="Of the backbone's products: float32, bfloat16 (autocast) or auto: what is faster.",
+    ),
+]
 Margin = Annotated[
     str | None,
     typer.Option(

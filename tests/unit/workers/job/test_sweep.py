@@ -1,0 +1,67 @@
+"""The learning rate of a run that is given none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from geartrain.workers.data.images import ImageSet
+from geartrain.workers.job import sweep
+from geartrain.workers.job.sweep import Trial, best_rate, find_rate, trial_steps, write_trials
+from geartrain.workers.models.backbones import StrokeNet
+from geartrain.workers.models.discriminants import fit_projection
+from geartrain.workers.recipes.recipe import Recipe
+
+CPU = torch.device("cpu")
+
+
+def noisy(each: int, seed: int) -> ImageSet:
+    """Three smooth patterns under noise."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = functional.interpolate(torch.rand(3, 1, 8, 8, generator=generator) * 255, size=32)
+    images = patterns.repeat(each, 1, 1, 1)
+    images = images + 80 * torch.randn(images.shape, generator=torch.Generator().manual_seed(seed))
+    return ImageSet(images.clamp(0, 255).to(torch.uint8), torch.arange(3).repeat(each))
+
+
+def trials_of(rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, stop_after: int = 1000) -> list[Trial]:
+    monkeypatch.setitem(sweep.RATES, "sgd", rates)
+    torch.manual_seed(0)
+    net = StrokeNet(dim=8, width=8)
+    train, validation = noisy(20, 1), noisy(10, 2)
+    fit_projection(net, train.batches(64, CPU), 3)
+    before = [parameter.clone() for parameter in net.parameters()]
+    rows = torch.eye(3, 8)
+    recipe = Recipe(steps=96, batch_size=12, dim=8, width=8, sample_rate=1.0)
+    asked = iter(range(10**6))
+    state = torch.get_rng_state()
+    found = find_rate(
+        recipe, net, rows, train, validation,
+        device=CPU, bfloat16=False, stop=lambda: next(asked) >= stop_after, say=lambda _: None,
+    )  # fmt: skip
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(rows, torch.eye(3, 8))
+    assert all(torch.equal(now, then) for now, then in zip(net.parameters(), before, strict=True))
+    return found
+
+
+def test_a_rate_that_learns_beats_one_that_does_not_and_one_that_ruins(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trials_of((1e-7, 0.05, 1e4), monkeypatch)
+    assert [trial.lr for trial in trials] == [1e-7, 0.05, 1e4]
+    assert best_rate(trials) == 0.05
+
+
+def test_trials_end_when_the_run_is_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trials_of((1e-3, 1e-2, 1e-1), monkeypatch, stop_after=12)
+    assert [trial.lr for trial in trials] == [1e-3]
+
+
+def test_trials_are_short_and_are_noted(tmp_path: Path) -> None:
+    assert [trial_steps(steps) for steps in (1, 120, 300, 100_000)] == [1, 10, 25, 60]
+    write_trials(tmp_path, [Trial(lr=0.1, loss=0.5), Trial(lr=1.0, loss=math.inf)])
+    assert json.loads((tmp_path / "sweep.json").read_text()) == [{"lr": 0.1, "loss": 0.5}, {"lr": 1.0, "loss": None}]
+    assert best_rate([Trial(lr=1.0, loss=math.inf)]) is None
