@@ -171,6 +171,7 @@ class ClassPass:
         kept: npt.NDArray[np.float32] | None,
         threads: int = 1,
         offsets: npt.NDArray[np.float32] | None = None,
+        row_sum: npt.NDArray[np.float64] | None = None,
     ) -> None: ...
     def overwrite(
         self,
@@ -185,6 +186,7 @@ class ClassPass:
         kept_exponentials: bool = False,
         threads: int = 1,
         offsets: npt.NDArray[np.float32] | None = None,
+        common: npt.NDArray[np.float32] | None = None,
     ) -> float: ...
 
 class RunningBest:

@@ -55,9 +55,10 @@ class ClassHeadModel:
     [A], the active classes of this shard, rising; where it is not given, ``retired_runs`` int64 [2·R], first and
     last + 1 of the runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1:
     rows count by their direction), ``sample_rate`` (absent: every class, or ``active``) with ``min_active`` and
-    ``corrected`` of :class:`PartialFC`, ``want_gradient``.
+    ``corrected`` of :class:`PartialFC`, ``want_gradient``, ``want_row_sum``.
     An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, ``target_weight`` float32 [B], dloss/dcos of
-    the target over the scale, and ``sample_weight`` float32 [B], by which each sample's part is multiplied (absent: 1).
+    the target over the scale, and ``sample_weight`` float32 [B], by which each sample's part is multiplied (absent: 1),
+    and the setting ``class_smoothing``, what label smoothing spreads to each class (absent: 0).
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
@@ -65,7 +66,8 @@ class ClassHeadModel:
 
         ``forward``: ``shift`` float32 [B], ``sum`` float64 [B] of exp2(logit − shift) over the active classes here but
         the targets, ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64
-        [T] and ``target_rows`` float32 [T, D] of the samples whose class is here.
+        [T] and ``target_rows`` float32 [T, D] of the samples whose class is here. If wanted, ``row_sum`` float64 [D] of
+        the unit rows and ``row_weight`` float64 [1], each row as often as classes that it stands for.
         ``top`` takes ``features``, the runs of retired classes and the setting ``k``; see :func:`top_classes`.
         """
         if operation in (FORWARD, TOP) and len(inputs) != 1:
@@ -158,6 +160,7 @@ class _Batch:
             raise InvalidArgument(f"logit_factor is {factor!r}; it must be finite and > 0")
         self.logit_factor = factor
         self.want_gradient = _setting(inputs, "want_gradient", 1.0) != 0
+        self.want_row_sum = _setting(inputs, "want_row_sum", 0.0) != 0
         self.shifted = not (self.normalised and factor / LOG2_E + math.log(num_classes) < UNSHIFTED_LIMIT)
         self._correction: SamplingCorrection | None = None
         self.active = self._select(rows, inputs, num_classes)
@@ -238,6 +241,8 @@ class _Sums:
         self.shift_B = np.full(size, NO_LOGIT, np.float32) if batch.shifted else None
         self.sum_B = np.zeros(size, np.float64)
         self.weighted_BD = np.zeros((size, width), np.float32) if batch.want_gradient else None
+        self.row_sum_D = np.zeros(width) if batch.want_row_sum else None
+        self.row_weight = 0.0
 
 
 def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
@@ -251,6 +256,9 @@ def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
         for start, stop in chunks[part::parts]:
             ids = active.range(start, stop)
             samples, places = batch.targets(ids)
+            offsets = batch.offsets(ids)
+            if sums.row_sum_D is not None:
+                sums.row_weight += len(ids) if offsets is None else float(np.exp2(offsets, dtype=np.float64).sum())
             batch.compiled.forward(
                 rows.read(ids),
                 target_rows=places,
@@ -260,7 +268,8 @@ def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
                 sum=sums.sum_B[None],
                 weighted=None if sums.weighted_BD is None else sums.weighted_BD[None],
                 kept=None,
-                offsets=batch.offsets(ids),
+                offsets=offsets,
+                row_sum=None if sums.row_sum_D is None else sums.row_sum_D[None],
             )
         return sums
 
@@ -281,6 +290,9 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
             if weighted_BD is not None and part.weighted_BD is not None:
                 weighted_BD += part.weighted_BD * np.reshape(shrink_B, (-1, 1))
     joint = {"shift": shift_B, "sum": sum_B}
+    row_sums = [part.row_sum_D for part in parts if part.row_sum_D is not None]
+    if row_sums:
+        joint |= {"row_sum": np.sum(row_sums, axis=0), "row_weight": np.array([sum(part.row_weight for part in parts)])}
     return joint if weighted_BD is None else {**joint, "weighted": weighted_BD}
 
 
@@ -313,6 +325,13 @@ class _Update:
             if not all_finite(inputs.arrays[name]):
                 raise NonFinite(f"{name} of the batch hold NaN or infinity; nothing was changed")
         self._weight = inputs.weight
+        self._class_smoothing = _setting(inputs, "class_smoothing", 0.0)
+        if not 0 <= self._class_smoothing <= 1:
+            raise InvalidArgument(f"class_smoothing is {self._class_smoothing!r}; it must lie in [0, 1]")
+        weight_B = self.batch.weight_B
+        features_BD = self.batch.features_BD
+        sum_D = features_BD.sum(0) if weight_B is None else weight_B @ features_BD
+        self._common_D = np.float32(-self._class_smoothing) * sum_D if self._class_smoothing else None
         with np.errstate(over="ignore"):
             if not np.isfinite(np.float32(self._weight)):
                 raise NonFinite(f"the weight of the batch is {self._weight!r}; nothing was changed")
@@ -328,6 +347,7 @@ class _Update:
                 self.batch.logit_factor * length * 1.0001 + self.batch.log2_weight - float(self._lse2_B.min())
             )
             sums = len(self._lse2_B) * steepest + float(np.abs(self._target_weight_B, dtype=np.float64).sum())
+            sums += len(self._lse2_B) * self._class_smoothing * 2.0**self.batch.log2_weight
             if self.batch.weight_B is not None:
                 sums *= float(np.abs(self.batch.weight_B).max())
             largest = 2 * abs(self._weight) * _LARGEST_INVERSE * length * sums
@@ -347,6 +367,7 @@ class _Update:
             kept=None,
             factor=self._weight,
             offsets=self.batch.offsets(ids),
+            common=self._common_D,
         )
         return rows_ND
 

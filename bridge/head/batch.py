@@ -146,6 +146,10 @@ class Batch:
     """Whether exponents are shifted by the running maximum; if not, exp(logit) itself stays in range."""
     offsets_A: Tensor | None = None
     """Added to the logits, to base 2, of each active row, compute dtype; None: 0."""
+    smoothing: float = 0.0
+    """Part of each sample's target that is spread over the classes."""
+    spread_over: float = 1.0
+    """Classes over which it is spread: the active ones, or those that they stand for."""
     lse2_B: Tensor = field(init=False)
     """Log-sum-exp of the logits, to base 2."""
     target_weight_B: Tensor = field(init=False)
@@ -161,9 +165,10 @@ class Batch:
         margin: Margin | None,
         num_rows: int,
         arithmetic: Arithmetic,
+        smoothing: float = 0.0,
     ) -> Batch:
         """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
-        stand for them.
+        stand for them. ``smoothing`` of each target is spread over these.
         """
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
@@ -180,6 +185,8 @@ class Batch:
             features_BD=own_BD,
             inverse_lengths_B=inverse_B,
             shifted=not fits or arithmetic.matmul == torch.float16,
+            smoothing=smoothing,
+            spread_over=num_rows,
         )
 
     @property
@@ -203,12 +210,18 @@ class Batch:
                 )
         return made
 
-    def take_target_weights(self, target: TargetLogits, losses_B: Tensor) -> Tensor:
+    def take_target_weights(
+        self, target: TargetLogits, losses_B: Tensor, mean_logits_B: Tensor | None = None
+    ) -> Tensor:
         """Note how the loss of each sample changes with its target's cosine and its feature's length.
 
-        ``losses_B`` are −log of the targets' probabilities; returned with the margin's penalties.
+        ``losses_B`` are −log of the targets' probabilities; returned with the margin's penalties, and smoothed if
+        ``mean_logits_B`` over all classes are given: log-sum-exp − (1 − ε) · target logit − ε · mean logit.
         """
         by_logit_B = torch.expm1(-losses_B)
+        if mean_logits_B is not None:
+            by_logit_B += self.smoothing
+            losses_B = losses_B + self.smoothing * (target.logits_B - mean_logits_B)
         self.target_weight_B = by_logit_B * target.by_cos_B / self.scale
         if target.by_norm_B is not None:
             self.norm_weight_B = by_logit_B * target.by_norm_B
@@ -232,6 +245,21 @@ class Batch:
         upstream_B = upstream.to(compute)
         largest = torch.linalg.vector_norm(upstream_B, torch.inf)
         return largest * self.scale, upstream_B / largest.clamp(min=torch.finfo(compute).tiny)
+
+    @property
+    def class_smoothing(self) -> float:
+        """What is spread to each class: the derivative of a smoothed loss by every logit is so much less."""
+        return self.smoothing / max(1.0, self.spread_over)
+
+    def common_gradient(self, weights_B: Tensor | None) -> Tensor | None:
+        """What smoothing adds to the gradient of every unit row [D], divided by the factor of :meth:`row_factors`.
+
+        Times 2^offset of the row, which says how many classes it stands for. None without smoothing.
+        """
+        if self.smoothing == 0:
+            return None
+        sum_D = self.features_BD.sum(0) if weights_B is None else weights_B @ self.features_BD
+        return sum_D.mul_(-self.class_smoothing)
 
     def offsets(self, start: int, num_rows: int) -> Tensor | None:
         """Those of ``num_rows`` rows from position ``start`` on."""

@@ -54,7 +54,7 @@ _FIXED = {
     "step": "it counts the updates; load_state_dict() sets it",
     "scale": "it is the margin's; set margin, as in head.margin = ArcFace(scale=32)",
     "sample_rate": f"it is the selection's; {_ANEW}",
-    **dict.fromkeys(("reduction", "ignore_index"), _ANEW),
+    **dict.fromkeys(("reduction", "ignore_index", "label_smoothing"), _ANEW),
     "optimizer": "it belongs to the table",
     "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
     "rows": _ANEW,
@@ -89,6 +89,7 @@ class ClassHead(nn.Module):
         bias: bool = False,
         reduction: Reduction = "mean",
         ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
         optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
         rows: str = "pull",
         dtype: DTypeName = "float32",
@@ -122,6 +123,10 @@ class ClassHead(nn.Module):
                 losses [B].
             ignore_index: A sample with this label takes no part: its loss is 0, it activates no class, and no mean
                 counts it. None: there is no such label.
+            label_smoothing: So much of a sample's target, in [0, 1], is spread evenly over the classes, as
+                ``torch.nn.functional.cross_entropy`` does: over the active ones or, where the selection corrects its
+                logits, over all living ones (of which the active ones are an estimate). With a margin this part is over
+                the logits without it.
             optimizer: Applied where the rows are. AdamW's slots are twice the rows.
             rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
@@ -146,7 +151,7 @@ class ClassHead(nn.Module):
         self.num_classes = num_classes
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
-        self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index)
+        self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,

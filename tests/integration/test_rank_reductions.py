@@ -29,6 +29,7 @@ JOINT = [
     Question("mean", "some", 3, MARGINS[1], SELECTIONS[1]),
     Question("mean", "none", 3, None, SELECTIONS[0]),
     Question("sum", "none", 2, MARGINS[1], SELECTIONS[0]),
+    Question("mean", "none", 1, None, SELECTIONS[0], smoothing=0.2),
     Question("none", "some", 0, MARGINS[2], SELECTIONS[1]),
     Question("mean", "mixed", 0, None, SELECTIONS[2]),
 ]
@@ -56,7 +57,7 @@ def joint_row_gradient(question: Question, rows: Tensor) -> Tensor:
         targets = torch.from_numpy(np.searchsorted(active, labels[share][counted].numpy()))
         x = features[share][counted].double()
         logits = plain_logits(x, w[torch.from_numpy(active)], targets, general, corrections)
-        losses = F.cross_entropy(logits, targets, reduction="none")
+        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=question.smoothing)
         weight = weights_of(question, rank)
         counts = torch.ones(len(x), dtype=torch.float64) if weight is None else weight[counted].double()
         amounts.append(float(counts.sum()) if question.reduction == "mean" else 1.0)
@@ -80,6 +81,7 @@ def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str | N
                 select=question.select,
                 margin=question.margin,
                 reduction=question.reduction,
+                label_smoothing=question.smoothing,
                 optimizer=UNIT_SGD,
                 initializer=gt.Normal(std=0.5),
                 rows=place,

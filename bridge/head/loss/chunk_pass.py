@@ -103,6 +103,7 @@ class CompiledPass:
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
         self._batch = batch
+        self._common_D = batch.common_gradient(weights_B)
         self._compiled = ClassPass(
             batch.features_BD.numpy(),
             logit_factor=batch.logit_factor,
@@ -122,7 +123,15 @@ class CompiledPass:
         shift_PB = None if sums.shift_B is None else sums.shift_B.unsqueeze(0)
         weighted_PBD = None if sums.weighted_BD is None else sums.weighted_BD.unsqueeze(0)
         self._forward(
-            rows_ND, start, sums.target_rows_BD, shift_PB, sums.sum_B.unsqueeze(0), weighted_PBD, kept_NB, threads=1
+            rows_ND,
+            start,
+            sums.target_rows_BD,
+            shift_PB,
+            sums.sum_B.unsqueeze(0),
+            weighted_PBD,
+            kept_NB,
+            None if sums.row_sum_D is None else sums.row_sum_D.unsqueeze(0),
+            threads=1,
         )
 
     def overwrite(
@@ -149,6 +158,7 @@ class CompiledPass:
             softmax.sum_PB,
             softmax.weighted_PBD,
             kept_KB,
+            softmax.row_sum_PD,
             threads=threads,
         )
 
@@ -165,6 +175,7 @@ class CompiledPass:
         sum_PB: Tensor,
         weighted_PBD: Tensor | None,
         kept_KB: Tensor | None,
+        row_sum_PD: Tensor | None,
         *,
         threads: int,
     ) -> None:
@@ -181,6 +192,7 @@ class CompiledPass:
             kept=None if kept_KB is None else kept_KB.numpy(),
             threads=threads,
             offsets=None if offsets_N is None else offsets_N.numpy(),
+            row_sum=None if row_sum_PD is None else row_sum_PD.numpy(),
         )
 
     def _overwrite(
@@ -200,6 +212,7 @@ class CompiledPass:
             kept_exponentials=not batch.shifted,
             threads=threads,
             offsets=None if offsets_N is None else offsets_N.numpy(),
+            common=None if self._common_D is None else self._common_D.numpy(),
         )
         return torch.tensor(check)
 
@@ -230,6 +243,7 @@ class TensorPass:
         """See :func:`pass_for`."""
         self._batch = batch
         self._weights_B = weights_B
+        self._common_D = batch.common_gradient(weights_B)
         arithmetic = batch.arithmetic
         self._lifts = arithmetic.matmul == torch.float16 and batch.size > 0
         self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
@@ -247,6 +261,9 @@ class TensorPass:
         logits_NB, slopes_NB = self._logits(work, operand_ND, start)
         if kept_NB is not None:
             kept_NB.copy_(logits_NB)
+        if sums.row_sum_D is not None:
+            stood_for_N = self._stood_for(start, unit_ND)
+            sums.row_sum_D += unit_ND.sum(0) if stood_for_N is None else stood_for_N @ unit_ND
         found = self._targets(start, len(rows_ND))
         if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
             found.note_rows(unit_ND, sums.target_rows_BD)
@@ -290,6 +307,11 @@ class TensorPass:
         if found is not None:  # by itself and in the compute dtype: it is the largest part by far
             weight_B = batch.target_weight_B if self._weights_B is None else batch.target_weight_B * self._weights_B
             found.add_weighted(gradient_ND, batch.features_BD, weight_B, lift_N)
+        if self._common_D is not None:
+            stood_for_N = self._stood_for(start, unit_ND)
+            factors = [one for one in (stood_for_N, lift_N) if one is not None]
+            times_N = torch.stack(factors).prod(0) if factors else torch.ones_like(gradient_ND[:, 0])
+            gradient_ND.addr_(times_N, self._common_D)
         if inverse_N is None:
             factor_N = factor if lift_N is None else (factor / lift_N).unsqueeze(1)
             return torch.mul(gradient_ND, factor_N, out=rows_ND).sum()
@@ -323,6 +345,11 @@ class TensorPass:
             slopes_NB = slopes_NB / self._batch.scale
         offsets_N = self._batch.offsets(start, len(operand_ND))
         return logits_NB if offsets_N is None else logits_NB.add_(offsets_N.unsqueeze(1)), slopes_NB
+
+    def _stood_for(self, start: int, rows_ND: Tensor) -> Tensor | None:
+        """How many classes each row stands for [N]; None: 1."""
+        offsets_N = self._batch.offsets(start, len(rows_ND))
+        return None if offsets_N is None else torch.exp2(offsets_N)
 
     def _targets(self, start: int, num_rows: int) -> _Found | None:
         """The targets in a chunk, on the device; None if the host knows that there are none."""

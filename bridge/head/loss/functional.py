@@ -9,7 +9,7 @@ Legend: B samples, C classes, K sampled classes.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.head.checks import check_labels
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
-
-Reduction = Literal["mean", "sum", "none"]
-_REDUCTIONS = ("mean", "sum", "none")
+from geartrain.bridge.head.loss.samples import Reduction, check_label_smoothing, check_reduction, check_weight
 
 
 def margin_cross_entropy(
@@ -36,7 +34,10 @@ def margin_cross_entropy(
     scale: float = 64.0,
     group: dist.ProcessGroup | None = None,
     *,
+    weight: Tensor | None = None,
     reduction: Reduction = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross entropy of scale · cos θ whose target becomes scale · (ψ(m1·θ + m2) − m3); PLSC, section 2.1.
 
@@ -47,15 +48,20 @@ def margin_cross_entropy(
 
     Args:
         logits: cos θ, floating point [B, C]; with ``group`` this rank's columns [B, C_local].
-        labels: int64 [B] in [0, C), on the device of the logits.
+        labels: int64 [B] in [0, C) or ``ignore_index``, on the device of the logits.
         m1: Multiplies the angle, >= 1.
         m2: Added to the angle, radians in [0, π].
         m3: Subtracted from the cosine, >= 0.
         scale: Multiplies every logit, > 0.
         group: The ranks that hold the other classes. They exchange one number each and, per sample, a maximum and
-            three sums; never the logits. Every rank returns the same loss, whose backward gives each the gradient of
-            its own columns.
+            three sums (four with smoothed labels); never the logits. Every rank returns the same loss, whose backward
+            gives each the gradient of its own columns.
+        weight: What each sample counts, [B] on the device of the logits (None: 1); the mean is Σ w·loss / Σ w.
         reduction: "mean" or "sum" over the samples, 0-dim, or "none", [B].
+        ignore_index: A label whose samples have no loss and are not counted in the mean; None: there is none. Where
+            nothing counts the mean is 0.
+        label_smoothing: So much of a sample's target, in [0, 1], is spread evenly over all classes; this part is over
+            the logits without a margin.
 
     Returns:
         The loss, float32 (float64 for float64 logits). Memory: one matrix like the logits in that type, until backward.
@@ -64,11 +70,12 @@ def margin_cross_entropy(
         InvalidRows: the logits are not [B, C] of floats with B, C >= 1.
         InvalidIds: the labels are of another type or length, or one is outside the classes. The values are looked at
             on the CPU only: on another device such a sample's loss is NaN.
-        InvalidArgument: a margin, ``scale`` or ``reduction`` is out of range.
+        InvalidArgument: a margin, ``scale``, ``weight``, ``reduction`` or ``label_smoothing`` is out of range; the
+            values of weights are looked at on the CPU only.
     """
     margin = CombinedMargin(scale=scale, m1=m1, m2=m2, m3=m3)
-    if reduction not in _REDUCTIONS:
-        raise InvalidArgument(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
+    check_reduction(reduction)
+    smoothing = check_label_smoothing(label_smoothing)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
         found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise InvalidRows(f"logits are {found}; they must be a floating point tensor [B, C] with B and C at least 1")
@@ -79,11 +86,35 @@ def margin_cross_entropy(
         raise InvalidIds(f"labels are on {labels.device}, logits on {logits.device}; move them to one device")
     before, total = _span(logits.shape[1], logits.device, group)
     if labels.device.type == "cpu":
-        check_labels(labels, len(labels), int(total))
-    loss_B: Tensor = _MarginCrossEntropy.apply(logits, labels - before, margin, group)  # type: ignore[no-untyped-call]
+        check_labels(labels, len(labels), int(total), ignore_index)
+    counts_B = _counts(weight, logits)
+    if ignore_index is not None:
+        counted_B = labels != ignore_index
+        labels, counts_B = labels.where(counted_B, 0), counts_B * counted_B
+    loss_B: Tensor = _MarginCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels - before, margin, smoothing, total, group
+    )
+    loss_B = (loss_B * counts_B).masked_fill(counts_B == 0, 0.0)
     if reduction == "none":
         return loss_B
-    return loss_B.mean() if reduction == "mean" else loss_B.sum()
+    if reduction == "sum":
+        return loss_B.sum()
+    sum_of_counts = counts_B.sum()
+    return loss_B.sum() / torch.where(sum_of_counts > 0, sum_of_counts, 1.0)
+
+
+def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
+    """What each sample counts [B], in the dtype of the losses."""
+    compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if weight is None:
+        return torch.ones(len(logits), dtype=compute, device=logits.device)
+    if not isinstance(weight, Tensor) or weight.device.type == "cpu":
+        check_weight(weight.detach() if isinstance(weight, Tensor) else weight, len(logits))
+    if weight.shape != logits.shape[:1] or weight.device != logits.device:
+        raise InvalidArgument(
+            f"weight is {list(weight.shape)} on {weight.device}; it must be [{len(logits)}] on {logits.device}"
+        )
+    return weight.to(compute)
 
 
 class _MarginCrossEntropy(torch.autograd.Function):
@@ -91,7 +122,13 @@ class _MarginCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cos_BC: Tensor, labels_B: Tensor, margin: CombinedMargin, group: dist.ProcessGroup | None
+        ctx: Any,
+        cos_BC: Tensor,
+        labels_B: Tensor,
+        margin: CombinedMargin,
+        smoothing: float,
+        num_classes: Tensor,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
         inside_B = (labels_B >= 0) & (labels_B < cos_BC.shape[1])
@@ -105,28 +142,38 @@ class _MarginCrossEntropy(torch.autograd.Function):
             dist.all_reduce(highest_B, dist.ReduceOp.MAX, group=group)
         exponentials_BC = logits_BC.sub_(highest_B.unsqueeze(1)).exp_()
         nothing_B = torch.zeros_like(target_B)
-        sums = torch.stack([exponentials_BC.sum(1), torch.where(inside_B, target_B, nothing_B), inside_B.to(compute)])
+        own_sums = [exponentials_BC.sum(1), torch.where(inside_B, target_B, nothing_B), inside_B.to(compute)]
+        if smoothing:
+            own_sums.append(cos_BC.sum(1, dtype=compute) * scale_of(margin))
+        sums = torch.stack(own_sums)
         if group is not None:
             dist.all_reduce(sums, group=group)
-        sum_B, target_B, owners_B = sums
+        sum_B, target_B, owners_B = sums[:3]
         losses_B: Tensor = highest_B + sum_B.log() - target_B
+        if smoothing:
+            losses_B += smoothing * (target_B - sums[3] / num_classes)
         # Where no rank holds the label neither the loss nor its gradient may look right.
         valid_B = torch.where(owners_B == 1, 1.0, torch.nan).to(compute)
         ctx.save_for_backward(exponentials_BC.div_(sum_B.unsqueeze(1)), columns, inside_B, slope_B, valid_B)
         ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
+        ctx.smoothing, ctx.class_smoothing = smoothing, smoothing / num_classes
         losses_B.mul_(valid_B)
         return losses_B
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         probability_BC, columns, inside_B, slope_B, valid_B = ctx.saved_tensors
         upstream_B = upstream_B * valid_B
         gradient_BC = probability_BC * (upstream_B * ctx.scale).unsqueeze(1)
         probability_B = probability_BC.gather(1, columns).squeeze(1)
-        target_B = (probability_B - 1) * slope_B * upstream_B
+        target_B = (probability_B - 1 + ctx.smoothing) * slope_B * upstream_B
+        if ctx.smoothing:
+            spread_B = upstream_B * (ctx.scale * ctx.class_smoothing)
+            gradient_BC.sub_(spread_B.unsqueeze(1))
+            target_B = target_B - spread_B
         own_B = torch.where(inside_B, target_B, gradient_BC.gather(1, columns).squeeze(1))
-        return gradient_BC.scatter_(1, columns, own_B.unsqueeze(1)).to(ctx.dtype), None, None, None
+        return gradient_BC.scatter_(1, columns, own_B.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
 
 
 def class_center_sample(

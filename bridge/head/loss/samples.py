@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
@@ -29,6 +29,14 @@ def check_reduction(reduction: object) -> Reduction:
     if reduction not in get_args(Reduction):
         raise InvalidArgument(f"reduction is {quoted(reduction)}; it must be one of {', '.join(get_args(Reduction))}")
     return cast(Reduction, reduction)
+
+
+def check_label_smoothing(label_smoothing: object) -> float:
+    """Return it. Raises InvalidArgument."""
+    smoothing = real_number("label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise InvalidArgument(f"label_smoothing is {label_smoothing!r}; it must lie in [0, 1]")
+    return smoothing
 
 
 def check_weight(weight: Tensor, batch: int) -> Tensor:
@@ -55,9 +63,11 @@ class LossSettings:
 
     reduction: Reduction = "mean"
     ignore_index: int | None = -100
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         check_reduction(self.reduction)
+        check_label_smoothing(self.label_smoothing)
         if self.ignore_index is not None:
             integer("ignore_index", self.ignore_index, -(2**63), 2**63 - 1)
 

@@ -2,7 +2,9 @@
 
 No logits matrix exists. Per sample there is a sum of exp(logit − shift) and the same sum weighted by the rows (an
 online log-sum-exp; Milakov and Gimelshein 2018, as in FlashAttention). The target column is left out of both and added
-at the end with the derivative of its margin. With x̂, ŵ of unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
+at the end with the derivative of its margin. Smoothed labels need the sum of all rows besides: the
+mean logit is the logit of their mean, and what it adds to a gradient is the same for all samples, or rows. With x̂, ŵ of
+unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
     dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x| + dloss/d|x| · x̂
 where the last term is that of a margin which uses |x|.
 Legend: B samples, D width, P parts.
@@ -21,7 +23,12 @@ class PartialSums:
     """Running sums over some chunks, which a :class:`~.chunk_pass.ChunkPass` adds one after the other."""
 
     def __init__(
-        self, target_rows_BD: Tensor, shift_B: Tensor | None, sum_B: Tensor, weighted_BD: Tensor | None
+        self,
+        target_rows_BD: Tensor,
+        shift_B: Tensor | None,
+        sum_B: Tensor,
+        weighted_BD: Tensor | None,
+        row_sum_D: Tensor | None = None,
     ) -> None:
         self.target_rows_BD = target_rows_BD
         """The (unit) rows of the targets met so far."""
@@ -31,6 +38,8 @@ class PartialSums:
         """Sum of exp2(logit − shift)."""
         self.weighted_BD = weighted_BD
         """The same sum weighted by the (unit) rows."""
+        self.row_sum_D = row_sum_D
+        """Sum of the (unit) rows, each as often as classes that it stands for, float64; None: not wanted."""
 
     def lift(self, shift_B: Tensor) -> None:
         """Express the sums with a shift that is nowhere below the present one."""
@@ -54,16 +63,18 @@ class OnlineSoftmax:
         self.shift_PB = torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
         self.sum_PB = torch.zeros(num_parts, rows, dtype=torch.float64, device=device)
         self.weighted_PBD = _zeros(num_parts, rows, width, compute, device) if want_gradient else None
+        self.row_sum_PD = torch.zeros(num_parts, width, dtype=torch.float64, device=device) if batch.smoothing else None
         self.parts = [self._part(number) for number in range(num_parts)]
         """The same memory, part by part."""
 
     def _part(self, number: int) -> PartialSums:
-        shift_PB, weighted_PBD = self.shift_PB, self.weighted_PBD
+        shift_PB, weighted_PBD, row_sum_PD = self.shift_PB, self.weighted_PBD, self.row_sum_PD
         return PartialSums(
             self.target_rows_BD,
             None if shift_PB is None else shift_PB[number],
             self.sum_PB[number],
             None if weighted_PBD is None else weighted_PBD[number],
+            None if row_sum_PD is None else row_sum_PD[number],
         )
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
@@ -77,12 +88,22 @@ class OnlineSoftmax:
         highest_B = torch.maximum(shift_B, target2_B)
         total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
         batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
-        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E)
+        mean_row_D = self._mean_row()
+        mean_logits_B = None if mean_row_D is None else batch.features_BD @ mean_row_D * batch.scale
+        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E, mean_logits_B)
         if weighted_BD is None:
             return losses_B, None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
         gradient_BD.addcmul_(target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        if mean_row_D is not None:
+            gradient_BD.sub_(mean_row_D * batch.smoothing)
         return losses_B, through_normalisation(gradient_BD.mul_(batch.scale), batch)
+
+    def _mean_row(self) -> Tensor | None:
+        """Mean [D] of the (unit) rows of all classes, compute dtype; None without smoothing."""
+        if self.row_sum_PD is None:
+            return None
+        return (self.row_sum_PD.sum(0) / max(1.0, self._batch.spread_over)).to(self.target_rows_BD.dtype)
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(shift [B], sum [B], weighted sum [B, D]) over all parts."""

@@ -41,6 +41,7 @@ struct ForwardChunk {
   double* sum;         // [B] += exp2(logit - shift), targets left out
   float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
   float* kept;         // [N, B] logits, or with no shift their exponentials; or null
+  double* row_sum;     // [D] += 2^offset * unit row; or null
 };
 
 struct GradientChunk {
@@ -54,6 +55,7 @@ struct GradientChunk {
   const float* kept;           // [N, B] of the forward pass, or null: made again
   bool kept_exponentials;      // whether those are exponentials
   float factor;                // multiplies everything
+  const float* common;         // [D] added, times 2^offset, to what each unit row gets; or null
 };
 
 struct ClassPass {

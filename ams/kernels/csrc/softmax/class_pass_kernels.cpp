@@ -144,6 +144,25 @@ void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sa
   }
 }
 
+// 2^offset of row r.
+float row_weight(const float* offsets, int64_t r) { return offsets == nullptr ? 1.0f : exp2(Vector{} + offsets[r])[0]; }
+
+void add_rows(const Tile& tile, int64_t count, int64_t dim, const float* offsets, double* sum) {
+  for (int64_t r = 0; r < count; ++r) {
+    const float weight = row_weight(offsets, r);
+    const float* const unit = tile.unit + r * tile.stride;
+    for (int64_t d = 0; d < dim; ++d) sum[d] += static_cast<double>(weight * unit[d]);
+  }
+}
+
+void add_common(const Tile& tile, int64_t count, int64_t dim, const float* offsets, const float* common) {
+  for (int64_t r = 0; r < count; ++r) {
+    const float weight = row_weight(offsets, r);
+    float* const gradient = tile.gradient + r * tile.stride;
+    for (int64_t d = 0; d < dim; ++d) gradient[d] += weight * common[d];
+  }
+}
+
 const float* from(const float* offsets, int64_t first) { return offsets == nullptr ? nullptr : offsets + first; }
 
 // Raises shift to the tile's largest logits and shrinks the sums to match.
@@ -229,6 +248,7 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
     const int64_t count = least(tile.rows, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
     tile.products.take_units(tile.unit, tile.stride, count, true, chunk.weighted != nullptr);
+    if (chunk.row_sum != nullptr) add_rows(tile, count, dim, from(chunk.offsets, first), chunk.row_sum);
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
@@ -304,6 +324,7 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
             tile.gradient[row * tile.stride + d] += chunk.target_weight[b] * batch.features[b * dim + d];
         });
     }
+    if (chunk.common != nullptr) add_common(tile, count, dim, from(chunk.offsets, first), chunk.common);
     for (int64_t r = 0; r < count; ++r)
       check += fold_row(tile.gradient + r * tile.stride, tile.unit + r * tile.stride, tile.inverse[r], chunk, dim,
                         chunk.rows + (first + r) * dim);

@@ -67,7 +67,8 @@ class PackedClassPass {
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
   void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
                const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
-               const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets) const {
+               const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets,
+               const std::optional<DoubleRows>& row_sum) const {
     const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     float* const targets_out = checked_batch(target_out);
@@ -78,6 +79,8 @@ class PackedClassPass {
     require(!weighted || (static_cast<int64_t>(weighted->shape(0)) == parts &&
                           static_cast<int64_t>(weighted->shape(1)) == batch_ && static_cast<int64_t>(weighted->shape(2)) == dim_),
             "weighted must be [P, B, D]");
+    require(!row_sum || (static_cast<int64_t>(row_sum->shape(0)) == parts && static_cast<int64_t>(row_sum->shape(1)) == dim_),
+            "row_sum must be [P, D]");
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const float* const offset_data = checked_offsets(offsets, num_rows);
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
@@ -99,7 +102,8 @@ class PackedClassPass {
                               .shift = shift ? shift->data() + part * batch_ : nullptr,
                               .sum = sum.data() + part * batch_,
                               .weighted = weighted ? weighted->data() + part * batch_ * dim_ : nullptr,
-                              .kept = logits},
+                              .kept = logits,
+                              .row_sum = row_sum ? row_sum->data() + part * dim_ : nullptr},
                              scratch + thread * room);
       };
       const int64_t first = num_rows * part / parts, last = num_rows * (part + 1) / parts;
@@ -112,8 +116,9 @@ class PackedClassPass {
   // `kept` may end before the rows do.
   float overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
                   const Floats& target_weight, const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
-                  int64_t threads, const std::optional<Floats>& offsets) const {
+                  int64_t threads, const std::optional<Floats>& offsets, const std::optional<Floats>& common) const {
     const int64_t num_rows = checked_rows(rows);
+    require(!common || static_cast<int64_t>(common->size()) == dim_, "common must be [D]");
     const float* const offset_data = checked_offsets(offsets, num_rows);
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     const float* const log_sums = checked_samples(log_sum);
@@ -144,7 +149,8 @@ class PackedClassPass {
                                  .target_weight = target_weights,
                                  .kept = is_kept ? kept_data + first * batch_ : nullptr,
                                  .kept_exponentials = kept_exponentials,
-                                 .factor = factor},
+                                 .factor = factor,
+                                 .common = common ? common->data() : nullptr},
                                 scratch + thread * room);
     });
     float check = 0;
@@ -210,12 +216,12 @@ void bind_class_pass(nb::module_& m) {
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),
-           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none())
+           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none(), nb::arg("row_sum").noconvert() = nb::none())
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
            nb::arg("kept").noconvert().none(), nb::arg("factor"),
            nb::arg("kept_exponentials") = false, nb::arg("threads") = 1,
-           nb::arg("offsets").noconvert() = nb::none());
+           nb::arg("offsets").noconvert() = nb::none(), nb::arg("common").noconvert() = nb::none());
 }
 
 }  // namespace geartrain

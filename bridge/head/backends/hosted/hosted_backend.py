@@ -63,7 +63,8 @@ class HostedBackend(ClusterBackend):
     ) -> RowsPass:
         is_corrected = self.select.corrects(margin)
         chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
-        return RowsOnShards(self._calls, features, labels_B, margin, chosen, required)
+        smoothing = self._settings.loss.label_smoothing
+        return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""

@@ -88,11 +88,12 @@ class RowsOnShards:
         margin: Margin | None,
         chosen: Chosen,
         required_sync: SyncGroup | None,
+        smoothing: float = 0.0,
     ) -> None:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
         unused = Targets(np.zeros(len(labels_B), np.int64))
-        self._batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic)
+        self._batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic, smoothing)
         self._batch.shifted = True  # a shard that needs no shift answers with 0
         self._calls = calls
         self._labels_B = labels_B
@@ -106,11 +107,17 @@ class RowsOnShards:
         """Losses [B] and feature gradients [B, D]."""
         batch = self._batch
         softmax = OnlineSoftmax(batch, self._calls.view.num_shards, want_gradient=want_gradient)
-        for part in self._parts({"want_gradient": float(want_gradient)}):
+        spread_over = 0.0
+        wants = {"want_gradient": float(want_gradient), "want_row_sum": float(batch.smoothing > 0)}
+        for part in self._parts(wants):
             inputs = [(one,) for one in part.inputs]
             answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
+                if sums.row_sum_D is not None and part.start == 0:
+                    sums.row_sum_D.copy_(torch.tensor(arrays["row_sum"]))
+                    spread_over += float(arrays["row_weight"][0])
+        batch.spread_over = spread_over
         losses_B, gradient_BD = softmax.finish()
         self._gradient_BD = gradient_BD
         return losses_B, gradient_BD
@@ -142,7 +149,7 @@ class RowsOnShards:
         more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
         if samples.weight_B is not None:
             more["sample_weight"] = samples.weight_B
-        parts = list(self._parts({}, more, weight, samples=samples))
+        parts = list(self._parts({"class_smoothing": self._batch.class_smoothing}, more, weight, samples=samples))
         return [tuple(part.inputs[shard] for part in parts) for shard in range(self._calls.view.num_shards)]
 
     def _parts(

@@ -84,7 +84,8 @@ class PullBackend(ClusterBackend):
         correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
         stands_for = active.num if correction is None else living.num_living
         targets = Targets(active.positions(labels_B))
-        batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features))
+        smoothing = self._settings.loss.label_smoothing
+        batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
         batch.take_offsets(None if correction is None else correction.offsets(active))
         if self.select.budget(living.num_living) * table.spec.row_bytes <= self._rows_cache_bytes:
             return HeldRows(table, active, self._pool, batch, required)

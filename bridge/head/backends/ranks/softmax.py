@@ -23,8 +23,8 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax, shift_beside_targe
 class RankSoftmax(OnlineSoftmax):
     """Sums over the rows of this rank for the samples of all ranks.
 
-    Collectives: an all-reduce of B numbers (where exponents are shifted), one of 2·B, and the reduce-scatter of B·D
-    for the feature gradients.
+    Collectives: an all-reduce of B numbers (where exponents are shifted), one of 2·B (3·B with smoothed labels), and
+    the reduce-scatter of B·D for the feature gradients.
     """
 
     def __init__(
@@ -40,20 +40,27 @@ class RankSoftmax(OnlineSoftmax):
         shift_B, sum_B, weighted_BD = self._joint()
         highest_B = link.max(shift_B) if batch.shifted else shift_B
         cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
-        joint = link.sum(torch.stack([sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]))
+        own_sums = [sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]
+        mean_row_D = self._mean_row()  # this rank's part of it
+        if mean_row_D is not None:
+            own_sums.append((batch.features_BD @ mean_row_D * batch.scale).double())
+        joint = link.sum(torch.stack(own_sums))
         sum_B, cos_B = joint[0], joint[1].to(cos_B.dtype)
+        mean_logits_B = None if mean_row_D is None else joint[2].to(cos_B.dtype)
         shift_B, highest_B = shift_beside_target(shift_B, sum_B), shift_beside_target(highest_B, sum_B)
         target = batch.target_logits(cos_B)
         target2_B = target.logits_B * LOG2_E
         top_B = torch.maximum(highest_B, target2_B)
         total_B = sum_B * torch.exp2(highest_B - top_B) + torch.exp2(target2_B - top_B)
         batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
-        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E)
+        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E, mean_logits_B)
         own = self._own()
         if weighted_BD is None:
             return losses_B[own], None
         weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
         weighted_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        if mean_row_D is not None:
+            weighted_BD.sub_(mean_row_D * batch.smoothing)
         gradient_SD = link.sum_to_owners(weighted_BD, self._sizes).mul_(batch.scale)
         mine = copy.copy(batch)
         mine.features_BD = batch.features_BD[own]

@@ -102,7 +102,7 @@ class Agreed:
     """What the ranks know of each other's part of a step, in rank order."""
 
     sizes: list[int]
-    """CountedSamples that count."""
+    """Those that count."""
     want_gradient: bool
     """Whether any rank's features need theirs."""
     amounts: list[float]
@@ -155,7 +155,8 @@ class RankStep:
         stands_for, weight = (
             (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
         )
-        batch = Batch.of(joint_features_BD, here.targets(numbers_B), labels_B, margin, stands_for, arithmetic)
+        targets, smoothing = here.targets(numbers_B), self.loss.label_smoothing
+        batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
         return RankRows(table, here, batch, numbers_B, sizes, agreed.want_gradient, weight)
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:

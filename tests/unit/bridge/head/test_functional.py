@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
@@ -62,10 +63,32 @@ def test_loss_and_gradient_are_those_of_the_formula(margins: tuple[float, float,
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_weights_ignored_and_smoothed_labels_are_those_of_torch(reduction: Any) -> None:
+    cosines, labels = batch()
+    labels[2] = -100
+    weight = torch.arange(len(labels), dtype=torch.float64)
+    ours, theirs = cosines.clone().requires_grad_(), cosines.clone().requires_grad_()
+    found = gt.margin_cross_entropy(
+        ours, labels, 1.0, 0.0, 0.0, SCALE, weight=weight, reduction=reduction, label_smoothing=0.2
+    )
+    losses = weight * F.cross_entropy(theirs * SCALE, labels, label_smoothing=0.2, reduction="none")
+    expected = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / (weight.sum() - 2)}[reduction]
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    nothing = gt.margin_cross_entropy(ours, torch.full_like(labels, -100))
+    assert float(nothing.detach()) == 0.0
+    with pytest.raises(InvalidArgument, match=r"weight -1.0 at index 0"):
+        gt.margin_cross_entropy(ours, labels, weight=weight - 1)
+
+
 def test_the_gradient_is_that_of_the_loss() -> None:
     cosines, labels = batch(1)
     assert torch.autograd.gradcheck(
-        lambda x: gt.margin_cross_entropy(x, labels, 1.1, 0.2, 0.1, SCALE), (cosines.requires_grad_(),)
+        lambda x: gt.margin_cross_entropy(x, labels, 1.1, 0.2, 0.1, SCALE, label_smoothing=0.1),
+        (cosines.requires_grad_(),),
     )
 
 
@@ -85,7 +108,9 @@ def test_a_label_that_nobody_could_look_at_poisons_its_sample_alone() -> None:
     cosines, labels = batch()
     labels[2] = CLASSES  # as on a GPU, where looking would stall
     cosines.requires_grad_()
-    losses = _MarginCrossEntropy.apply(cosines, labels, gt.CombinedMargin(SCALE), None)
+    losses = _MarginCrossEntropy.apply(
+        cosines, labels, gt.CombinedMargin(SCALE), 0.0, torch.tensor(cosines.shape[1]), None
+    )
     losses.sum().backward()
     assert cosines.grad is not None
     for found in (losses, cosines.grad[:, 0]):
@@ -114,7 +139,7 @@ def train_one_rank(rank: int, folder: str) -> None:
     group = dist.group.WORLD
     cosines, labels = batch()
     own = cosines[:, BOUNDS[rank] : BOUNDS[rank + 1]].clone().requires_grad_()
-    loss = gt.margin_cross_entropy(own, labels, *MARGINS["all"], SCALE, group)
+    loss = gt.margin_cross_entropy(own, labels, *MARGINS["all"], SCALE, group, label_smoothing=0.1)
     loss.backward()
     width = BOUNDS[rank + 1] - BOUNDS[rank]
     remapped, sampled = gt.class_center_sample(labels, width, 3, seed=1, step=2, group=group)
@@ -140,7 +165,7 @@ def test_classes_on_two_ranks_are_one_layer(tmp_path: Path) -> None:
     ranks = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
     cosines, labels = batch()
     whole = cosines.clone().requires_grad_()
-    expected = plain(whole, labels, *MARGINS["all"]).mean()
+    expected = gt.margin_cross_entropy(whole, labels, *MARGINS["all"], SCALE, label_smoothing=0.1)
     expected.backward()
     expected = expected.detach()
     for rank in ranks:

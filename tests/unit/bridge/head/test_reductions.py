@@ -1,4 +1,4 @@
-"""Sample weights, ignored labels and reductions against the plain formula in float64, in every place of the rows."""
+"""Sample weights, ignored and smoothed labels, reductions: the plain formula in float64, in every place of the rows."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Question:
     select: Any = SELECTIONS[0]
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    smoothing: float = 0.0
 
     @property
     def generator(self) -> torch.Generator:
@@ -80,6 +81,12 @@ class Question:
         logits = plain_logits(x[counted], w[torch.from_numpy(active)], targets, general, corrections)
         losses = torch.zeros(BATCH, dtype=torch.float64)
         losses[counted] = F.cross_entropy(logits, targets, reduction="none")
+        if self.smoothing:  # over the logits without margin and correction
+            cosines = F.normalize(x) @ F.normalize(w).t() * getattr(self.margin, "scale", 0)
+            plain = (x @ w.t() if self.margin is None else cosines)[counted][:, torch.from_numpy(active)]
+            shares = torch.ones(len(active), dtype=torch.float64) if corrections is None else corrections
+            mean = plain @ (shares / shares.sum())
+            losses[counted] += self.smoothing * (logits.gather(1, targets[:, None])[:, 0] - mean)
         counts = counted.double() if weight is None else weight.double() * counted
         losses = losses * counts
         if self.reduction == "sum":
@@ -101,6 +108,7 @@ class Question:
             select=self.select,
             margin=self.margin,
             reduction=self.reduction,
+            label_smoothing=self.smoothing,
             optimizer=UNIT_SGD,
             initializer=gt.Normal(std=0.5),
             **place,
@@ -137,6 +145,7 @@ def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
     keep=st.sampled_from([0, 1 << 20]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 100),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
 )
 def test_every_combination_equals_the_plain_formula(holds: bool, keep: int, **asked: Any) -> None:
     question = Question(**asked)
@@ -160,7 +169,10 @@ QUESTIONS = [
     Question("mean", "some", 1, None, SELECTIONS[2]),
     Question("sum", "extreme", 0, MARGINS[1], SELECTIONS[1]),
     Question("mean", "none", BATCH, MARGINS[1], SELECTIONS[1]),
-    Question("mean", "none", 4, None, SELECTIONS[0]),
+    Question("mean", "none", 4, None, SELECTIONS[0], smoothing=0.2),
+    Question("none", "some", 3, MARGINS[1], SELECTIONS[1], smoothing=0.1),
+    Question("sum", "none", 0, None, SELECTIONS[2], smoothing=0.3),
+    Question("mean", "none", BATCH, None, SELECTIONS[0], smoothing=0.3),
 ]
 
 
@@ -179,6 +191,15 @@ def test_every_place_of_the_rows_equals_the_plain_formula(place: dict[str, Any])
                 close(mine_gradient, gradient, 2e-4)
             optimizer.step()
             close(before - head.weights(), 2 * row_gradient, 5e-4)
+
+
+def test_it_is_torchs_cross_entropy() -> None:
+    """Without a margin, over all classes."""
+    head = Question(margin=None, smoothing=0.15).head(FakeCluster(), PLACES[0])
+    features, labels, _ = Question(num_ignored=3, dtype=torch.float64).batch()
+    logits = features @ head.weights().double().t()
+    theirs = F.cross_entropy(logits, labels, label_smoothing=0.15)
+    torch.testing.assert_close(head(features, labels).detach(), theirs, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("place", PLACES[1:4], ids=str)
@@ -226,13 +247,17 @@ def test_weights_that_are_none_are_refused(weight: Any, message: str) -> None:
 
 def test_settings_that_are_none_are_refused() -> None:
     features, labels, _ = Question().batch()
-    for settings_, message in (({"reduction": "max"}, "'max'; it must be one of mean"), ({"ignore_index": 0.5}, "0.5")):
+    for settings_, message in (
+        ({"reduction": "max"}, "'max'; it must be one of mean"),
+        ({"ignore_index": 0.5}, "0.5"),
+        ({"label_smoothing": 1.1}, r"1.1; it must lie in \[0, 1\]"),
+    ):
         with pytest.raises(InvalidArgument, match=message):
             gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, **settings_)
     head = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, ignore_index=None)
     with pytest.raises(InvalidIds, match="label -100 at index 2"):
         head(features, labels.index_fill(0, torch.tensor(2), -100))
-    for name in ("reduction", "ignore_index"):
+    for name in ("reduction", "ignore_index", "label_smoothing"):
         with pytest.raises(InvalidArgument, match="make the head anew"):
             setattr(head, name, None)
     zero = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, ignore_index=0)
