@@ -12,18 +12,29 @@ DEV_STAMP := $(VENV)/.installed-dev
 BUILD_FILES := $(wildcard ams/kernels/csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
 SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
-# By environment, so that pip's build environments follow the constraints too, in old and new pips alike.
-PIP_INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q $(PIP_ARGS)
+# By environment, so that pip's build environments follow the constraints too, in old and new pips alike. Not quiet: what
+# takes minutes shows what it does.
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install dev test docs campaign lint format proto bench gpu-check compose-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test docs campaign lint format proto bench gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 quickstart: install  ## a trained 40,992-class model in runs/quickstart, from nothing
-	$(BIN)/geartrain worker glyphs --out runs/quickstart --overwrite
+	$(BIN)/geartrain quickstart
 
 install: $(STAMP)  ## .venv with the package
+
+wheel: | $(BIN)/python  ## dist/geartrain-*.whl for this Python: it installs elsewhere without a compiler
+	@echo "Building the wheel: the C++ core takes one to three minutes."
+	rm -rf dist
+	$(PIP) wheel . --no-deps -w dist $(PIP_ARGS)
+	@echo "pip install $$(ls dist/*.whl) && geartrain quickstart --small"
+
+wheel-check:  ## the wheel in a fresh environment without a compiler: installed, a model trained (PIP_ARGS as above)
+	$(PYTHON) scripts/wheel_check.py $(PIP_ARGS)
 
 dev: $(DEV_STAMP)  ## .venv with the package and the development tools
 
@@ -34,6 +45,7 @@ $(BIN)/python:
 $(STAMP): $(BUILD_FILES) | $(BIN)/python
 	@echo "Installing Geartrain and what it needs into $(VENV). With CPU wheels of torch that is about 300 MB to"
 	@echo "download; the default wheels of the public index are CUDA builds of several GB (docs/start/install.md)."
+	@echo "Then the C++ core is built: one to three minutes."
 	$(PIP_INSTALL) -e .
 	@touch $@
 
@@ -49,7 +61,8 @@ test: dev links  ## every test, a process for each core and one more (TEST_JOBS=
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 docs: dev links  ## the documentation site in site/, strictly: a broken link or a missing docstring fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@echo "Building the site takes half a minute."
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 	@echo "site/index.html; with its search: $(BIN)/python -m http.server -d site"
 
 campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one seed again: ONLY=kills SEED=123
@@ -59,6 +72,7 @@ campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one
 lint: dev links  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	@echo "mypy takes up to a minute."
 	$(BIN)/mypy
 
 format: dev  ## let ruff mend what it can

@@ -17,6 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
 from geartrain.ams.values.specs import DTypeName, TableSpec
+from geartrain.ams.values.text import counted
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
 from geartrain.bridge.head.memory_plan import Holder, MemoryPart, MemoryPlan
@@ -83,7 +84,8 @@ class MemoryReport:
         slots = "no slots" if self.slot_dtype is None else f"{self.slot_dtype} slots"
         lines = [
             f"{self.num_classes:,} classes of width {self.dim}, {self.dtype} rows, {slots}, rows={self.rows!r}, "
-            f"{self.num_shards} shards, {self.num_ranks} ranks of {self.batch_size}, {self.num_active:,} active",
+            f"{counted(self.num_shards, 'shard')}, {counted(self.num_ranks, 'rank')} of {self.batch_size} samples, "
+            f"{self.num_active:,} classes active",
             "",
         ]
         width = max(len(part.name) for part in self.parts)
@@ -99,6 +101,23 @@ class MemoryReport:
             "",
             f"per class {self.bytes_per_class:,.1f} bytes; all shards and ranks {_gib(self.total_bytes).strip()}; "
             f"PLSC's formulas {_gib(self.plsc_bytes).strip()}",
+        ]
+        return "\n".join(lines)
+
+    def explained(self) -> str:
+        """What its words and letters mean here, what is assumed, and what is not counted."""
+        lines = [
+            "shard: each server process with rows; rank: each process that trains. Bytes are those of the fullest.",
+            "always: as long as the table is there. in a step: while one runs, and no longer.",
+            "rows: the class centers. slots: what the optimizer keeps of each (momentum, moments). index: which rows",
+            "are there. active: the classes that a step looks at, those of its labels among them.",
+            f"C = {self.num_classes:,} classes, D = {self.dim} their width, A = {self.num_active:,} active classes, "
+            f"B = {self.batch_size} samples of a rank,",
+            "n = rows of the fullest shard or rank, k = neighbours kept of a class; other numbers are bytes or counts.",
+            "Assumed: every class was written once (a row takes nothing before its first update). 1 GiB = 2^30 bytes.",
+            "Not counted: the backbone, its activations and optimizer; Python and its libraries (about 0.3 GiB a",
+            "rank); what gRPC holds of messages under way; snapshots, which lie on a disk.",
+            "PLSC's formulas: a softmax with all rows on the cards, for comparison (PLSC, sections 3 and 4).",
         ]
         return "\n".join(lines)
 

@@ -24,6 +24,7 @@ ERROR_PREFIX = "error: "
 
 # command -> (module, its function or group), in the order of the help
 COMMANDS = {
+    "quickstart": ("geartrain.cli.training.quickstart", "quickstart"),
     "up": ("geartrain.cli.cluster.up", "up"),
     "status": ("geartrain.cli.cluster.status", "status"),
     "worker": ("geartrain.cli.training.worker", "app"),
@@ -79,7 +80,8 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         Your network stays an ordinary module. Its last layer, one row for each class, lies on servers (shards) of one
         machine or many; a step moves only the rows it needs. Snapshots bring back what a crash took.
 
-        To begin: 'geartrain up' starts a cluster on this machine, 'geartrain doctor' says what is wrong with it.
+        To begin: 'geartrain quickstart --small' trains a model in under a minute, 'geartrain up' starts a cluster on
+        this machine, 'geartrain doctor' says what is wrong with it.
         """
 
     wanted = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)

@@ -29,7 +29,10 @@ def test_a_table_of_a_running_cluster_becomes_a_file(served: Callable[..., Any],
         table = cluster.create_table("w", dim=4, num_rows=9_000, optimizer=gt.SGD(0.1))
         rows = np.random.default_rng(0).standard_normal((9_000, 4), np.float32)
         table.assign(np.arange(9_000), rows)
-    assert "slots (moments)" in invoke("plan", "--classes", "100", "--dim", "8", "--adam").stdout
+    said = invoke("plan", "--classes", "100", "--dim", "8", "--adam").stdout
+    assert "slots (moments)" in said
+    assert "C = 100 classes, D = 8 their width, A = 100 active classes, B = 128 samples" in said
+    assert "slots: what the optimizer keeps" in said and "Not counted: the backbone" in said
     told = json.loads(invoke("export", "w", str(out), "--scheduler", address, "--json").stdout)
     assert told == {"file": str(out), "rows": 9_000, "dim": 4, "dtype": "float32"}
     assert np.array_equal(load_file(out)["weight"], rows)

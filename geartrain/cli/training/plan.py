@@ -64,4 +64,4 @@ def plan(
         num_ranks=ranks,
         device=device,
     )
-    print(json.dumps(report.to_json()) if as_json else report)
+    print(json.dumps(report.to_json()) if as_json else f"{report}\n\n{report.explained()}")

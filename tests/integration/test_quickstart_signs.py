@@ -1,0 +1,51 @@
+"""``geartrain quickstart --small``: drawn signs, a real training, and what to do next; only the package is needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.cli.main import build_app
+from geartrain.cli.training import quickstart
+from geartrain.workers.recipes import signs
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Few signs, few steps, in a folder of its own."""
+    monkeypatch.setattr(signs, "NUM_SIGNS", 12)
+    monkeypatch.setattr(quickstart, "SMALL_STEPS", 6)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(build_app([arguments[0]]), arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_it_trains_tells_accuracies_and_what_it_says_next_works(tiny: Path) -> None:
+    for _ in range(2):  # a second time, too
+        said = run("quickstart", "--small")
+    before, after, guessing = (float(number) for number in re.findall(r"([\d.]+) %", said)[-3:])
+    assert after >= before > 3 * guessing
+    assert (tiny / "runs/small.previous/report.json").exists()
+    command = re.search(r"geartrain (predict \S+ \S+)", said)
+    assert command is not None
+    named = run(*command[1].split())
+    assert named.startswith("runs/small-pictures/sign-007/14.png  sign-0")
+
+
+def test_signs_are_a_function_of_the_seed_and_take_no_folder_of_somebody(tiny: Path) -> None:
+    first, second, other = (signs.drawn_signs(tiny / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    pictures = [[path.read_bytes() for path in sorted(folder.rglob("*.png"))] for folder in (first, second, other)]
+    assert len(pictures[0]) == 12 * signs.IMAGES_OF_EACH
+    assert pictures[0] == pictures[1] != pictures[2]
+    (tiny / "mine").mkdir()
+    with pytest.raises(ConfigError, match="mine is there and holds no drawn signs"):
+        signs.drawn_signs(tiny / "mine")
