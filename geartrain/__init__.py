@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
     from geartrain.launch.hosting import local
     from geartrain.workers.data.streams import StreamReader
+    from geartrain.workers.models.trained_model import TrainedModel, load_model
 
 __version__ = "0.1.0"
 
@@ -87,6 +88,7 @@ __all__ = [
     "Table",
     "TableSpec",
     "TargetLogits",
+    "TrainedModel",
     "Uniform",
     "__version__",
     "attach",
@@ -98,6 +100,7 @@ __all__ = [
     "import_class_weights",
     "joint",
     "load",
+    "load_model",
     "local",
     "margin_cross_entropy",
     "memory_report",
@@ -140,6 +143,7 @@ _HOMES = {
     "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),
     "geartrain.launch.hosting": ("local",),
     "geartrain.workers.data.streams": ("StreamReader",),
+    "geartrain.workers.models.trained_model": ("TrainedModel", "load_model"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

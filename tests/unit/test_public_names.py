@@ -66,6 +66,8 @@ PUBLIC_NAMES = {
     "export_class_weights",
     "save",
     "load",
+    "load_model",
+    "TrainedModel",
     "state_to_bytes",
     "state_from_bytes",
     "errors",

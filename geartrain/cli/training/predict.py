@@ -16,7 +16,7 @@ DEFAULT_K = 5
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="A run, such as runs/quickstart, or its model folder.")],
+    model: Annotated[Path, typer.Argument(help="A run, such as runs/quickstart, its model folder, or an ONNX export.")],
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of images.")],
     k: Annotated[
         int | None,
@@ -33,12 +33,10 @@ def predict(
     """
     from geartrain.workers.models.predict import image_files
     from geartrain.workers.models.predict import predict as predictions
-    from geartrain.workers.models.saved_model import (
-        load_model,
-    )  # torch is loaded only after the arguments are known to be right
+    from geartrain.workers.models.trained_model import picture_model  # torch is loaded after the arguments are known
 
     files = image_files(images)
-    loaded = load_model(model, backbone=backbone)
+    loaded = picture_model(model, backbone)
     if missing := [str(path) for path in files if not path.exists()]:
         raise ConfigError(f"{', '.join(missing)}: no such file or folder; give images, or folders of images")
     results = list(predictions(loaded, files, min(DEFAULT_K, len(loaded.class_names)) if k is None else k))

@@ -1,0 +1,190 @@
+"""A trained model as an object: from a worker's folder, from gt.save and from an ONNX export, with equal answers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from PIL import Image
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import geartrain as gt
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SpecMismatch
+from geartrain.cli.main import build_app
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models import onnx_backbone
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.models.saved_model import Model, save_model
+
+CLASSES, DIM = 7, 5
+
+
+def typed(*arguments: object) -> Result:
+    """What a command line gives."""
+    line = [str(one) for one in arguments]
+    return CliRunner().invoke(build_app(line), line)
+
+
+def require_onnx() -> None:
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(library, reason="needs pip install 'geartrain[onnx]'")
+
+
+@pytest.fixture
+def worker_model(tmp_path: Path) -> Path:
+    torch.manual_seed(2)
+    settings = {"channels": 1, "image_size": 16, "width": 8, "dim": 16}
+    names = ["a", "b", "漢"]
+    backbone = build_backbone("stroke_net", settings).eval()
+    model = Model(backbone, settings, torch.randn(3, 16), names, Preprocessing(kind="photo", size=16))
+    save_model(tmp_path / "run" / "model", model)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[Path]:
+    paths = []
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 24), np.uint8)
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def backbone(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, DIM), nn.BatchNorm1d(DIM))
+
+
+def saved(folder: Path, **settings: Any) -> tuple[Path, Tensor, Tensor, Tensor]:
+    """A saved model, images, and what its head says of them."""
+    with gt.local(num_shards=2) as cluster:
+        model = nn.ModuleDict({"backbone": backbone(1)})
+        settings = {"select": gt.FullSoftmax(), "num_classes": CLASSES, "dim": DIM, **settings}
+        model["head"] = head = gt.ClassHead(cluster, "classes", **settings)
+        rows = gt.RowOptimizer(head)
+        images = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+        for _ in range(3):
+            head(model["backbone"](images), torch.arange(6)).backward()
+            rows.step()
+            rows.zero_grad()
+        head.retire_classes(torch.tensor([2]))
+        gt.save(model, folder)
+        model.eval()
+        with torch.no_grad():
+            return folder, images, *head.predict(model["backbone"](images), 3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"margin": gt.ArcFace(16.0)}, {"bias": True}, {"dtype": "bfloat16", "optimizer": gt.SparseMomentum(0.5)}],
+    ids=["cosine", "bias", "bfloat16"],
+)
+def test_a_saved_model_answers_as_its_head_did(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder, images, scores, classes = saved(tmp_path / "model", **settings)
+    model = gt.load_model(folder, backbone=backbone(9), class_names=[f"class {number}" for number in range(CLASSES)])
+    answers = model.predict(images, 3)
+    assert [[name for name, _ in row] for row in answers] == [
+        [f"class {one}" for one in row] for row in classes.tolist()
+    ]
+    np.testing.assert_allclose([[score for _, score in row] for row in answers], scores, rtol=1e-4, atol=1e-5)
+    assert len(model.class_names) == CLASSES - 1  # one was retired
+    assert len(model.predict(images, 100)[0]) == CLASSES - 1
+    assert model.embed(images[:0]).shape == (0, DIM)
+
+
+def test_pictures_are_named_as_the_command_names_them(worker_model: Path, pictures: list[Path]) -> None:
+    model = gt.load_model(worker_model)
+    answers = model.predict(pictures, 2)
+    for one in (str(pictures[0]), Image.open(pictures[0])):  # sums of other batches are rounded otherwise
+        torch.testing.assert_close(model.embed(one), model.embed(pictures)[:1])
+    done = typed("predict", worker_model, *pictures, "-k", 2)
+    assert done.exit_code == 0, done.output
+    for row, line in zip(answers, done.output.splitlines(), strict=True):
+        assert all(f"{score:.3f}" in line for _, score in row)
+
+
+def test_an_export_answers_as_the_model_does(worker_model: Path, pictures: list[Path], tmp_path: Path) -> None:
+    require_onnx()
+    folder = tmp_path / "exported"
+    done = typed("export", worker_model, folder, "--onnx")
+    assert done.exit_code == 0, done.output
+    assert "of their length from PyTorch's" in done.output
+    model, exported = gt.load_model(worker_model), gt.load_model(folder)
+    torch.testing.assert_close(exported.embed(pictures), model.embed(pictures))
+    assert typed("predict", worker_model, *pictures).output == typed("predict", folder, *pictures).output != ""
+    for path in folder.iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+        with pytest.raises(ModelDamaged):
+            gt.load_model(folder)
+        path.write_bytes(whole)
+
+
+def test_a_model_of_tensors_is_exported_with_its_biases(tmp_path: Path) -> None:
+    require_onnx()
+    folder, images, _, _ = saved(tmp_path / "model", bias=True)
+    model = gt.load_model(folder, backbone=backbone(9))
+    with pytest.raises(InvalidArgument, match=r"example is None"):
+        model.export_onnx(tmp_path / "exported")
+    parity = model.export_onnx(tmp_path / "exported", images)
+    assert parity.largest_distance < 1e-5
+    again = gt.load_model(tmp_path / "exported")
+    assert again.class_names == model.class_names
+    torch.testing.assert_close(again.scores(again.embed(images)), model.scores(model.embed(images)))
+
+
+class Drawing(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images + torch.rand_like(images)
+
+
+class Branching(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images if float(images.sum()) > 0 else -images
+
+
+@pytest.mark.parametrize(
+    ("network", "message"), [(Drawing(), "nothing was written"), (Branching(), "cannot be exported")]
+)
+def test_what_onnx_cannot_say_is_not_written(network: nn.Module, message: str, tmp_path: Path) -> None:
+    require_onnx()
+    with pytest.raises(InvalidArgument, match=message):
+        onnx_backbone.export(tmp_path / "exported", network, torch.randn(3, 4), tensors={}, class_names=[], config={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_without_its_libraries_names_them(
+    worker_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ConfigError, match=r"pip install 'geartrain\[onnx\]'"):
+        gt.load_model(worker_model).export_onnx(tmp_path / "exported")
+
+
+def test_what_does_not_fit_is_said(worker_model: Path, tmp_path: Path) -> None:
+    folder, images, _, _ = saved(tmp_path / "model")
+    with pytest.raises(InvalidArgument, match=r"load_model\(path, backbone=MyBackbone\(\)\)"):
+        gt.load_model(folder)
+    with pytest.raises(SpecMismatch, match=r"weight \[3, 4\].*holds none such"):
+        gt.load_model(folder, backbone=nn.Linear(4, 3))
+    with pytest.raises(InvalidArgument, match=r"has the heads \['head'\]"):
+        gt.load_model(folder, backbone=backbone(1), head="tail")
+    with pytest.raises(InvalidArgument, match=r"2 names; the head has 7"):
+        gt.load_model(folder, backbone=backbone(1), class_names=["a", "b"])
+    model = gt.load_model(folder, backbone=backbone(1))
+    with pytest.raises(InvalidArgument, match="takes tensors"):
+        model.predict("image.png")
+    with pytest.raises(InvalidArgument, match="leave backbone="):
+        gt.load_model(worker_model, backbone=backbone(1))
+    with pytest.raises(ConfigError, match="does not exist"):
+        gt.load_model(tmp_path / "nothing")
+    refused = typed("predict", folder, "image.png")
+    assert "geartrain.load_model" in str(refused.exception)
+    assert images.shape == (6, 4)

@@ -1,0 +1,203 @@
+"""A backbone as ONNX: exported with the classes beside it, compared with onnxruntime, and run by it.
+
+    FOLDER/backbone.onnx           images [N, …] -> features [N, D], any N
+    FOLDER/centers.safetensors     centers [C, D] and, where there are some, biases [C], float32
+    FOLDER/classes.json            name of each class
+    FOLDER/config.json             kind, how pictures become tensors, checksums (XXH3) of the others
+
+Legend: N images, C classes, D width of a feature.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
+from geartrain.ams.values.text import quoted
+from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
+
+FORMAT = 1
+KIND = "onnx"
+TOLERANCE = 1e-3
+"""Largest distance of features, of their length: sums in another order are some 1e-6 apart."""
+_BACKBONE, _CENTERS, _CLASSES, _CONFIG = "backbone.onnx", "centers.safetensors", "classes.json", "config.json"
+_FILES = (_BACKBONE, _CENTERS, _CLASSES)
+_INPUT, _OUTPUT = "images", "features"
+_REMEDY = "export the model again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How far onnxruntime is from the module."""
+
+    images: int
+    """Compared, in batches of several sizes."""
+    largest_distance: float
+    """Of two features of an image, as part of their length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What :func:`export` wrote."""
+
+    backbone: OnnxBackbone
+    tensors: dict[str, Tensor]
+    class_names: list[str]
+    config: dict[str, Any]
+
+
+class OnnxBackbone(nn.Module):
+    """Runs an exported backbone with onnxruntime, on the CPU; without gradients."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        runtime = _needed("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        try:
+            self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as exc:  # its errors have no base but this
+            raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, …] -> features [N, D]. Raises InvalidArgument for images of another shape or type."""
+        try:
+            (features,) = self._session.run([_OUTPUT], {_INPUT: images.detach().cpu().contiguous().numpy()})
+        except Exception as exc:
+            raise InvalidArgument(f"onnxruntime refuses images {images.dtype} {list(images.shape)}: {exc}") from exc
+        return torch.from_numpy(features)
+
+
+def export(
+    folder: Path,
+    backbone: nn.Module,
+    example: Tensor,
+    *,
+    tensors: Mapping[str, Tensor],
+    class_names: Sequence[str],
+    config: Mapping[str, Any],
+) -> Parity:
+    """Write the folder, as a whole, if onnxruntime gives the features of ``backbone``. Raises ConfigError,
+    InvalidArgument."""
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        _needed(library)
+    if not isinstance(example, Tensor) or example.ndim < 1 or len(example) < 2:
+        found = list(example.shape) if isinstance(example, Tensor) else quoted(example)
+        raise InvalidArgument(f"example is {found}; it must be a tensor of 2 or more images [N, ...]")
+    was_training = backbone.training
+    backbone.eval()
+    try:
+        with replacing_folder(folder) as staging:
+            _write_onnx(backbone, example, staging / _BACKBONE)
+            parity = _compared(backbone, OnnxBackbone(staging / _BACKBONE), example)
+            save_file({name: one.detach().cpu().contiguous() for name, one in tensors.items()}, staging / _CENTERS)
+            (staging / _CENTERS).chmod(0o644)  # the library creates it for its owner alone
+            write_json(staging / _CLASSES, list(class_names))
+            checksums = {name: _checksum(staging / name) for name in _FILES}
+            content = {**config, "format": FORMAT, "kind": KIND, "xxh3_128_of": checksums}
+            (staging / _CONFIG).write_bytes(seal_json(content))
+    finally:
+        backbone.train(was_training)
+    return parity
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether :func:`export` wrote it."""
+    return (complete_folder(folder) / _BACKBONE).exists()
+
+
+def read(folder: Path) -> Exported:
+    """Read what :func:`export` wrote. Raises ConfigError, ModelDamaged."""
+    folder = complete_folder(folder)
+    try:
+        config = unseal_json((folder / _CONFIG).read_bytes())
+        if config["kind"] != KIND or config["format"] != FORMAT:
+            raise ConfigError(f"{folder / _CONFIG} has format {config['format']!r}; this version reads {FORMAT}")
+        for name in _FILES:
+            if _checksum(folder / name) != config["xxh3_128_of"][name]:
+                raise ModelDamaged(f"{folder / name} is damaged: its checksum in {_CONFIG} is another; {_REMEDY}")
+        tensors = load_file(folder / _CENTERS)
+        names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
+    except (ValueError, KeyError, OSError, SafetensorError) as exc:
+        if isinstance(exc, ConfigError):
+            raise
+        raise ModelDamaged(f"{folder} is damaged: {exc}; {_REMEDY}") from exc
+    return Exported(backbone=OnnxBackbone(folder / _BACKBONE), tensors=tensors, class_names=names, config=config)
+
+
+def _write_onnx(backbone: nn.Module, example: Tensor, path: Path) -> None:
+    exporting = logging.getLogger("torch.onnx")
+    level = exporting.level
+    exporting.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of the exporter about itself
+            torch.onnx.export(
+                backbone,
+                (example,),
+                str(path),
+                input_names=[_INPUT],
+                output_names=[_OUTPUT],
+                dynamic_shapes=({0: torch.export.Dim("images", min=1)},),
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    except Exception as exc:  # of many unrelated kinds
+        raise InvalidArgument(
+            f"{type(backbone).__name__} cannot be exported to ONNX: {type(exc).__name__}: {_first_line(exc)}. Its "
+            "forward must take one tensor [N, ...] of any N, without branches that look at values"
+        ) from exc
+    finally:
+        exporting.setLevel(level)
+
+
+@torch.no_grad()
+def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor) -> Parity:
+    """Compare all of the example, its first image alone, and it twice over. Raises InvalidArgument."""
+    largest, num_images = 0.0, 0
+    for images in (example, example[:1], torch.cat([example, example.flip(0)])):
+        mine, theirs = backbone(images).float().cpu(), exported(images).float()
+        if mine.shape != theirs.shape:
+            raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
+        lengths = mine.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        largest = max(largest, float(((mine - theirs).norm(dim=1) / lengths).max()))
+        num_images += len(images)
+    if not largest <= TOLERANCE:
+        raise InvalidArgument(
+            f"features of onnxruntime are {largest:.2g} of their length from the backbone's, more than {TOLERANCE:g}; "
+            "nothing was written. Does it draw random numbers, or round?"
+        )
+    return Parity(images=num_images, largest_distance=largest)
+
+
+def _needed(library: str) -> Any:
+    """Import what only an export needs. Raises ConfigError."""
+    try:
+        return importlib.import_module(library)
+    except ImportError as exc:
+        raise ConfigError(
+            f"ONNX needs {library}, which cannot be imported: {exc}; pip install 'geartrain[onnx]'"
+        ) from exc
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).strip().splitlines() or [""])[0]
+
+
+def _checksum(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())

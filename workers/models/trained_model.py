@@ -1,0 +1,307 @@
+"""``gt.load_model``: a trained model as an object that embeds, predicts and exports. No cluster, no training code.
+
+Legend: N images, C classes, D width of a feature, k answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+
+from geartrain.ams.client.cluster import local
+from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.values.arguments import integer, path_name
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, SpecMismatch
+from geartrain.ams.values.text import counted, quoted
+from geartrain.bridge.checkpoint.folder import MODEL, ModelRecord, read_record, read_state
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+from geartrain.workers.data.bitmaps import Preprocessing, open_picture
+from geartrain.workers.models import onnx_backbone
+from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models.saved_model import load_model as load_worker_model
+
+Images = Tensor | str | Path | Image.Image | Iterable[str | Path | Image.Image]
+AT_ONCE = 256
+_ROWS_AT_ONCE = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A backbone with the class centers of its head, on the CPU and in eval(). :func:`load_model` makes it.
+
+    The backbone may be moved: ``model.backbone.to("cuda")``; images follow it.
+    """
+
+    backbone: nn.Module
+    """Images [N, …] -> features [N, D]."""
+    centers: Tensor
+    """[C, D] float32."""
+    biases: Tensor | None
+    """[C] float32, of a head with ``bias=True``."""
+    class_names: list[str]
+    is_cosine: bool
+    """Whether a class's score is the cosine of feature and center, as under a margin, or their product."""
+    preprocessing: Preprocessing | None
+    """How pictures become tensors; None: the model takes tensors alone."""
+
+    @torch.no_grad()
+    def embed(self, images: Images) -> Tensor:
+        """Features [N, D] float32 of images, on the host.
+
+        ``images`` is a tensor as the backbone takes it, [N, …]; or, of a model that 'geartrain worker' saved, one or
+        several pictures: paths, or PIL images. Works on 256 at a time. Raises InvalidArgument (not a picture),
+        InvalidRows.
+        """
+        device = next((one.device for one in self.backbone.parameters()), torch.device("cpu"))
+        found = [self.backbone(batch.to(device)).float().cpu() for batch in self._batches(images)]
+        features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[1])
+        if features_ND.ndim != 2 or features_ND.shape[1] != self.centers.shape[1]:
+            raise InvalidRows(
+                f"the backbone gives features {list(features_ND.shape)}; the centers need [N, {self.centers.shape[1]}]"
+            )
+        return features_ND
+
+    @torch.no_grad()
+    def scores(self, features_ND: Tensor) -> Tensor:
+        """Score [N, C] of each class: cosines, 1 at best, or products (:attr:`is_cosine`)."""
+        if self.is_cosine:
+            return functional.normalize(features_ND, dim=1) @ functional.normalize(self.centers, dim=1).T
+        products_NC = features_ND @ self.centers.T
+        return products_NC if self.biases is None else products_NC + self.biases
+
+    def predict(self, images: Images, k: int = 5) -> list[list[tuple[str, float]]]:
+        """The ``k`` best classes of each image, by name with their score, best first (all, if there are fewer).
+
+        Holds a matrix [256, C] of scores. Raises as :meth:`embed`.
+        """
+        k = min(integer("k", k, 1), len(self.class_names))
+        answers = []
+        for features_ND in torch.split(self.embed(images), AT_ONCE):
+            scores, order = self.scores(features_ND).sort(dim=1, descending=True, stable=True)
+            for row, ids in zip(scores[:, :k].tolist(), order[:, :k].tolist(), strict=True):
+                answers.append([(self.class_names[label], score) for label, score in zip(ids, row, strict=True)])
+        return answers
+
+    def export_onnx(self, folder: str | Path, example: Tensor | None = None) -> onnx_backbone.Parity:
+        """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.
+
+        ``folder`` is replaced as a whole: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
+        ``centers.safetensors``, ``classes.json``, ``config.json`` with checksums. :func:`load_model` reads it.
+        ``example`` is a batch of 2 or more images; a model of pictures needs none. Nothing is written unless
+        onnxruntime gives the same features, on batches of several sizes, to 1e-3 of their length.
+
+        Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
+        or the features differ).
+        """
+        if example is None:
+            if self.preprocessing is None:
+                raise InvalidArgument("example is None; give a batch of images, a tensor [N, ...] with N of 2 or more")
+            look = self.preprocessing
+            generator = torch.Generator().manual_seed(0)
+            shape = (4, look.channels, look.size, look.size)
+            example = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        return onnx_backbone.export(
+            Path(path_name("folder", folder, "the name of a folder")),
+            self.backbone,
+            example,
+            tensors={"centers": self.centers, **({} if self.biases is None else {"biases": self.biases})},
+            class_names=self.class_names,
+            config={
+                "is_cosine": self.is_cosine,
+                "preprocessing": None if self.preprocessing is None else self.preprocessing.to_json(),
+            },
+        )
+
+    def _batches(self, images: Images) -> Iterator[Tensor]:
+        if isinstance(images, Tensor):
+            yield from torch.split(images, AT_ONCE)
+            return
+        if self.preprocessing is None:
+            raise InvalidArgument(
+                f"images are {quoted(images)}; this model takes tensors [N, ...]: how pictures become tensors was not "
+                "saved with it"
+            )
+        pictures = iter([images] if isinstance(images, str | Path | Image.Image) else images)
+        while several := list(islice(pictures, AT_ONCE)):
+            yield torch.from_numpy(np.stack([self._bitmap(self.preprocessing, one) for one in several]))
+
+    @staticmethod
+    def _bitmap(look: Preprocessing, picture: str | Path | Image.Image) -> Any:
+        return look.bitmap(picture if isinstance(picture, Image.Image) else open_picture(Path(picture)))
+
+
+def load_model(
+    path: str | Path,
+    *,
+    backbone: nn.Module | str | None = None,
+    head: str | None = None,
+    class_names: Sequence[str] | None = None,
+) -> TrainedModel:
+    """Return the model that ``geartrain worker``, :func:`geartrain.save` or an ONNX export wrote to ``path``.
+
+        model = gt.load_model("runs/quickstart/model")
+        model.predict("image.png")  # [[("U+4E00", 0.93), ...]]
+
+    Args:
+        path: The folder, or that of a run.
+        backbone: Of a model of :func:`geartrain.save`, the module that makes the features, made like the saved one: its
+            parameters are found among the saved ones by name and shape. Of a worker's model with a backbone of your
+            own, its name ``"package.module:function"``: that code is run only if you say so.
+        head: Of such a model with several heads, the name of one, such as ``"head"``.
+        class_names: Of such a model, a name for each class; None: their ids.
+
+    Raises:
+        ConfigError: There is no such model.
+        ModelDamaged, SnapshotDamaged: A file is missing or changed; the message names it.
+        SpecMismatch: The saved model has no such backbone.
+        InvalidArgument: ``backbone`` or ``head`` is missing or superfluous.
+    """
+    folder = Path(path_name("path", path, "the folder of a model")).absolute()
+    if (folder / MODEL).exists():
+        return _of_saved(folder, backbone, head, class_names)
+    if isinstance(backbone, nn.Module) or head is not None or class_names is not None:
+        raise InvalidArgument(
+            f"{folder} is no model of geartrain.save: it has its backbone and names; leave backbone=, head= and "
+            "class_names= out"
+        )
+    if onnx_backbone.is_exported(folder):
+        return _of_exported(folder)
+    model = load_worker_model(folder, backbone=backbone)
+    return TrainedModel(
+        backbone=model.backbone,
+        centers=model.centers,
+        biases=None,
+        class_names=model.class_names,
+        is_cosine=model.is_cosine,
+        preprocessing=model.preprocessing,
+    )
+
+
+def picture_model(path: Path, backbone: str | None = None) -> Model:
+    """A model of pictures, for ``geartrain predict``. Raises as :func:`load_model`."""
+    if (path / MODEL).exists():
+        raise InvalidArgument(
+            f"{path} was saved by geartrain.save, and how pictures become its tensors was not; predict in Python: "
+            "geartrain.load_model(path, backbone=...).predict(tensor)"
+        )
+    if not onnx_backbone.is_exported(path):
+        return load_worker_model(path, backbone=backbone)
+    found = _of_exported(path)
+    if found.preprocessing is None:
+        raise InvalidArgument(f"{path} takes tensors: predict in Python: geartrain.load_model(path).predict(tensor)")
+    return Model(
+        backbone=found.backbone,
+        backbone_settings={},
+        centers=found.centers,
+        class_names=found.class_names,
+        preprocessing=found.preprocessing,
+        is_cosine=found.is_cosine,
+    )
+
+
+def _of_exported(folder: Path) -> TrainedModel:
+    exported = onnx_backbone.read(folder)
+    look = exported.config["preprocessing"]
+    return TrainedModel(
+        backbone=exported.backbone,
+        centers=exported.tensors["centers"],
+        biases=exported.tensors.get("biases"),
+        class_names=exported.class_names,
+        is_cosine=exported.config["is_cosine"],
+        preprocessing=None if look is None else Preprocessing(**look),
+    )
+
+
+def _of_saved(
+    folder: Path, backbone: nn.Module | str | None, head: str | None, class_names: Sequence[str] | None
+) -> TrainedModel:
+    if not isinstance(backbone, nn.Module):
+        raise InvalidArgument(
+            f"backbone is {quoted(backbone)}; {folder} holds the parameters of modules that are code of yours: give "
+            "the one that makes the features, load_model(path, backbone=MyBackbone())"
+        )
+    record = read_record(folder)
+    state = read_state(folder, record)["model"]
+    name, said = _head_of(folder, state, head)
+    num_classes = int(said["num_classes"])
+    names = [str(one) for one in (range(num_classes) if class_names is None else class_names)]
+    if len(names) != num_classes:
+        raise InvalidArgument(f"class_names are {counted(len(names), 'name')}; the head has {num_classes} classes")
+    _fill(folder, backbone, state)
+    living = LiveClasses(num_classes, said["retired_runs"]).all_ids
+    rows_CD = _rows(folder, record, name, living)
+    dim = int(said["dim"])
+    return TrainedModel(
+        backbone=backbone.eval(),
+        centers=rows_CD[:, :dim].contiguous(),
+        biases=rows_CD[:, dim].contiguous() if said.get("bias") else None,
+        class_names=[names[label] for label in living.tolist()],
+        is_cosine=said["margin"] != repr(None),
+        preprocessing=None,
+    )
+
+
+def _head_of(folder: Path, state: Mapping[str, Any], head: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Name and extra state of the head."""
+    suffix = "_extra_state"
+    heads = {
+        key.removesuffix(suffix).removesuffix("."): value
+        for key, value in state.items()
+        if key.endswith(suffix) and isinstance(value, Mapping) and "retired_runs" in value
+    }
+    if head is None and len(heads) == 1:
+        head = next(iter(heads))
+    if head is None or head not in heads:
+        raise InvalidArgument(f"head is {head!r}; {folder} has the heads {sorted(heads)}: name one of them")
+    return head, heads[head]
+
+
+def _fill(folder: Path, backbone: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give ``backbone`` its parameters, which lie below some prefix in ``state``."""
+    wanted = backbone.state_dict()
+    if not wanted:
+        return
+    first = next(iter(wanted))
+    prefixes = [key.removesuffix(first) for key in state if key == first or key.endswith(f".{first}")]
+    fitting = [
+        prefix
+        for prefix in prefixes
+        if all(prefix + key in state and _alike(state[prefix + key], value) for key, value in wanted.items())
+    ]
+    if len(fitting) != 1:
+        found = f"several such: {sorted(fitting)}" if fitting else "none such"
+        shown = ", ".join(f"{key} {list(value.shape)}" for key, value in list(wanted.items())[:3])
+        raise SpecMismatch(
+            f"backbone has {shown}{', …' if len(wanted) > 3 else ''}; {folder} holds {found}, but "
+            f"{', '.join(list(state)[:8])}. Make it like the saved one"
+        )
+    backbone.load_state_dict({key: state[fitting[0] + key] for key in wanted})
+
+
+def _alike(saved: Any, mine: Any) -> bool:
+    return isinstance(saved, Tensor) and isinstance(mine, Tensor) and saved.shape == mine.shape
+
+
+def _rows(folder: Path, record: ModelRecord, module: str, ids: Any) -> Tensor:
+    """Rows [N, dim] of the head called ``module``, float32."""
+    (table,) = record.modules[module]
+    path = next(folder / rows.folder for rows in record.rows if module in rows.modules)
+    with local() as cluster:  # which knows initial values, and what became of rows that no step touched
+        cluster.restore(path, tables=[table])
+        opened = cluster.table(table)
+        rows = torch.empty(len(ids), opened.spec.dim)
+        for start in range(0, len(ids), _ROWS_AT_ONCE):
+            some = ids[start : start + _ROWS_AT_ONCE]
+            out = torch.empty(len(some), opened.spec.dim, dtype=TORCH_DTYPES[opened.spec.dtype])
+            opened.pull_into(some, as_numpy(out))
+            rows[start : start + len(some)] = out
+    return rows
