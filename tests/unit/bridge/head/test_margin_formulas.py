@@ -259,3 +259,21 @@ def _train_rank(rank: int, ranks: int, folder: Path, margin: Any) -> None:
             arrays[f"{place}-names"], arrays[f"{place}-known"] = np.array(list(known)), np.array(list(known.values()))
     np.savez(folder / f"rank{rank}.npz", **arrays)
     assert ranks == 2
+
+
+@pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
+@pytest.mark.parametrize("margin", [MARGINS[1], MARGINS[4]], ids=named)
+def test_micro_batches_with_other_active_classes_are_summed(margin: Any, place: str) -> None:
+    with gt.local() as cluster:
+        head = make_head(None if place == "ranks" else cluster, margin, **PLACES[place])
+        twin, optimizer, before = MarginTwin(margin), gt.RowOptimizer(head), head.weights().double()
+        change = torch.zeros_like(before)
+        for number in range(3):
+            features, labels = batch(number)
+            (head(features.requires_grad_(), labels) * (number + 1)).backward()
+            _, gradient, after = twin_step(twin, features.detach(), labels, before, 0)
+            change += (after - before) * (number + 1)
+            assert features.grad is not None
+            torch.testing.assert_close(features.grad.double(), gradient * (number + 1), rtol=1e-4, atol=2e-5)
+        optimizer.step()
+        torch.testing.assert_close(head.weights().double(), before + change, rtol=1e-4, atol=5e-5)
