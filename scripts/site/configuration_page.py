@@ -8,7 +8,7 @@ import re
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.values.config import ClusterConfig
-from geartrain.cli import configuration
+from geartrain.cli.shared import configuration
 
 INTRODUCTION = """# Configuration
 
