@@ -62,6 +62,9 @@ def load(
         content = read_state(folder, record)
         _require_same_modules(folder, record, keepers)
         _require_same_tensors(folder, content["model"], model, plain)
+        for name, keeper in keepers.items():
+            if isinstance(said := content["model"].get(f"{name}._extra_state".removeprefix(".")), Mapping):
+                keeper.require_state(said)
         _require_objects(folder, content, state or {})
         for rows in record.rows:
             _require_same_tables(open_rows(folder, rows), [keepers[name] for name in rows.modules])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.rows.ranks import FailsTogether
@@ -45,6 +45,9 @@ class RowKeeper(ABC):
 
     def require_loadable(self) -> None:  # noqa: B027
         """Raise InvalidArgument if the tables cannot be replaced beneath this module."""
+
+    def require_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raise SpecMismatch if the extra state of a saved module is of another kind than this one's."""
 
     def settle(self) -> None:  # noqa: B027
         """Write to the tables what waits elsewhere, before they are saved."""

@@ -247,6 +247,9 @@ class _ClusterRows(RowKeeper):
         if self._backend.peers is not None:
             self._backend.peers.begin_anew()
 
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        self._backend.margins.require_resumable(state)
+
     def graph_to_bytes(self) -> bytes | None:
         return self._backend.select.graph_to_bytes()
 

@@ -202,6 +202,9 @@ class _RankRows(RowKeeper):
     def is_trained(self) -> bool:
         return self._backend.update.step > 0
 
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        self._backend.margins.require_resumable(state)
+
     def graph_to_bytes(self) -> bytes | None:
         return self._backend.select.graph_to_bytes()
 

@@ -104,6 +104,13 @@ class HeadMargin:
             name: torch.tensor(value, dtype=torch.float64) for name, value in state["margin_learned"].items()
         }
 
+    def require_resumable(self, state: Mapping[str, Any]) -> None:
+        """Raise what :meth:`resume` would, and change nothing."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if "margin_learned" in state:
+                self._resumed(state)
+
     def _resumed(self, state: Mapping[str, Any]) -> AnyMargin | None:
         mine, saved = self.margin, state["margin"]
         if saved == repr(mine) or type(mine).__repr__ is object.__repr__:

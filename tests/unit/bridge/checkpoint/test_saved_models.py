@@ -289,6 +289,7 @@ class Wider(Model):
         (lambda c: Model(c, dim=6), r"dim is 5, not 6"),
         (lambda c: Model(c, optimizer=gt.SGD(0.5)), r"optimizer is SparseMomentum"),
         (lambda c: Model(c, dtype="bfloat16"), r"dtype is 'float32', not 'bfloat16'"),
+        (lambda c: Model(c, margin=gt.ArcFace(16.0)), r"saved head has margin CosFace"),
         (TwoHeads, r"no rows of module 'second' \(tables \['second'\]\)"),
         (Headless, r"rows of module 'head' .* which this model has not; its modules with rows: none"),
         (Wider, r"'backbone.0.weight' .* has shape \[5, 5\], that of this model \[6, 5\]"),
