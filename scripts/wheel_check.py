@@ -34,7 +34,8 @@ def main() -> None:
             subprocess.run([str(programs / command[0]), *command[1:]], cwd=folder, env=environ, check=True)
             return time.monotonic() - began
 
-        run("python", "-m", "pip", "install", "--only-binary=:all:", *sys.argv[1:], str(wheels[0]))
+        constraints = str(REPOSITORY / "constraints.txt")
+        run("python", "-m", "pip", "install", "--only-binary=:all:", "-c", constraints, *sys.argv[1:], str(wheels[0]))
         run("geartrain", "--version")
         seconds = run("geartrain", "quickstart", "--small")
     print(f"{wheels[0].name} installs without a compiler; its quickstart took {seconds:.0f} s")

@@ -197,8 +197,18 @@ class Table:
     ) -> Write:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
-        ``step_goes_on``: more pushes of the same step follow, and rows that none of them has are to move once.
-        ``known_finite``: the caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
+        Args:
+            ids: [N] of the rows.
+            gradients: [N, dim]; those of equal ids are summed.
+            lr: Replaces the table's learning rate.
+            scale: Multiplies the gradients.
+            optimizer_scalars: Replace other numbers of the table's optimizer, by name.
+            group: Makes the push one rank's part of a synchronous one.
+            sequence: Numbers it in the stream, see :meth:`push`.
+            step_goes_on: More pushes of the same step follow, and rows that none of them has are to move once.
+            known_finite: The caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
+
+        Raises what :meth:`push` does before it sends.
         """
         push = Push(
             table=self.spec.name,

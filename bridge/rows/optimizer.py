@@ -169,8 +169,8 @@ def clip_grad_norm_(
         parameters: Dense parameters, or one; those without a gradient are left out. Gradients have any dtype and device
             and may be DTensors (FSDP2); under DDP they are equal on all ranks.
         rows: What :func:`geartrain.joint` made, the RowOptimizer, or several of them. Of a SlowGear the gradients of
-        its features count. A DenseTable stands for
-            the parameters it trains (in mode "sync" it is refused: its ranks' mean is made in the shards).
+            its features count. A DenseTable stands for the parameters it trains (in mode "sync" it is refused: its
+            ranks' mean is made in the shards).
         max_norm: > 0; may be infinite, to know the norm.
         error_if_nonfinite: Raise NonFinite, and scale nothing, if the norm is not finite.
 
