@@ -19,18 +19,22 @@ from typing import Annotated, Any
 import torch
 import typer
 from _default_problems import Problem, problems
+from _row_wise_adamw import RowWiseAdamW
 from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
+from geartrain.bridge.head.loss.margins.scale import with_scale
 
 SEEDS, STEPS = 3, 400
 ALLOWED_POINTS, ALLOWED_POINTS_OF_SCALE = 0.5, 2.0
 THREADS = 2
 LINEAR, DEFAULT, ARCFACE = "nn.Linear", "ClassHead", "ArcFace()"
+LAYERS = {LINEAR: torch.optim.AdamW, "nn.Linear, row-wise AdamW": RowWiseAdamW}
+"""What trains the weights of a plain layer."""
 SCALES = {f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (16, 32, 64)}
-ARMS: dict[str, dict[str, Any] | None] = {LINEAR: None, DEFAULT: {}, ARCFACE: {"margin": gt.ArcFace()}, **SCALES}
-"""Name -> arguments of the head; None: no head."""
+ARMS: dict[str, dict[str, Any]] = {LINEAR: {}, DEFAULT: {}, ARCFACE: {"margin": gt.ArcFace()}, **SCALES}
+"""Name -> arguments of the head."""
 OTHERS: dict[str, dict[str, Any]] = {
     "bias=True": {"bias": True},
     "PartialFC(0.5)": {"select": gt.PartialFC(0.5)},
@@ -40,6 +44,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "AdamW(3e-3)": {"optimizer": gt.AdamW(3e-3)},
     "SparseMomentum(0.1)": {"optimizer": gt.SparseMomentum(0.1)},
     "SparseMomentum(1)": {"optimizer": gt.SparseMomentum(1.0)},
+    **{
+        f"PartialFC({rate}), SparseMomentum(0.1)": {"select": gt.PartialFC(rate), "optimizer": gt.SparseMomentum(0.1)}
+        for rate in (0.5, 0.1)
+    },
     "Normal(std=0.01)": {"initializer": gt.Normal(std=0.01)},
     "CosFace()": {"margin": gt.CosFace()},
     "CosFace(margin=0)": {"margin": gt.CosFace(margin=0.0)},
@@ -48,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ArcFace(), SparseMomentum(0.1)": {"margin": gt.ArcFace(), "optimizer": gt.SparseMomentum(0.1)},
     "ArcFace(), Normal(std=0.01)": {"margin": gt.ArcFace(), "initializer": gt.Normal(std=0.01)},
     **{f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (4, 8, 12, 24)},
+    **{layer: {} for layer in LAYERS},
 }
 Accuracies = dict[str, dict[str, list[float]]]
 """Problem -> arm -> per cent, seed by seed."""
@@ -79,14 +88,16 @@ def run_all(arms: list[str], *, seeds: int, steps: int) -> Accuracies:
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     accuracies: Accuracies = {}
-    known = {**ARMS, **OTHERS}
     try:
         for seed in range(seeds):
             for make in problems(seed, steps):
                 problem = make()
                 own = accuracies.setdefault(f"{problem.name}, {problem.num_classes:,} classes", {})
+                known: dict[str, float] = {}
                 for arm in arms:
-                    own.setdefault(arm, []).append(100 * _accuracy(problem, known[arm], seed))
+                    what = _what_trains(problem, arm)
+                    known[what] = known[what] if what in known else 100 * _accuracy(problem, arm, seed)
+                    own.setdefault(arm, []).append(known[what])
                     print(f"{problem.name}, seed {seed}, {arm}: {own[arm][-1]:.2f} %", file=sys.stderr, flush=True)
     finally:
         torch.set_num_threads(threads)
@@ -103,11 +114,21 @@ def table(accuracies: Accuracies) -> str:
     return "\n".join(lines)
 
 
-def _accuracy(problem: Problem, settings: dict[str, Any] | None, seed: int) -> float:
+def _what_trains(problem: Problem, arm: str) -> str:
+    """The same for arms that do the same: ArcFace(), whose scale is automatic, and ArcFace of that scale."""
+    if arm in LAYERS:
+        return arm
+    settings = {**ARMS, **OTHERS}[arm]
+    margin = settings.get("margin")
+    return repr({**settings, "margin": None if margin is None else with_scale(margin, problem.num_classes)})
+
+
+def _accuracy(problem: Problem, arm: str, seed: int) -> float:
     torch.manual_seed(seed)
     backbone = problem.backbone()
-    if settings is None:
-        return _of_linear(problem, backbone, seed)
+    if arm in LAYERS:
+        return _of_linear(problem, backbone, seed, arm)
+    settings = {**ARMS, **OTHERS}[arm]
     with gt.local() as cluster:
         head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed, **settings)
         network, rows = torch.optim.AdamW(backbone.parameters(), lr=1e-3), gt.RowOptimizer(head)
@@ -120,16 +141,18 @@ def _accuracy(problem: Problem, settings: dict[str, Any] | None, seed: int) -> f
         return _top1(problem, backbone, lambda features: head.predict(features, k=1)[1][:, 0])
 
 
-def _of_linear(problem: Problem, backbone: nn.Module, seed: int) -> float:
+def _of_linear(problem: Problem, backbone: nn.Module, seed: int, arm: str) -> float:
     layer = nn.Linear(problem.dim, problem.num_classes)
     with gt.local() as cluster, torch.no_grad():  # its first weights are the head's, so that chance parts them less
         head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed)
         layer.weight.copy_(head.weights())
-    optimizer = torch.optim.AdamW([*backbone.parameters(), *layer.parameters()], lr=1e-3)
+    others = torch.optim.AdamW([*backbone.parameters(), layer.bias], lr=1e-3)
+    optimizers = [others, LAYERS[arm]([layer.weight], lr=1e-3)]
     for inputs, labels in problem.batches:
         F.cross_entropy(layer(backbone(inputs)), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return _top1(problem, backbone, lambda features: layer(features).argmax(1))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -20,9 +22,9 @@ def trained(device: str, select: gt.FullSoftmax | gt.PartialFC) -> tuple[list[fl
     labels = torch.randint(CLASSES, (STEPS, BATCH), generator=generator)
     weight = torch.randn(DIM, 16, generator=generator)
     with gt.local(num_shards=2) as cluster:
-        head = gt.ClassHead(
-            cluster, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(scale=64), seed=3
-        )
+        loss: dict[str, Any] = {"select": select, "margin": gt.ArcFace(scale=64)}
+        rule: dict[str, Any] = {"optimizer": gt.SparseMomentum(lr=0.1), "initializer": gt.Normal(), "seed": 3}
+        head = gt.ClassHead(cluster, "t", num_classes=CLASSES, dim=DIM, **loss, **rule)
         backbone = nn.Linear(16, DIM, bias=False)
         backbone.weight.data.copy_(weight)
         backbone.to(device)
@@ -49,7 +51,8 @@ def test_a_head_on_a_device_trains_as_on_the_cpu(select: gt.FullSoftmax | gt.Par
 def test_predictions_on_a_device_are_those_of_the_cpu() -> None:
     features = torch.randn(8, DIM, generator=torch.Generator().manual_seed(5))
     with gt.local() as cluster:
-        head = gt.ClassHead(cluster, "t", num_classes=CLASSES, dim=DIM, initializer=gt.Normal(std=1.0)).eval()
+        settings: dict[str, Any] = {"margin": gt.ArcFace(scale=64), "initializer": gt.Normal(std=1.0)}
+        head = gt.ClassHead(cluster, "t", num_classes=CLASSES, dim=DIM, **settings).eval()
         on_cpu, on_device = head.predict(features, 5), head.predict(features.cuda(), 5)
         for expected, found in zip(on_cpu, on_device, strict=True):
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)

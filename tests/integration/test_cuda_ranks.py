@@ -44,6 +44,7 @@ def trained(device: str, folder: Path) -> tuple[list[float], torch.Tensor]:
             dim=DIM,
             select=gt.KNNSoftmax(active=0.2, k=8, rebuild=3),
             margin=gt.ArcFace(scale=16, margin=0.2),
+            optimizer=gt.SparseMomentum(lr=0.1),
             initializer=gt.Normal(std=1.0),
             rows="ranks",
         ).to(device)
