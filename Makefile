@@ -9,6 +9,7 @@ TEST_JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+EXAMPLES_STAMP := $(VENV)/.installed-examples
 BUILD_FILES := $(wildcard ams/kernels/csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
 SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
@@ -18,7 +19,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test docs campaign lint format proto bench gpu-check compose-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test docs campaign lint format proto bench examples-check gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -54,6 +55,10 @@ $(DEV_STAMP): $(BUILD_FILES) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[dev,docs]'
 	@touch $@ $(STAMP)
 
+$(EXAMPLES_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e '.[examples]'
+	@touch $@
+
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
 
@@ -85,6 +90,9 @@ proto: dev  ## the stubs in ams/pb/v1, anew from proto/
 bench: dev  ## every bench, ours against its rivals
 	$(BIN)/geartrain bench rows
 	$(BIN)/geartrain bench head
+
+examples-check: $(EXAMPLES_STAMP)  ## the examples that need no cluster or data, with the frameworks they train under
+	@set -e; for example in examples/replace_your_linear.py examples/train_with_*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 gpu-check: links  ## build the core in place and run CUDA tests and benches, without a network (WHEELS=folder for missing ones)
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS))
