@@ -172,6 +172,7 @@ class ClassPass:
         threads: int = 1,
         offsets: npt.NDArray[np.float32] | None = None,
         row_sum: npt.NDArray[np.float64] | None = None,
+        highest: npt.NDArray[np.float32] | None = None,
     ) -> None: ...
     def overwrite(
         self,

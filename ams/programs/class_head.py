@@ -65,7 +65,8 @@ class ClassHeadModel:
         """Answer ``forward`` or ``top`` of one batch, or ``squared_norm`` of the gradients of an update.
 
         ``forward``: ``shift`` float32 [B], ``sum`` float64 [B] of exp2(logit − shift) over the active classes here but
-        the targets, ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64
+        the targets, ``highest`` float32 [B], the largest logit of these without a correction, ``num_active`` int64 [1],
+        ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64
         [T] and ``target_rows`` float32 [T, D] of the samples whose class is here. If wanted, ``row_sum`` float64 [D] of
         the unit rows and ``row_weight`` float64 [1], each row as often as classes that it stands for.
         ``top`` takes ``features``, the runs of retired classes and the setting ``k``; see :func:`top_classes`.
@@ -243,6 +244,7 @@ class _Sums:
         self.weighted_BD = np.zeros((size, width), np.float32) if batch.want_gradient else None
         self.row_sum_D = np.zeros(width) if batch.want_row_sum else None
         self.row_weight = 0.0
+        self.highest_B = np.full(size, NO_LOGIT, np.float32)
 
 
 def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
@@ -270,11 +272,13 @@ def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
                 kept=None,
                 offsets=offsets,
                 row_sum=None if sums.row_sum_D is None else sums.row_sum_D[None],
+                highest=sums.highest_B[None],
             )
         return sums
 
     joint: dict[str, npt.NDArray[Any]] = _joined(rows.side_by_side(add_part, range(parts)))
     samples = np.sort(batch.target_samples)
+    joint["num_active"] = np.array([active.num])
     return {**joint, "target_samples": samples, "target_rows": target_rows_BD[samples]}
 
 
@@ -289,7 +293,7 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
             sum_B += part.sum_B * shrink_B
             if weighted_BD is not None and part.weighted_BD is not None:
                 weighted_BD += part.weighted_BD * np.reshape(shrink_B, (-1, 1))
-    joint = {"shift": shift_B, "sum": sum_B}
+    joint = {"shift": shift_B, "sum": sum_B, "highest": np.max([part.highest_B for part in parts], axis=0)}
     row_sums = [part.row_sum_D for part in parts if part.row_sum_D is not None]
     if row_sums:
         joint |= {"row_sum": np.sum(row_sums, axis=0), "row_weight": np.array([sum(part.row_weight for part in parts)])}

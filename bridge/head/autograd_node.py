@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.loss.samples import CountedSamples, Reduction
+from geartrain.bridge.head.loss.statistics import StepStatistics
 from geartrain.bridge.rows.pending import PendingUpdate
 
 
 class RowsPass(Protocol):
     """The rows of one forward pass, wherever they are."""
+
+    @property
+    def batch(self) -> Batch:
+        """What the pass is of; after :meth:`forward` it holds what was seen."""
+        ...
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses [S] and the gradient of each by its features [S, D]; logits of up to ``keep_bytes`` may be kept."""
@@ -50,6 +57,8 @@ class HeadCall:
     them."""
     used: bool = False
     moment: tuple[int, int] = field(init=False)
+    statistics: StepStatistics = field(init=False)
+    """Once it has run."""
 
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
@@ -64,6 +73,13 @@ class HeadCall:
             keep_bytes = self.keep_bytes if self.want_rows else 0
             losses_S, gradient_SD = self.rows.forward(want_gradient=want_gradient, keep_bytes=keep_bytes)
             loss = losses_S.sum() / self.divisor if self.samples.reduces else losses_S
+        batch = self.rows.batch
+        self.statistics = StepStatistics(
+            losses=losses_S.detach(),
+            targets=batch.target_B,
+            highest_others=batch.highest_B,
+            num_active=batch.num_active,
+        )
         if not self.want_rows:
             self.rows.discard()
         return loss, gradient_SD

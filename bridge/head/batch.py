@@ -150,6 +150,16 @@ class Batch:
     """Part of each sample's target that is spread over the classes."""
     spread_over: float = 1.0
     """Classes over which it is spread: the active ones, or those that they stand for."""
+    looks_for_highest: bool = True
+    """Whether the largest other logit is looked for even where the sums do without it."""
+    shifts_by_highest: bool = True
+    """Whether what shifts exponents is the largest logit as the sums have it."""
+    num_active: int = 0
+    """Active classes of the step."""
+    target_B: Tensor = field(init=False)
+    """Cosine of each target (its logit without a margin), of this rank's samples."""
+    highest_B: Tensor | None = field(default=None, init=False)
+    """The largest one of the other active classes; None where it was not looked for."""
     lse2_B: Tensor = field(init=False)
     """Log-sum-exp of the logits, to base 2."""
     target_weight_B: Tensor = field(init=False)
@@ -229,6 +239,17 @@ class Batch:
             of_penalty_B = target.penalty_by_norm_B
             self.norm_weight_B = of_penalty_B if self.norm_weight_B is None else self.norm_weight_B + of_penalty_B
         return losses_B if target.penalty_B is None else losses_B + target.penalty_B
+
+    @property
+    def notes_highest(self) -> bool:
+        """Whether the passes note the largest other logit apart from the shift: that may be of changed logits."""
+        return self.looks_for_highest and not self.shift_is_highest
+
+    @property
+    def shift_is_highest(self) -> bool:
+        """Whether exponents are shifted by the largest logit of the other classes itself."""
+        plain = self.offsets_A is None and self.negatives_margin is None
+        return self.shifted and self.shifts_by_highest and plain
 
     def row_factors(self, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the row gradients, divided by the scale, are multiplied by: a number (0-dim) and, where samples count

@@ -32,7 +32,9 @@ from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
 from geartrain.bridge.head.imprint import imprint_rows
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
+from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.head.loss.samples import LossSettings, Reduction
+from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -173,6 +175,8 @@ class ClassHead(nn.Module):
             rows_cache_bytes=integer("rows_cache_bytes", rows_cache_bytes, 0),
             logits_cache_bytes=logits_cache_bytes,
         )
+        self._stats: StepStatistics | None = None
+        self._watch = LearningWatch()
         self._backend: RowBackend = backend_named(rows)(settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -305,7 +309,29 @@ class ClassHead(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(features.device)
-        return head_loss(features, carrier if training else carrier.detach(), call, self._loss.reduction)
+        loss = head_loss(features, carrier if training else carrier.detach(), call, self._loss.reduction)
+        self._stats = call.statistics
+        if training and not self._watch.has_ended:
+            self._watch.note(call.statistics, self.num_living, self._settings_of_learning)
+        return loss
+
+    @property
+    def stats(self) -> StepStatistics | None:
+        """What the last forward pass has seen: loss, mean cosine of the targets, accuracy over the active classes.
+
+        None before the first. Costs nothing until a number is read, which waits for the device.
+        """
+        return self._stats
+
+    def _settings_of_learning(self) -> str:
+        lr = self.row_update.applied_lr
+        rate = "not trained by any RowOptimizer" if lr is None else f"learning rate {lr:g}"
+        return f"{self.name!r} (margin {self.margin}, scale {self._scale:g}, {rate})"
+
+    @property
+    def _scale(self) -> float:
+        margin = self._backend.margins.margin
+        return 1.0 if margin is None else scale_of(margin)
 
     def next_epoch(self) -> None:
         """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""

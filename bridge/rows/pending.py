@@ -80,6 +80,8 @@ class PendingUpdate(ABC, Generic[G]):
         """Whether a RowOptimizer applies what is pending."""
         self._backward_passes = 0
         """Whose gradients nobody has taken."""
+        self.applied_lr: float | None = None
+        """Learning rate of the last step that was asked for; None before the first."""
 
     def param_group(self) -> dict[str, Any]:
         """What stands for the rows in a torch.optim.Optimizer: the carrier, the numbers of the table's optimizer, its
@@ -91,7 +93,9 @@ class PendingUpdate(ABC, Generic[G]):
         """The table's optimizer with the numbers of such a group. Raises InvalidArgument that names what cannot be."""
         spec = self.table.spec
         try:
-            return optimizer_with(spec.optimizer, group)
+            made = optimizer_with(spec.optimizer, group)
+            self.applied_lr = made.lr
+            return made
         except InvalidArgument as exc:
             raise InvalidArgument(f"param_group of table {spec.name!r}: {exc}") from exc
 

@@ -131,6 +131,7 @@ class CompiledPass:
             weighted_PBD,
             kept_NB,
             None if sums.row_sum_D is None else sums.row_sum_D.unsqueeze(0),
+            None if sums.highest_B is None else sums.highest_B.unsqueeze(0),
             threads=1,
         )
 
@@ -159,6 +160,7 @@ class CompiledPass:
             softmax.weighted_PBD,
             kept_KB,
             softmax.row_sum_PD,
+            softmax.highest_PB,
             threads=threads,
         )
 
@@ -176,6 +178,7 @@ class CompiledPass:
         weighted_PBD: Tensor | None,
         kept_KB: Tensor | None,
         row_sum_PD: Tensor | None,
+        highest_PB: Tensor | None,
         *,
         threads: int,
     ) -> None:
@@ -193,6 +196,7 @@ class CompiledPass:
             threads=threads,
             offsets=None if offsets_N is None else offsets_N.numpy(),
             row_sum=None if row_sum_PD is None else row_sum_PD.numpy(),
+            highest=None if highest_PB is None else highest_PB.numpy(),
         )
 
     def _overwrite(
@@ -258,9 +262,7 @@ class TensorPass:
         """See :class:`ChunkPass`."""
         unit_ND, _ = self._unit_rows(work, rows_ND)
         operand_ND = work.narrow("narrow rows", unit_ND)
-        logits_NB, slopes_NB = self._logits(work, operand_ND, start)
-        if kept_NB is not None:
-            kept_NB.copy_(logits_NB)
+        logits_NB = work.product("logits", operand_ND, self._query_BD.t())
         if sums.row_sum_D is not None:
             stood_for_N = self._stood_for(start, unit_ND)
             sums.row_sum_D += unit_ND.sum(0) if stood_for_N is None else stood_for_N @ unit_ND
@@ -268,6 +270,11 @@ class TensorPass:
         if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
             found.note_rows(unit_ND, sums.target_rows_BD)
             found.fill(logits_NB, -torch.inf)
+        if sums.highest_B is not None:
+            torch.maximum(sums.highest_B, logits_NB.amax(0), out=sums.highest_B)
+        slopes_NB = self._change(logits_NB, start, found)
+        if kept_NB is not None:
+            kept_NB.copy_(logits_NB)
         if sums.shift_B is not None:
             highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
             sums.lift(highest_B)
@@ -293,7 +300,9 @@ class TensorPass:
         unit_ND, inverse_N = self._unit_rows(work, rows_ND)
         slopes_NB = None
         if kept_NB is None:
-            logits_NB, slopes_NB = self._logits(work, work.narrow("narrow rows", unit_ND), start)
+            operand_ND = work.narrow("narrow rows", unit_ND)
+            logits_NB = work.product("logits", operand_ND, self._query_BD.t())
+            slopes_NB = self._change(logits_NB, start, None)
         else:
             logits_NB = kept_NB
         logits_NB.sub_(batch.lse2_B).exp2_()
@@ -335,16 +344,24 @@ class TensorPass:
         operand_NB = work.empty("narrow exponentials", *probability_NB.shape, dtype=torch.float16)
         return torch.mul(probability_NB, lift_N.unsqueeze(1), out=operand_NB), lift_N
 
-    def _logits(self, work: Workspace, operand_ND: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        """Logits to base 2 [N, B], and their derivatives by the cosine over the scale, where a margin changes them."""
-        logits_NB = work.product("logits", operand_ND, self._query_BD.t())
+    def _change(self, logits_NB: Tensor, start: int, left_out: _Found | None) -> Tensor | None:
+        """Make of plain logits to base 2 [N, B] those of the margin, with offsets; targets that are left out stay −∞.
+
+        Returns their derivatives by the cosine over the scale, where a margin changes them.
+        """
         slopes_NB: Tensor | None = None
         if self._negatives_margin is not None:
+            if left_out is not None:  # a margin knows no infinite cosine
+                left_out.fill(logits_NB, 0.0)
             changed_NB, slopes_NB = self._negatives_margin.negatives(logits_NB.div_(self._batch.logit_factor))
             torch.mul(changed_NB, LOG2_E, out=logits_NB)
             slopes_NB = slopes_NB / self._batch.scale
-        offsets_N = self._batch.offsets(start, len(operand_ND))
-        return logits_NB if offsets_N is None else logits_NB.add_(offsets_N.unsqueeze(1)), slopes_NB
+            if left_out is not None:
+                left_out.fill(logits_NB, -torch.inf)
+        offsets_N = self._batch.offsets(start, len(logits_NB))
+        if offsets_N is not None:
+            logits_NB.add_(offsets_N.unsqueeze(1))
+        return slopes_NB
 
     def _stood_for(self, start: int, rows_ND: Tensor) -> Tensor | None:
         """How many classes each row stands for [N]; None: 1."""

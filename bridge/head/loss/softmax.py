@@ -29,6 +29,7 @@ class PartialSums:
         sum_B: Tensor,
         weighted_BD: Tensor | None,
         row_sum_D: Tensor | None = None,
+        highest_B: Tensor | None = None,
     ) -> None:
         self.target_rows_BD = target_rows_BD
         """The (unit) rows of the targets met so far."""
@@ -40,6 +41,8 @@ class PartialSums:
         """The same sum weighted by the (unit) rows."""
         self.row_sum_D = row_sum_D
         """Sum of the (unit) rows, each as often as classes that it stands for, float64; None: not wanted."""
+        self.highest_B = highest_B
+        """Largest logit to base 2 without offsets, targets left out; None: it is the shift, or not looked for."""
 
     def lift(self, shift_B: Tensor) -> None:
         """Express the sums with a shift that is nowhere below the present one."""
@@ -64,6 +67,9 @@ class OnlineSoftmax:
         self.sum_PB = torch.zeros(num_parts, rows, dtype=torch.float64, device=device)
         self.weighted_PBD = _zeros(num_parts, rows, width, compute, device) if want_gradient else None
         self.row_sum_PD = torch.zeros(num_parts, width, dtype=torch.float64, device=device) if batch.smoothing else None
+        self.highest_PB = (
+            torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device) if batch.notes_highest else None
+        )
         self.parts = [self._part(number) for number in range(num_parts)]
         """The same memory, part by part."""
 
@@ -75,6 +81,7 @@ class OnlineSoftmax:
             self.sum_PB[number],
             None if weighted_PBD is None else weighted_PBD[number],
             None if row_sum_PD is None else row_sum_PD[number],
+            None if self.highest_PB is None else self.highest_PB[number],
         )
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
@@ -83,6 +90,7 @@ class OnlineSoftmax:
         cos_B = (batch.features_BD * target_rows_BD).sum(1)
         target = batch.target_logits(cos_B)
         shift_B, sum_B, weighted_BD = self._joint()
+        batch.target_B, batch.highest_B = cos_B, self._highest(shift_B)
         target2_B = target.logits_B * LOG2_E
         shift_B = shift_beside_target(shift_B, sum_B)
         highest_B = torch.maximum(shift_B, target2_B)
@@ -98,6 +106,12 @@ class OnlineSoftmax:
         if mean_row_D is not None:
             gradient_BD.sub_(mean_row_D * batch.smoothing)
         return losses_B, through_normalisation(gradient_BD.mul_(batch.scale), batch)
+
+    def _highest(self, shift_B: Tensor) -> Tensor | None:
+        """Largest cosine (logit without a margin) [B] of the others, where it is known."""
+        if self.highest_PB is not None:
+            return self.highest_PB.amax(0) / self._batch.logit_factor
+        return shift_B / self._batch.logit_factor if self._batch.shift_is_highest else None
 
     def _mean_row(self) -> Tensor | None:
         """Mean [D] of the (unit) rows of all classes, compute dtype; None without smoothing."""

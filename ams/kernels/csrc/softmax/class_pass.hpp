@@ -41,6 +41,7 @@ struct ForwardChunk {
   double* sum;         // [B] += exp2(logit - shift), targets left out
   float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
   float* kept;         // [N, B] logits, or with no shift their exponentials; or null
+  float* highest;      // [B] raised to the largest logit without offsets, targets left out; or null
   double* row_sum;     // [D] += 2^offset * unit row; or null
 };
 

@@ -134,9 +134,12 @@ void for_targets(const Targets& targets, int64_t first, int64_t count, int64_t s
   }
 }
 
-// `offsets` are those of the tile's rows, or null.
-void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sample, int64_t samples, const float* offsets) {
+void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sample, int64_t samples) {
   tile.products.logits(batch, tile.unit, tile.stride, count, sample, samples, tile.logits, kLogitStride);
+}
+
+// `offsets` are those of the tile's rows, or null.
+void add_offsets(Tile& tile, int64_t count, int64_t samples, const float* offsets) {
   if (offsets == nullptr) return;
   for (int64_t r = 0; r < count; ++r) {
     float* const logits = tile.logits + r * kLogitStride;
@@ -165,14 +168,29 @@ void add_common(const Tile& tile, int64_t count, int64_t dim, const float* offse
 
 const float* from(const float* offsets, int64_t first) { return offsets == nullptr ? nullptr : offsets + first; }
 
+// The largest of the tile's logits of kLanes samples.
+Vector largest_logits(const Tile& tile, int64_t count, int64_t at) {
+  Vector highest = load(tile.logits + at);
+  for (int64_t r = 1; r < count; ++r) {
+    const Vector logits = load(tile.logits + r * kLogitStride + at);
+    highest = highest < logits ? logits : highest;
+  }
+  return highest;
+}
+
+// highest[b] = the larger of it and the tile's largest logit
+void note_highest(const Tile& tile, int64_t count, int64_t samples, float* highest) {
+  for (int64_t at = 0; at < samples; at += kLanes) {
+    const Vector largest = largest_logits(tile, count, at);
+    for (int64_t i = 0; i < least(kLanes, samples - at); ++i)
+      if (highest[at + i] < largest[i]) highest[at + i] = largest[i];
+  }
+}
+
 // Raises shift to the tile's largest logits and shrinks the sums to match.
 void raise_shift(const ForwardChunk& chunk, const Tile& tile, int64_t count, int64_t sample, int64_t samples, int64_t dim) {
   for (int64_t at = 0; at < samples; at += kLanes) {
-    Vector highest = load(tile.logits + at);
-    for (int64_t r = 1; r < count; ++r) {
-      const Vector logits = load(tile.logits + r * kLogitStride + at);
-      highest = highest < logits ? logits : highest;
-    }
+    const Vector highest = largest_logits(tile, count, at);
     for (int64_t i = 0; i < least(kLanes, samples - at); ++i) {
       const int64_t b = sample + at + i;
       const float before = chunk.shift[b], now = highest[i];
@@ -252,14 +270,16 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
-      make_logits(batch, tile, count, sample, samples, from(chunk.offsets, first));
+      make_logits(batch, tile, count, sample, samples);
       const bool keeps = chunk.kept != nullptr, shifts = chunk.shift != nullptr;
-      if (keeps && shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       // The targets are in no sum, so that they must not raise the shift: the others might vanish beside them.
       for_targets(chunk.targets, first, count, sample, samples, [&](int64_t row, int64_t b) {
         copy(tile.unit + row * tile.stride, dim, chunk.target_rows + b * dim);
         tile.logits[row * kLogitStride + b - sample] = -__builtin_inff();
       });
+      if (chunk.highest != nullptr) note_highest(tile, count, samples, chunk.highest + sample);
+      add_offsets(tile, count, samples, from(chunk.offsets, first));
+      if (keeps && shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       if (shifts) raise_shift(chunk, tile, count, sample, samples, dim);
       exponentiate(tile, count, tile.logits, kLogitStride, shifts ? chunk.shift + sample : nullptr, chunk.sum + sample,
                    samples, next);
@@ -305,7 +325,10 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
     const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
-      if (chunk.kept == nullptr) make_logits(batch, tile, count, sample, samples, from(chunk.offsets, first));
+      if (chunk.kept == nullptr) {
+        make_logits(batch, tile, count, sample, samples);
+        add_offsets(tile, count, samples, from(chunk.offsets, first));
+      }
       const float* logits = chunk.kept == nullptr ? tile.logits : chunk.kept + first * batch.batch + sample;
       const ptrdiff_t stride = chunk.kept == nullptr ? kLogitStride : batch.batch;
       if (chunk.kept != nullptr && chunk.kept_exponentials)

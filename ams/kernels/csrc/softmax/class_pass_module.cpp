@@ -68,7 +68,7 @@ class PackedClassPass {
   void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
                const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
                const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets,
-               const std::optional<DoubleRows>& row_sum) const {
+               const std::optional<DoubleRows>& row_sum, const std::optional<FloatRows>& highest) const {
     const int64_t num_rows = checked_rows(rows), parts = static_cast<int64_t>(sum.shape(0));
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     float* const targets_out = checked_batch(target_out);
@@ -79,6 +79,8 @@ class PackedClassPass {
     require(!weighted || (static_cast<int64_t>(weighted->shape(0)) == parts &&
                           static_cast<int64_t>(weighted->shape(1)) == batch_ && static_cast<int64_t>(weighted->shape(2)) == dim_),
             "weighted must be [P, B, D]");
+    require(!highest || (static_cast<int64_t>(highest->shape(0)) == parts && static_cast<int64_t>(highest->shape(1)) == batch_),
+            "highest must be [P, B]");
     require(!row_sum || (static_cast<int64_t>(row_sum->shape(0)) == parts && static_cast<int64_t>(row_sum->shape(1)) == dim_),
             "row_sum must be [P, D]");
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
@@ -103,6 +105,7 @@ class PackedClassPass {
                               .sum = sum.data() + part * batch_,
                               .weighted = weighted ? weighted->data() + part * batch_ * dim_ : nullptr,
                               .kept = logits,
+                              .highest = highest ? highest->data() + part * batch_ : nullptr,
                               .row_sum = row_sum ? row_sum->data() + part * dim_ : nullptr},
                              scratch + thread * room);
       };
@@ -216,7 +219,8 @@ void bind_class_pass(nb::module_& m) {
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),
-           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none(), nb::arg("row_sum").noconvert() = nb::none())
+           nb::arg("threads") = 1, nb::arg("offsets").noconvert() = nb::none(), nb::arg("row_sum").noconvert() = nb::none(),
+           nb::arg("highest").noconvert() = nb::none())
       .def("overwrite", &PackedClassPass::overwrite, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("log_sum").noconvert(), nb::arg("target_weight").noconvert(),
            nb::arg("kept").noconvert().none(), nb::arg("factor"),

@@ -1,7 +1,7 @@
 """Active rows that stay where they are: features go to the shards, which compute beside their rows.
 
 Per training step and shard two requests, whatever the number of classes: the forward pass takes features and labels
-(4·B·D + 8·B bytes) and answers sums (4·B·D + 12·B) and the rows of the targets there (all shards together 4·B·D); the
+(4·B·D + 8·B bytes) and answers sums (4·B·D + 16·B) and the rows of the targets there (all shards together 4·B·D); the
 update takes features, labels, log-sum-exp and target weights (4·B·D + 16·B). With ranks or a batch in several calls a
 partial selection also takes the labels of all samples (8 bytes each); with retired classes every request but those of
 KNN softmax takes their runs (16 bytes each). The features travel twice, so that a shard keeps nothing between the two
@@ -93,19 +93,20 @@ class RowsOnShards:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
         unused = Targets(np.zeros(len(labels_B), np.int64))
-        self._batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic, smoothing)
-        self._batch.shifted = True  # a shard that needs no shift answers with 0
+        self.batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic, smoothing)
+        self.batch.shifted = True  # a shard that needs no shift answers with 0
+        self.batch.shifts_by_highest = False
         self._calls = calls
         self._labels_B = labels_B
         self._chosen = chosen
         self._required_sync = required_sync
-        self._features_BD = np.ascontiguousarray(self._batch.features_BD.float().cpu().numpy())
+        self._features_BD = np.ascontiguousarray(self.batch.features_BD.float().cpu().numpy())
         self._feature_dtype = features.dtype
         self._gradient_BD: Tensor | None = None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Losses [B] and feature gradients [B, D]."""
-        batch = self._batch
+        batch = self.batch
         softmax = OnlineSoftmax(batch, self._calls.view.num_shards, want_gradient=want_gradient)
         spread_over = 0.0
         wants = {"want_gradient": float(want_gradient), "want_row_sum": float(batch.smoothing > 0)}
@@ -114,6 +115,7 @@ class RowsOnShards:
             answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
+                batch.num_active += int(arrays["num_active"][0]) if part.start == 0 else 0
                 if sums.row_sum_D is not None and part.start == 0:
                     sums.row_sum_D.copy_(torch.tensor(arrays["row_sum"]))
                     spread_over += float(arrays["row_weight"][0])
@@ -124,7 +126,7 @@ class RowsOnShards:
 
     def gradient(self, upstream: Tensor) -> tuple[HostedGradient, Tensor]:
         """What the shards make the row gradients of; also a sum that is finite only if all of it is."""
-        batch = self._batch
+        batch = self.batch
         factor, weights_B = batch.row_factors(upstream)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         if self._gradient_BD is not None:  # as it goes on to the network: loss scales overflow float16
@@ -139,7 +141,7 @@ class RowsOnShards:
     def samples(self, weights_B: Tensor | None) -> SummedBatch:
         """What an update is made of; ``weights_B`` as ``Batch.row_factors`` gives them."""
         lse2_B, target_weight_B = (
-            values.float().cpu().numpy() for values in (self._batch.lse2_B, self._batch.target_weight_B)
+            values.float().cpu().numpy() for values in (self.batch.lse2_B, self.batch.target_weight_B)
         )
         weight_B = None if weights_B is None else weights_B.float().cpu().numpy()
         return SummedBatch(self._features_BD, self._labels_B, lse2_B, target_weight_B, weight_B)
@@ -149,7 +151,7 @@ class RowsOnShards:
         more = {"lse2": samples.lse2_B, "target_weight": samples.target_weight_B}
         if samples.weight_B is not None:
             more["sample_weight"] = samples.weight_B
-        parts = list(self._parts({"class_smoothing": self._batch.class_smoothing}, more, weight, samples=samples))
+        parts = list(self._parts({"class_smoothing": self.batch.class_smoothing}, more, weight, samples=samples))
         return [tuple(part.inputs[shard] for part in parts) for shard in range(self._calls.view.num_shards)]
 
     def _parts(
@@ -164,7 +166,7 @@ class RowsOnShards:
 
         ``samples`` go in one call.
         """
-        batch = self._batch
+        batch = self.batch
         features_BD = self._features_BD if samples is None else samples.features_BD
         labels_B = self._labels_B if samples is None else samples.labels_B
         size, width = features_BD.shape
@@ -236,6 +238,8 @@ def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
     assert sums.shift_B is not None
     sums.shift_B[start:stop] = torch.tensor(arrays["shift"])
     sums.sum_B[start:stop] = torch.tensor(arrays["sum"])
+    if sums.highest_B is not None:
+        sums.highest_B[start:stop] = torch.tensor(arrays["highest"])
     if sums.weighted_BD is not None:
         sums.weighted_BD[start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_BD)
     samples = torch.tensor(arrays["target_samples"]) + start

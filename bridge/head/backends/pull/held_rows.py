@@ -31,7 +31,7 @@ class HeldRows:
     def __init__(
         self, table: HeadTable, active: ActiveClasses, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
     ) -> None:
-        self._batch = batch
+        self.batch = batch
         self._active = active
         self._pool = pool
         spec = table.spec
@@ -45,7 +45,7 @@ class HeldRows:
 
     def _take(self, chunk_pass: ChunkPass) -> None:
         self._pass = chunk_pass
-        as_they_are = self._rows_AD.dtype == self._batch.arithmetic.compute
+        as_they_are = self._rows_AD.dtype == self.batch.arithmetic.compute
         self._walk = chunk_pass.whole if as_they_are else None
         """The pass, if it can work on all rows where they are, in one call."""
 
@@ -61,7 +61,7 @@ class HeldRows:
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
-        batch, device = self._batch, self._batch.arithmetic.device
+        batch, device = self.batch, self.batch.arithmetic.device
         if self._pass.keeps_logits:
             chunk_rows = self._pass.chunk_rows if self._walk is None else 1
             self._kept.reserve(batch, self._active.num, chunk_rows, keep_bytes)
@@ -82,7 +82,7 @@ class HeldRows:
 
     def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
-        batch, arithmetic = self._batch, self._batch.arithmetic
+        batch, arithmetic = self.batch, self.batch.arithmetic
         out_AD = gradient_view(self._rows_AD)
         factor, weights_B = batch.row_factors(upstream)
         if weights_B is not None:
@@ -116,6 +116,6 @@ class HeldRows:
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""
-        wait_for_copies(self._batch.arithmetic.device)
+        wait_for_copies(self.batch.arithmetic.device)
         self._kept.give_back()
         self._pool.give_back(self._buffer)

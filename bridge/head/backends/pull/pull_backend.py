@@ -22,6 +22,7 @@ from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.scratch import BufferPool
+from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
 
 LOGITS_CACHE_BYTES = 26 << 20
@@ -86,6 +87,8 @@ class PullBackend(ClusterBackend):
         targets = Targets(active.positions(labels_B))
         smoothing = self._settings.loss.label_smoothing
         batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
+        batch.num_active = active.num
+        batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
         batch.take_offsets(None if correction is None else correction.offsets(active))
         if self.select.budget(living.num_living) * table.spec.row_bytes <= self._rows_cache_bytes:
             return HeldRows(table, active, self._pool, batch, required)

@@ -42,7 +42,7 @@ class StreamedRows:
         self._table = table
         self._active = active
         self._pool = pool
-        self._batch = batch
+        self.batch = batch
         self._labels_B = labels_B
         self._required_sync = required_sync
         self._correction = correction
@@ -55,7 +55,7 @@ class StreamedRows:
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Losses [B] and feature gradients [B, D]; nothing is kept."""
-        batch, device = self._batch, self._batch.arithmetic.device
+        batch, device = self.batch, self.batch.arithmetic.device
         softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
         stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
 
@@ -83,7 +83,7 @@ class StreamedRows:
 
     def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:
         """The row gradients in factored form; also a sum that is finite only if all of it is."""
-        batch = self._batch
+        batch = self.batch
         factor, weights_B = batch.row_factors(upstream)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         factors = Factors(

@@ -65,7 +65,7 @@ class RankRows:
         """
         self._table = table
         self._wants_gradient = wants_gradient
-        self._batch = batch
+        self.batch = batch
         self._sizes = sizes
         self._active = active
         self._numbers_B = numbers_B
@@ -79,7 +79,7 @@ class RankRows:
 
         Collective: see :class:`RankSoftmax`.
         """
-        table, batch, arithmetic = self._table, self._batch, self._batch.arithmetic
+        table, batch, arithmetic = self._table, self.batch, self.batch.arithmetic
         chunks = chunk_bounds(self._active.num, self._pass.chunk_rows)
         num_parts = max(1, min(PARTS, len(chunks)))
         joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
@@ -113,7 +113,7 @@ class RankRows:
 
         Collective: one all-gather of R numbers or, where samples count differently, of B.
         """
-        batch = self._batch
+        batch = self.batch
         factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
         chunk_pass = self._pass if weights_B is None else pass_for(batch, weights_B)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
@@ -130,7 +130,7 @@ class RankRows:
 
     def _joint_upstream(self, upstream: Tensor) -> Tensor:
         """That of the mean over all ranks (0-dim) if it is known to be the same on each, else that of each sample."""
-        link, batch = self._table.link, self._batch
+        link, batch = self._table.link, self.batch
         if upstream.ndim > 0:
             return link.gather(upstream, self._sizes)
         if link.world_size == 1:

@@ -38,7 +38,11 @@ class RankSoftmax(OnlineSoftmax):
         """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
         batch, link = self._batch, self._link
         shift_B, sum_B, weighted_BD = self._joint()
-        highest_B = link.max(shift_B) if batch.shifted else shift_B
+        largest = [shift_B] if batch.shifted else []
+        if self.highest_PB is not None:
+            largest.append(self.highest_PB.amax(0))
+        joint_largest = link.max(torch.stack(largest)) if largest else None
+        highest_B = joint_largest[0] if joint_largest is not None and batch.shifted else shift_B
         cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
         own_sums = [sum_B * torch.exp2(shift_B - highest_B), cos_B.double()]
         mean_row_D = self._mean_row()  # this rank's part of it
@@ -55,6 +59,9 @@ class RankSoftmax(OnlineSoftmax):
         batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
         losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E, mean_logits_B)
         own = self._own()
+        batch.target_B = cos_B[own]
+        if joint_largest is not None and (self.highest_PB is not None or batch.shift_is_highest):
+            batch.highest_B = joint_largest[-1][own] / batch.logit_factor
         if weighted_BD is None:
             return losses_B[own], None
         weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))

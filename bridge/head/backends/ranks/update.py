@@ -33,6 +33,7 @@ from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
+from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import Readback, upload
@@ -157,6 +158,9 @@ class RankStep:
         )
         targets, smoothing = here.targets(numbers_B), self.loss.label_smoothing
         batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
+        batch.num_active = num_active
+        is_alone_on_host = link.world_size == 1 and features.device.type == "cpu"
+        batch.looks_for_highest = is_alone_on_host or self.update.step % LOOKS_EVERY == 0
         return RankRows(table, here, batch, numbers_B, sizes, agreed.want_gradient, weight)
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:

@@ -70,6 +70,7 @@ class Case:
         shift = np.full((parts, batch), -1e37, np.float32) if self.shifted else None
         sums = {"sum": np.zeros((parts, batch)), "weighted": np.zeros((parts, batch, dim), np.float32)}
         target_out = np.zeros((batch, dim), np.float32)
+        highest = np.full((parts, batch), -1e37, np.float32)
         kept = np.zeros((len(self.rows) if num_kept is None else num_kept, batch), np.float32)
         compiled = self.compiled()
         for low, high in itertools.pairwise(np.linspace(0, len(self.rows), chunks + 1).astype(int)):
@@ -83,7 +84,9 @@ class Case:
                 **sums,
                 kept=kept[low:high],
                 threads=threads,
+                highest=highest,
             )
+        largest = highest.max(0)
         highest = np.zeros((1, batch), np.float32) if shift is None else shift.max(0, keepdims=True)
         shrink = np.exp2((0 if shift is None else shift) - highest) * np.ones((parts, 1))
         return {
@@ -92,6 +95,7 @@ class Case:
             "sum": (sums["sum"] * shrink).sum(0),
             "weighted": (sums["weighted"] * shrink[:, :, None]).sum(0),
             "kept": kept,
+            "highest": largest,
         }
 
     def check_forward(self, out: dict[str, Any]) -> None:
@@ -100,7 +104,13 @@ class Case:
             exponentials = np.exp2(self.logits - shift[:, None])
         exponentials[self.samples, self.targets] = 0
         num_kept = len(out["kept"])
-        self.close(out["kept"], (self.logits.T if self.shifted else exponentials.T)[:num_kept])
+        others = self.logits.copy()
+        others[self.samples, self.targets] = -np.inf
+        kept = (others.T if self.shifted else exponentials.T)[:num_kept]
+        is_target = np.isinf(kept)
+        assert np.array_equal(np.isneginf(out["kept"]), is_target)
+        self.close(np.where(is_target, 0, out["kept"]), np.where(is_target, 0, kept))
+        self.close(out["highest"], np.maximum(others.max(1), np.float32(-1e37)))
         self.close(out["sum"], exponentials.sum(1))
         self.close(out["weighted"], exponentials @ self.unit, exponentials @ np.abs(self.unit))
         close(out["target_out"][self.samples], self.unit[self.targets])
@@ -186,6 +196,7 @@ def test_products_in_bfloat16_are_those_of_rounded_operands() -> None:
     case = Case(96, 80, 500, normalised=False, shifted=True, bfloat16=True)
     case.features = case.features.astype(ml_dtypes.bfloat16).astype(np.float32)
     case.rows = case.rows.astype(ml_dtypes.bfloat16).astype(np.float32)
+    case.samples = case.targets = np.empty(0, np.int64)
     query = (case.features * np.float32(FACTOR)).astype(ml_dtypes.bfloat16).astype(np.float64)
     close(case.forward()["kept"], case.rows.astype(np.float64) @ query.T)
 

@@ -1,0 +1,166 @@
+"""What a forward pass of a class head has seen, and whether the head learns.
+
+Legend: S samples that count, of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOOKS_EVERY = 16
+"""Steps. So often the largest other logit is looked for where that is a pass of its own, or a collective."""
+_WATCHES_EVERY = 4
+"""Passes, at least: what is read of a pass costs some ten microseconds."""
+_LEAST_PASSES = 300
+_PASSES_A_CLASS = 2
+"""So often a class is met before a head could have learned much of it."""
+_CLEARLY = 4.0
+"""Standard errors."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepStatistics:
+    """Of the last forward pass, over this rank's samples that count. Reading a number waits for the device."""
+
+    losses: Tensor
+    """[S], as the head gave them."""
+    targets: Tensor
+    """[S] cosines of features and the rows of their classes; logits where the head has no margin."""
+    highest_others: Tensor | None
+    """[S] the largest of the other active classes. None in most steps on a GPU and on several ranks, where finding it
+    would cost time: there it is in every 16th step, unless the sums need it anyway."""
+    num_active: int
+    """Classes that took part."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss, whatever the reduction; weights play no part."""
+        return _mean(self.losses)
+
+    @property
+    def target(self) -> float:
+        """Mean cosine (logit) of the targets, without the margin."""
+        return _mean(self.targets)
+
+    @property
+    def highest_other(self) -> float | None:
+        """Mean of the largest other cosine (logit)."""
+        return None if self.highest_others is None else _mean(self.highest_others)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Part of the samples whose class is the best of the active ones, without the margin."""
+        hits = self.hits
+        return None if hits is None else _mean(hits)
+
+    @property
+    def hits(self) -> Tensor | None:
+        """[S] 1 where the sample's class is the best of the active ones, else 0."""
+        return None if self.highest_others is None else (self.targets > self.highest_others).to(self.targets.dtype)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+@dataclass
+class _Window:
+    """Means and spreads of what some passes gave."""
+
+    count: int = 0
+    samples: int = 0
+    sums: tuple[float, float] = (0.0, 0.0)
+    squares: tuple[float, float] = (0.0, 0.0)
+
+    def add(self, values: tuple[float, float], samples: int) -> None:
+        self.count += 1
+        self.samples += samples
+        self.sums = (self.sums[0] + values[0], self.sums[1] + values[1])
+        self.squares = (self.squares[0] + values[0] ** 2, self.squares[1] + values[1] ** 2)
+
+    def mean(self, which: int) -> float:
+        return self.sums[which] / max(1, self.count)
+
+    def error(self, which: int) -> float:
+        """Of the mean, squared."""
+        return max(0.0, self.squares[which] / max(1, self.count) - self.mean(which) ** 2) / max(1, self.count - 1)
+
+
+class LearningWatch:
+    """Warns once if a head that was trained from its start has learned nothing.
+
+    It compares the first quarter of 300 passes, or of as many as meet each class twice, with the last: the mean cosine
+    of the targets, and the accuracy over the active classes. If neither rose by four standard errors, and the accuracy
+    is no more than three times that of chance, the head says so. After that, or once it has learned, nothing is looked
+    at any more.
+    """
+
+    def __init__(self) -> None:
+        self._passes = self._next = 0
+        self._horizon = 0
+        self._windows = _Window(), _Window()
+        self._on_the_way: tuple[Tensor, torch.cuda.Event, int, int] | None = None
+        self.has_ended = False
+
+    def note(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
+        """Look at a training pass; ``settings`` describe the head, for the warning."""
+        self._passes += 1
+        hits, samples = seen.hits if self._passes > self._next else None, len(seen.targets)
+        if hits is None or samples == 0:
+            return
+        self._next = self._passes + _WATCHES_EVERY - 1
+        if self._horizon == 0:
+            self._horizon = max(_LEAST_PASSES, _PASSES_A_CLASS * num_living // samples)
+        self._take()
+        if self._passes > self._horizon:
+            self.has_ended = True
+            if not self._has_learned(seen.num_active):
+                warnings.warn(self._sentence(seen.num_active, settings()), stacklevel=3)
+            return
+        quarter = 4 * (self._passes - 1) // self._horizon
+        if quarter in (0, 3):
+            self._read(torch.stack([seen.targets.mean(), hits.mean()]), quarter // 3, samples)
+
+    def _read(self, means: Tensor, window: int, samples: int) -> None:
+        """Add them to a window; those of a device once they are here, without waiting."""
+        if means.device.type != "cuda":
+            target, accuracy = means.tolist()
+            self._windows[window].add((target, accuracy), samples)
+            return
+        host = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(means.device))
+        self._on_the_way = host, arrived, window, samples
+
+    def _take(self) -> None:
+        on_the_way, self._on_the_way = self._on_the_way, None
+        if on_the_way is not None and on_the_way[1].query():  # type: ignore[no-untyped-call]
+            target, accuracy = on_the_way[0].tolist()
+            self._windows[on_the_way[2]].add((target, accuracy), on_the_way[3])
+
+    def _has_learned(self, num_active: int) -> bool:
+        first, last = self._windows
+        if min(first.count, last.count) < 2 or not math.isfinite(sum(last.sums)):
+            return True  # nothing is known; what is not finite has errors of its own
+        for which in (0, 1):
+            if last.mean(which) - first.mean(which) > _CLEARLY * math.sqrt(first.error(which) + last.error(which)):
+                return True
+        chance = 1 / max(1, num_active)
+        return last.mean(1) > 3 * chance + _CLEARLY * math.sqrt(chance / last.samples)
+
+    def _sentence(self, num_active: int, settings: str) -> str:
+        first, last = self._windows
+        return (
+            f"after {self._horizon} training passes the class head {settings} has learned nothing: the mean cosine (or "
+            f"logit) of the targets went from {first.mean(0):.4f} to {last.mean(0):.4f}, the accuracy over "
+            f"{num_active} active classes from {first.mean(1):.4f} to {last.mean(1):.4f}. Try a higher learning rate "
+            "of the rows (RowOptimizer's groups), margin=None or a smaller margin (gt.ScheduledMargin begins with "
+            "none), and the scale of gt.ArcFace(scale=None); see that the backbone is trained, and that labels belong "
+            "to their samples"
+        )
