@@ -22,6 +22,7 @@ import torch
 from PIL import Image, ImageDraw
 from rich.console import Console
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
@@ -183,6 +184,11 @@ def test_an_interrupted_run_resumes_to_the_very_same_state(
     resumed = train(broken, None, resume=True)
     assert resumed.finished and resumed.step == RECIPE.steps
     assert_same_state(straight, broken)
+    for out in (straight, broken):  # no step is missing in the events, and none is there twice
+        (events,) = (out / "events").iterdir()
+        read = EventAccumulator(str(events)).Reload()
+        assert [event.step for event in read.Scalars("train/loss")] == [10, 20, 30, 40]
+        assert [event.step for event in read.Scalars("held_out/validation/top1")] == list(range(0, 41, 4))
 
 
 def test_other_steps_for_a_run_that_had_not_ended_are_refused(

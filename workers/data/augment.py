@@ -38,16 +38,15 @@ class Augmentation:
                 raise InvalidArgument(f"{name} is {value!r}; it must lie in [0, 1]")
 
     def changed(self, text: str) -> Augmentation:
-        """This one with what ``text`` says: ``NAME=SIZE,...``, or ``none``: no change of any kind.
+        """This one with what ``text`` says: ``NAME=SIZE,...``; behind ``none`` nothing but that.
 
         Raises InvalidArgument.
         """
         names = [field.name for field in fields(self)]
-        if text == "none":
-            return Augmentation(**dict.fromkeys(names, 0.0))
-        sizes = {}
-        for part in text.split(","):
-            name, _, size = part.strip().partition("=")
+        parts = [part.strip() for part in text.split(",")]
+        sizes = dict.fromkeys(names, 0.0) if parts[0] == "none" else {}
+        for part in parts[1:] if parts[0] == "none" else parts:
+            name, _, size = part.partition("=")
             try:
                 sizes[name] = float(size)
             except ValueError:

@@ -3,7 +3,7 @@
 run.json       which job this is, where its snapshots are, who launched it
 snapshots/     what it goes on from, unless they are elsewhere
 model/         see :mod:`geartrain.workers.models.saved_model`
-events/        TensorBoard
+events/        TensorBoard; wandb/ and mlruns/ are of the loggers of that name
 sweep.json     trials of learning rates, if there were any
 report.json    of a finished run
 mistakes.png   of a finished run
@@ -24,7 +24,7 @@ from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.atomic import previous_folder, write_json
 
-_FOLDERS = ("model", "events", "snapshots")
+_FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
 _RUN = "run.json"
 _FILES = (_RUN, "sweep.json", "report.json", "mistakes.png")
 

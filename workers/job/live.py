@@ -1,16 +1,14 @@
-"""What a person sees while a worker trains: one live line, and TensorBoard events."""
+"""What a person sees while a worker trains: one live line."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-from torch.utils.tensorboard import SummaryWriter
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -48,21 +46,3 @@ class LiveLine:
         elif now - self._printed >= _SECONDS_BETWEEN_LINES or step == self._last_step:
             self._console.print(line, highlight=False, soft_wrap=True)
             self._printed = now
-
-
-class Events:
-    """TensorBoard scalars of one run; without a folder, none."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._writer = None if folder is None else SummaryWriter(str(folder))
-
-    def scalars(self, group: str, values: dict[str, float], step: int) -> None:
-        """Write ``group/name`` for every value."""
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def close(self) -> None:
-        """Write what is pending."""
-        if self._writer is not None:
-            self._writer.close()

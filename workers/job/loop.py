@@ -27,10 +27,11 @@ from geartrain.workers.data.images import Images, ReadAhead
 from geartrain.workers.data.streams import JointOrder, ReadingPosition
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.best import LOOKS
-from geartrain.workers.job.live import Events, LiveLine
+from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState, Progress
+from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.models.backbones import Projected, StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
 from geartrain.workers.recipes.recipe import Recipe, optimizer_of
@@ -151,7 +152,7 @@ class Trainer:
         save: Callable[[], None],
         look: Callable[[], None],
         line: LiveLine | None,
-        events: Events,
+        events: Loggers,
     ) -> bool:
         """Train to the end of the stage; return False if ``stop`` ended it before.
 
@@ -180,7 +181,7 @@ class Trainer:
         save: Callable[[], None],
         look: Callable[[], None],
         line: LiveLine | None,
-        events: Events,
+        events: Loggers,
     ) -> bool:
         self._replica.train()
         self.head.train()

@@ -10,6 +10,7 @@ from typing import Any
 from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.images import Images, Unreadable
+from geartrain.workers.loggers.registry import require_loggers
 from geartrain.workers.recipes.recipe import PLACES, Recipe
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -66,6 +67,8 @@ class JobOptions:
     device: str = "auto"
     dtype: str = "auto"
     """Of the backbone's products: ``float32``, ``bfloat16`` (autocast), or ``auto``: bfloat16 where it is faster."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Where its numbers are logged; see :mod:`geartrain.workers.loggers`."""
     sweep: bool = False
     """Whether a new run finds its learning rate by short trials; else the recipe's is taken."""
     backbone: str | None = None
@@ -78,6 +81,7 @@ class JobOptions:
             raise ConfigError(f"increments is {self.increments}; it must be >= 0")
         if self.rows not in (None, *PLACES):
             raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
+        require_loggers(self.loggers)
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.snapshot_minutes is not None and not self.snapshot_minutes > 0:

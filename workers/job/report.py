@@ -20,7 +20,7 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.workers.atomic import write_json
 from geartrain.workers.data.images import Images
 from geartrain.workers.job.best import IMPRINTED
-from geartrain.workers.job.live import Events
+from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.models.evaluate import Answers, answer, answer_of_model, every_nth
 from geartrain.workers.models.mistakes import draw_mistakes
 from geartrain.workers.models.saved_model import Model
@@ -39,7 +39,7 @@ class Evaluation:
         backbone: nn.Module,
         head: ClassHead,
         device: torch.device,
-        events: Events,
+        events: Loggers,
         say: Callable[[str], None],
     ) -> None:
         self._held_out = held_out

@@ -25,12 +25,12 @@ from geartrain.bridge.rows.tables import as_numpy
 from geartrain.workers.atomic import write_json
 from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
-from geartrain.workers.job.live import Events
 from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.report import SWEEP
 from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import Progress
+from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.models.evaluate import every_nth
 from geartrain.workers.recipes.recipe import Recipe, head_of
 
@@ -130,7 +130,7 @@ def _loss_after(
                 save=lambda: None,
                 look=lambda: None,
                 line=None,
-                events=Events(None),
+                events=Loggers(),
             )
             return _validation_loss(trainer, every_nth(validation, MOST_IMAGES), device) if finished else None
         except NonFinite:

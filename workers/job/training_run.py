@@ -23,7 +23,7 @@ from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to
 from geartrain.workers.devices import choose_device
 from geartrain.workers.job.best import IMPRINTED, START, TRAINED, BestModel
 from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
-from geartrain.workers.job.live import Events, LiveLine
+from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks
@@ -32,6 +32,8 @@ from geartrain.workers.job.row_timing import TimedCluster
 from geartrain.workers.job.snapshots import JobSnapshots, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
 from geartrain.workers.job.sweep import MOST_CLASSES, best_rate, find_rate, write_trials
+from geartrain.workers.loggers.protocol import Loggers
+from geartrain.workers.loggers.registry import open_loggers
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.networks import require_features
 from geartrain.workers.models.saved_model import Model, load_model, save_model
@@ -99,6 +101,7 @@ class TrainingRun:
         self._again = again
         self._loss = loss
         self._best: BestModel | None = None
+        self._events = Loggers()
         self._unreadable_said = 0
         self._device = choose_device(options.device, ranks.local_rank)
         self._bfloat16 = options.dtype == "bfloat16" or (options.dtype == "auto" and has_fast_bfloat16(self._device))
@@ -207,7 +210,9 @@ class TrainingRun:
                 self._claim_folder()
             else:
                 self._note_stage(ended=False)
-        events = Events(self._options.out / "events" / trainer.progress.table if first else None)
+        step = None if self._saved is None else trainer.progress.step
+        names = self._options.loggers if first else ()
+        self._events = events = open_loggers(names, self._options.out, trainer.progress.table, step)
         evaluation = Evaluation(self._data.held_out, trainer.backbone, self._head, self._device, events, self._say)
         if first and self._data.chooses_model:
             self._best = BestModel(self._options.out / "model", self._job, evaluation.look, self._write_model)
@@ -327,6 +332,7 @@ class TrainingRun:
         state = self._state()
         if not self._ranks.is_first:
             return
+        self._events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
         failpoints.reach("job.save.before")
         if not last:
             self._snapshots.begin(state)

@@ -54,9 +54,16 @@ def embed(model: Model, pairs: Pairs, *, mirror: bool) -> Tensor:
     for start in range(0, len(pairs.images), _AT_ONCE):
         indices = range(start, min(start + _AT_ONCE, len(pairs.images)))
         bitmaps = torch.from_numpy(np.stack([_bitmap(model, pairs, index) for index in indices]))
-        found = model.backbone(bitmaps)
-        features.append(found + model.backbone(bitmaps.flip(3)) if mirror else found)
-    return functional.normalize(torch.cat(features).float(), dim=1)
+        features.append(unit_features(model, bitmaps, mirror))
+    return torch.cat(features)
+
+
+@torch.no_grad()
+def unit_features(model: Model, bitmaps: Tensor, mirror: bool) -> Tensor:
+    """Unit features [B, D] of bitmaps [B, K, S, S]; with ``mirror`` of the sum with the mirror image's."""
+    found = model.backbone(bitmaps)
+    features = found + model.backbone(bitmaps.flip(3)) if mirror else found
+    return functional.normalize(features.float(), dim=1)
 
 
 def _bitmap(model: Model, pairs: Pairs, index: int) -> npt.NDArray[np.uint8]:
@@ -82,11 +89,7 @@ def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) 
     one kind; NonFinite.
     """
     require_folds(same_N, "the pairs")
-    if len(wrong := np.flatnonzero(~np.isfinite(distances_N))):
-        raise NonFinite(
-            f"the distance of pair {int(wrong[0])} is {distances_N[wrong[0]]}, as are {len(wrong)} of {len(same_N)}: "
-            "the model's features are not finite; go back to a snapshot whose features are"
-        )
+    require_finite(distances_N, "distance")
     right = (distances_N[:, None] < _THRESHOLDS) == same_N[:, None]  # [N, thresholds]
     folds = np.array_split(np.arange(len(same_N)), FOLDS)
     accuracies, thresholds = [], []
@@ -105,8 +108,21 @@ def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) 
     )
 
 
+def require_finite(values_N: npt.NDArray[np.float64], what: str) -> None:
+    """Raise NonFinite if that of a pair is NaN or infinite."""
+    if len(wrong := np.flatnonzero(~np.isfinite(values_N))):
+        raise NonFinite(
+            f"the {what} of pair {int(wrong[0])} is {values_N[wrong[0]]}, as are {len(wrong)} of {len(values_N)}: "
+            "the model's features are not finite; go back to a snapshot whose features are"
+        )
+
+
 def true_accept_rates(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) -> dict[float, float]:
-    """False accept rate -> part of the same pairs nearer than the pair at which that rate would be exceeded."""
+    """False accept rate -> part of the same pairs nearer than the different pair at which it would be exceeded.
+
+    The threshold is a distance that occurs: nothing is interpolated between two, and at most that part of the different
+    pairs is accepted, equal distances included. A rate below one in so many different pairs is left out.
+    """
     different = np.sort(distances_N[~same_N])
     rates = {}
     for rate in FALSE_ACCEPT_RATES:

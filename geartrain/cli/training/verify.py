@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared.options import Json, OwnBackbone
 
 
 def verify(
     model: Annotated[Path, typer.Argument(help="A run, such as runs/classify, or its model folder.")],
-    pairs: Annotated[list[Path], typer.Argument(help="Files of pairs as InsightFace packs them, such as lfw.bin.")],
+    pairs: Annotated[
+        list[Path] | None, typer.Argument(help="Files of pairs as InsightFace packs them, such as lfw.bin.")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option("--images", help="For templates (IJB): the folder of the pictures, cut to the face.")
+    ] = None,
+    media: Annotated[
+        Path | None, typer.Option("--media", help="For templates: lines of 'picture template media'.")
+    ] = None,
+    template_pairs: Annotated[
+        Path | None, typer.Option("--template-pairs", help="For templates: lines of 'template template 1-or-0'.")
+    ] = None,
     mirror: Annotated[
         bool | None,
         typer.Option(
@@ -28,21 +40,39 @@ def verify(
 ) -> None:
     """Print the accuracy by 10 folds and the true accept rates (TAR) at false accept rates (FAR) of pairs.
 
-    The files are pickles; they are read without running any of what they hold.
+    The files are pickles; they are read without running any of what they hold. With --images, --media and
+    --template-pairs templates are verified, too: the features of a template's pictures are pooled. Nothing is
+    interpolated: TAR@FAR is at the loosest threshold that accepts at most that part of the different pairs; a FAR below
+    one in so many different pairs is left out.
     """
+    of_templates = (images, media, template_pairs)
+    if any(of_templates) and not all(of_templates):
+        raise ConfigError("templates need all of --images, --media and --template-pairs")
+    if not pairs and not any(of_templates):
+        raise ConfigError("which pairs? Give .bin files, or --images, --media and --template-pairs")
     from geartrain.workers.models.saved_model import (
         load_model,  # torch is loaded only after the arguments are known to be right
     )
+    from geartrain.workers.models.templates import verify_templates
     from geartrain.workers.models.verify import verify_file
 
     loaded = load_model(model, backbone=backbone)
     wanted = loaded.preprocessing.kind == "photo" if mirror is None else mirror
-    results = []
-    for path in pairs:
+    results: list[dict[str, Any]] = []
+    for path in pairs or []:
         result = verify_file(loaded, path, mirror=wanted)
         results.append({"pairs_file": str(path), "mirror": wanted, **asdict(result)})
         if not as_json:
-            rates = "  ".join(f"TAR@FAR={rate:g} {value:.4f}" for rate, value in result.true_accepts.items())
-            print(f"{path}  accuracy {result.accuracy:.4f} ± {result.accuracy_std:.4f}  {rates}")
+            accuracy = f"{result.accuracy:.4f} ± {result.accuracy_std:.4f}"
+            print(f"{path}  accuracy {accuracy}  {_rates(result.true_accepts)}")
+    if images is not None and media is not None and template_pairs is not None:
+        judged = verify_templates(loaded, images, media, template_pairs, mirror=wanted)
+        results.append({"pairs_file": str(template_pairs), "mirror": wanted, **asdict(judged)})
+        if not as_json:
+            print(f"{template_pairs}  {judged.templates:,} templates  {_rates(judged.true_accepts)}")
     if as_json:
         print(json.dumps(results))
+
+
+def _rates(true_accepts: dict[float, float]) -> str:
+    return "  ".join(f"TAR@FAR={rate:g} {value:.4f}" for rate, value in true_accepts.items())

@@ -65,6 +65,7 @@ def glyphs(
     allow_fallback: option.AllowFallback = False,
     scheduler: option.Scheduler = None,
     graph: option.Graph = None,
+    logger: option.Logger = None,
     device: option.Device = "auto",
     mode: Mode = None,
     cache: option.Cache = Path(".cache"),
@@ -89,8 +90,9 @@ def glyphs(
     _refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
+    loggers = ["tensorboard"] if logger is None else logger
     options = _options(
-        out or Path("runs/glyphs"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode
+        out or Path("runs/glyphs"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, loggers
     )
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.recipes.jobs import train_glyphs
@@ -144,6 +146,7 @@ def classify(
     allow_fallback: option.AllowFallback = False,
     scheduler: option.Scheduler = None,
     graph: option.Graph = None,
+    logger: option.Logger = None,
     device: option.Device = "auto",
     mode: Mode = None,
     as_json: Json = False,
@@ -173,8 +176,9 @@ def classify(
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
+    loggers = ["tensorboard"] if logger is None else logger
     options = _options(
-        out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode
+        out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, loggers
     )
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.data.folder import MEMORY_BYTES
@@ -243,6 +247,7 @@ def _options(
     rows: str | None,
     device: str,
     mode: str | None,
+    loggers: list[str],
 ) -> JobOptions:
     scheduler, graph = roles
     given = configuration.flags(configuration.WHOLE, mode=mode) + configuration.flags("client", graph=graph)
@@ -274,6 +279,7 @@ def _options(
         rows=rows,
         graph=None if scheduler is None else config.client.graph,
         device=device,
+        loggers=() if loggers == ["none"] else tuple(loggers),
     )
 
 

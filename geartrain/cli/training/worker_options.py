@@ -159,6 +159,15 @@ DType = Annotated[
         help="Of the backbone's products: float32, bfloat16 (autocast) or auto: what is faster.",
     ),
 ]
+Logger = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logger",
+        help="Where the numbers of the training go: tensorboard (files in OUT/events), wandb, mlflow or none. May be "
+        "given several times.",
+        show_default="tensorboard",
+    ),
+]
 Margin = Annotated[
     str | None,
     typer.Option(
@@ -173,7 +182,8 @@ Augment = Annotated[
     typer.Option(
         "--augment",
         help="Random changes of the training images: none, or NAME=SIZE,...: affine (scale and slant), shift, elastic, "
-        "colour (brightness and contrast), flip (part of the images mirrored). Those not named stay as they are.",
+        "colour (brightness and contrast), flip (part of the images mirrored). Those not named stay as they are; "
+        "behind none they are off.",
         show_default="affine=0.04,shift=0.03,elastic=0.06",
     ),
 ]

@@ -34,6 +34,8 @@ def test_colours_and_mirror_images_are_a_function_of_seed_and_step_too() -> None
     is_mirror = [torch.allclose(mirrored[i], images[i].flip(2), atol=1e-4) for i in range(64)]
     assert 16 < sum(is_mirror) < 48
     assert all(flipped or torch.allclose(mirrored[i], images[i], atol=1e-4) for i, flipped in enumerate(is_mirror))
+    assert Augmentation().changed("none,flip=0.5") == still.changed("flip=0.5")
+    assert Augmentation().changed("flip=0.5").affine == Augmentation().affine > 0
     strong = still.changed("colour=0.2,flip=0.5")
     joint = strong.distort(images, 0, 64, 1, 9)
     assert float(joint.min()) >= 0 and float(joint.max()) <= 1
@@ -42,7 +44,7 @@ def test_colours_and_mirror_images_are_a_function_of_seed_and_step_too() -> None
     torch.testing.assert_close(joint, torch.cat(halves))
 
 
-@pytest.mark.parametrize("text", ["blur=1", "flip", "flip=x", "flip=2", "flip=nan", ""])
+@pytest.mark.parametrize("text", ["blur=1", "flip", "flip=0.5,none", "flip=x", "flip=2", "flip=nan", ""])
 def test_an_augmentation_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="flip"):
         Augmentation().changed(text)

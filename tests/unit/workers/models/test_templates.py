@@ -1,0 +1,133 @@
+"""Templates are pooled and judged as a plain loop over them would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.cli.main import build_app
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models import saved_model
+from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models.templates import read_media, read_template_pairs, verify_templates
+from geartrain.workers.models.verify import true_accept_rates
+
+LOOK = Preprocessing(kind="photo", size=16, channels=3)
+
+
+class Colours(nn.Module):
+    """Centred mean colours as features."""
+
+    def forward(self, bitmaps: torch.Tensor) -> torch.Tensor:
+        return bitmaps.float().mean(dim=(2, 3)) - 120
+
+
+def model() -> Model:
+    return Model(Colours(), {}, torch.eye(2, 3), ["a", "b"], LOOK)
+
+
+def draw(folder: Path) -> tuple[Path, Path, list[tuple[str, int, int]], list[tuple[int, int, int]]]:
+    """Pictures of 12 templates with gaps in their ids, some media of several frames; and all pairs of them."""
+    random = np.random.default_rng(3)
+    rows, people = [], {}
+    for place, template in enumerate([7, 3, 19, 4, 100, 101, 55, 54, 8, 9, 10, 11]):
+        person = place % 4
+        people[template] = person
+        shade = np.array([[200, 60, 60], [60, 200, 60], [60, 60, 200], [190, 190, 40]])[person]
+        for medium in range(1 + place % 3):
+            for frame in range(1 + medium * 2):
+                name = f"{template}-{medium}-{frame}.png"
+                colour = tuple(int(c) for c in (shade + random.normal(0, 60, 3)).clip(0, 255))
+                Image.new("RGB", (20, 24), colour).save(folder / name)  # type: ignore[arg-type]
+                rows.append((name, template, medium))
+    random.shuffle(rows)
+    ids = sorted(people)
+    pairs = [(a, b, int(people[a] == people[b])) for a in ids for b in ids if a < b]
+    media, told = folder / "media.txt", folder / "pairs.txt"
+    media.write_text("".join(f"{name} {template} {medium}\n" for name, template, medium in rows))
+    told.write_text("".join(f"{a} {b} {same}\n" for a, b, same in pairs))
+    return media, told, rows, pairs
+
+
+def reference(folder: Path, rows: list[tuple[str, int, int]], pairs: list[tuple[int, int, int]]) -> dict[float, float]:
+    """Template by template, pair by pair, in float64."""
+    features = {}
+    for template in {template for _, template, _ in rows}:
+        of_media: dict[int, list[np.ndarray]] = {}
+        for name, owner, medium in rows:
+            if owner == template:
+                feature = np.asarray(Image.open(folder / name).convert("RGB"), np.float64)[0, 0] - 120
+                of_media.setdefault(medium, []).append(feature / np.linalg.norm(feature))
+        mean = np.mean([np.mean(frames, axis=0) for frames in of_media.values()], axis=0)
+        features[template] = mean / np.linalg.norm(mean)
+    scores = np.array([features[a] @ features[b] for a, b, _ in pairs])
+    same = np.array([bool(flag) for _, _, flag in pairs])
+    rates = {}
+    for rate in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
+        loosest = None  # of all scores that occur, the lowest that lets in few enough of the different pairs
+        for threshold in np.unique(scores):
+            if (scores[~same] >= threshold).sum() <= rate * (~same).sum() + 1e-9:
+                loosest = threshold
+                break
+        if rate * (~same).sum() >= 1:
+            rates[rate] = float((scores[same] >= loosest).mean())
+    return rates
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_pooled_templates_are_judged_as_one_by_one(mirror: bool, tmp_path: Path) -> None:
+    media, told, rows, pairs = draw(tmp_path)
+    found = verify_templates(model(), tmp_path, media, told, mirror=mirror)
+    assert (found.templates, found.images, found.pairs) == (12, len(rows), len(pairs))
+    assert found.true_accepts == pytest.approx(reference(tmp_path, rows, pairs))
+    assert 0 < found.true_accepts[0.1] < 1
+
+
+def test_rates_down_to_one_in_a_million_are_those_of_a_sorted_list() -> None:
+    random = np.random.default_rng(0)
+    different, same = random.normal(1, 0.2, 1_000_000).clip(0), random.normal(0.3, 0.25, 5000).clip(0)
+    flags = np.arange(len(different) + len(same)) >= len(different)
+    rates = true_accept_rates(np.concatenate([different, same]), flags)
+    assert list(rates) == [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6]
+    order = np.sort(different)
+    for rate, value in rates.items():
+        assert value == pytest.approx(float((same < order[round(rate * 1_000_000)]).mean()))
+    few = true_accept_rates(np.concatenate([different[:50], same]), np.arange(50 + len(same)) >= 50)
+    assert list(few) == [1e-1]
+
+
+@pytest.mark.parametrize(
+    ("media", "pairs", "said"),
+    [
+        ("a.png 1\n", "1 2 1\n", r"media.txt, line 1, is 'a.png 1'; it must be 'picture template media'"),
+        ("a.png 1 0\nb.png 2 0\n", "1 2 1\n1 3 0\n", r"pairs.txt, line 2: templates \[1, 3\]"),
+        ("a.png 1 0\nb.png 2 0\n", "1 2 1\n1 2 2\n", r"line 2: the last number is 2; it must be 0 or 1"),
+        ("a.png 1 0\nb.png 2 0\n", "1 2 1\n", r"1 same pairs of 1; it needs some of each kind"),
+        ("", "1 2 1\n", "is empty"),
+        ("a.png x 0\n", "1 2 1\n", "media.txt, line 1"),
+    ],
+)
+def test_files_that_do_not_fit_are_named_with_their_line(media: str, pairs: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "media.txt").write_text(media)
+    (tmp_path / "pairs.txt").write_text(pairs)
+    with pytest.raises(InvalidArgument, match=said):
+        read_template_pairs(tmp_path / "pairs.txt", read_media(tmp_path / "media.txt").templates)
+
+
+def test_the_command_verifies_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    media, told, _, _ = draw(tmp_path)
+    monkeypatch.setattr(saved_model, "load_model", lambda *_, **__: model())
+    arguments = ["verify", "run", "--images", str(tmp_path), "--media", str(media)]
+    refused = CliRunner().invoke(build_app(arguments), arguments)
+    assert isinstance(refused.exception, ConfigError) and "need all of" in str(refused.exception)
+    arguments += ["--template-pairs", str(told), "--json"]
+    (answer,) = json.loads(CliRunner().invoke(build_app(arguments), arguments).stdout)
+    assert answer["templates"] == 12 and answer["true_accepts"]["0.1"] > 0

@@ -1,0 +1,1 @@
+"""Where the numbers of a training are logged: TensorBoard, Weights & Biases, MLflow."""

@@ -1,0 +1,61 @@
+"""MLflow: one of its runs for each of ours, by a tag with the job's name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from geartrain.ams.values.errors import ConfigError
+
+TAG = "geartrain.job"
+EXPERIMENT = "geartrain"
+
+
+class MlflowLogger:
+    """Logs to ``MLFLOW_TRACKING_URI``, by default to files in the run's folder, as the experiment
+    ``MLFLOW_EXPERIMENT_NAME`` (``geartrain``).
+
+    A run that goes on is the same one there. Steps that it has already are not sent again.
+    """
+
+    def __init__(self, out: Path, job: str, step: int | None) -> None:
+        """Raises ConfigError without the library, and if there is no store."""
+        try:
+            from mlflow.entities import Metric
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError as exc:
+            raise ConfigError("--logger mlflow needs mlflow-skinny; pip install 'geartrain[mlflow]'") from exc
+        self._metric = Metric
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if address is None:  # files need no server and no database; MLflow wants to be told that they are meant
+            address = (out / "mlruns").absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        try:
+            self._client = MlflowClient(tracking_uri=address)
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+            found = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            runs = [] if step is None else self._client.search_runs([experiment], f"tags.`{TAG}` = '{job}'")
+            run = runs[0] if runs else self._client.create_run(experiment, tags={TAG: job}, run_name=job)
+            self._run_id = run.info.run_id
+            histories = [self._client.get_metric_history(self._run_id, metric) for metric in run.data.metrics]
+        except MlflowException as exc:
+            raise ConfigError(f"MLflow takes no run at {address}: {exc}; MLFLOW_TRACKING_URI names another") from exc
+        self._there = {(metric.key, metric.step) for history in histories for metric in history}
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """See ``RunLogger``."""
+        now = int(1000 * time.time())
+        named = {f"{group}/{name}": value for name, value in values.items()}
+        fresh = [self._metric(key, value, now, step) for key, value in named.items() if (key, step) not in self._there]
+        self._client.log_batch(self._run_id, metrics=fresh)
+
+    def flush(self) -> None:
+        """It writes at once."""
+
+    def close(self) -> None:
+        """See ``RunLogger``."""
+        self._client.set_terminated(self._run_id)

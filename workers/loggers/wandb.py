@@ -1,0 +1,41 @@
+"""Weights & Biases: one of its runs for each of ours, by the job's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from geartrain.ams.values.errors import ConfigError
+
+
+class WandbLogger:
+    """Logs to the project that ``WANDB_PROJECT`` names (``geartrain``), offline if ``WANDB_MODE`` is ``offline``.
+
+    A run that goes on is the same one there: its id is the job's. Steps that it has already are not sent again.
+    """
+
+    def __init__(self, out: Path, job: str, step: int | None) -> None:
+        """Its files are in ``out``/wandb. Raises ConfigError without the library, and if it refuses the run."""
+        try:
+            import wandb
+        except ImportError as exc:
+            raise ConfigError("--logger wandb needs wandb; pip install 'geartrain[wandb]'") from exc
+        settings = wandb.Settings(silent=True)
+        try:
+            run = wandb.init(id=job, name=job, dir=str(out), resume="allow", settings=settings)
+        except (wandb.errors.Error, ValueError) as exc:
+            raise ConfigError(f"wandb begins no run: {exc}; WANDB_MODE=offline needs no account") from exc
+        self._run = run
+        self._first = max(run.step, 0 if step is None else step + 1)
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """See ``RunLogger``."""
+        if step >= self._first:
+            self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
+
+    def flush(self) -> None:
+        """It writes on its own."""
+
+    def close(self) -> None:
+        """See ``RunLogger``."""
+        self._run.finish()
