@@ -30,11 +30,12 @@ def run(*arguments: str) -> str:
 
 
 def test_it_trains_tells_accuracies_and_what_it_says_next_works(tiny: Path) -> None:
-    for _ in range(2):  # a second time, too
-        said = run("quickstart", "--small")
+    (tiny / "runs" / "small").mkdir(parents=True)  # of an earlier time
+    (tiny / "runs" / "small" / "run.json").write_text("{}", encoding="utf-8")
+    said = run("quickstart", "--small")
     before, after, guessing = (float(number) for number in re.findall(r"([\d.]+) %", said)[-3:])
     assert after >= before > 3 * guessing
-    assert (tiny / "runs/small.previous/report.json").exists()
+    assert (tiny / "runs/small.previous/run.json").exists()
     command = re.search(r"geartrain (predict \S+ \S+)", said)
     assert command is not None
     named = run(*command[1].split())
@@ -46,6 +47,8 @@ def test_signs_are_a_function_of_the_seed_and_take_no_folder_of_somebody(tiny: P
     pictures = [[path.read_bytes() for path in sorted(folder.rglob("*.png"))] for folder in (first, second, other)]
     assert len(pictures[0]) == 12 * signs.IMAGES_OF_EACH
     assert pictures[0] == pictures[1] != pictures[2]
+    first.joinpath("sign-000", "0.png").unlink()
+    assert not signs.drawn_signs(first).joinpath("sign-000", "0.png").exists()  # what lies there is taken
     (tiny / "mine").mkdir()
     with pytest.raises(ConfigError, match="mine is there and holds no drawn signs"):
         signs.drawn_signs(tiny / "mine")

@@ -21,7 +21,7 @@ def run_block(number: int) -> str:
 def test_the_loop_of_a_class_head_trains() -> None:
     losses = [float(line.split()[1]) for line in run_block(0).splitlines()]
     assert len(losses) == 20
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[0] - 2  # of random labels, with the random numbers of the day
 
 
 def test_the_loop_of_a_table_shows_what_its_pushes_do() -> None:
