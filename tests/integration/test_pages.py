@@ -1,0 +1,96 @@
+"""What pages show is what happens: their programs run, both sides of a diff where both can, and print what is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.pages import Block, blocks_of, losses_in, program_of, run
+
+
+@pytest.fixture
+def alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun tells the only rank of a group; the port is a free one."""
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():  # the program failed before its end
+        dist.destroy_process_group()
+
+
+def diff_of(page: str) -> Block:
+    (diff,) = [block for block in blocks_of(page) if block.language == "diff"]
+    return diff
+
+
+def file_of(page: str, title: str) -> str:
+    (block,) = [block for block in blocks_of(page) if block.title == title]
+    return block.code
+
+
+def right_in(printed: str) -> float:
+    return float(re.search(r"right: (\S+)", printed)[1])
+
+
+def test_a_classifier_with_nn_linear_learns_as_well_with_a_class_head(tmp_path: Path) -> None:
+    diff = diff_of("how-to/from-nn-linear.md")
+    before, after = run(diff.before, tmp_path), run(diff.after, tmp_path)
+    assert losses_in(after)[-1] < losses_in(after)[0] / 4, after
+    assert right_in(after) > right_in(before) - 0.03, (before, after)
+    assert (tmp_path / "model.pt").is_file()
+    assert (tmp_path / "model").is_dir()
+
+
+def test_weights_of_nn_linear_go_on_with_the_same_losses(tmp_path: Path) -> None:
+    losses = losses_in(run(file_of("how-to/from-nn-linear.md", "weights.py"), tmp_path))
+    assert len(losses) == 10
+    assert max(abs(old - new) for old, new in zip(losses[::2], losses[1::2], strict=True)) < 1e-4
+    assert (tmp_path / "classes.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("alone_under_torchrun")
+def test_a_script_of_partial_fc_learns_and_is_saved(tmp_path: Path) -> None:
+    printed = run(diff_of("how-to/from-partial-fc.md").after, tmp_path)
+    assert losses_in(printed)[0] > 50 > 2 * losses_in(printed)[-1], printed
+    assert right_in(printed) > 0.8, printed
+    assert (tmp_path / "checkpoint" / "model.json").is_file()
+
+
+def test_class_centers_of_partial_fc_are_those_of_the_head(tmp_path: Path) -> None:
+    printed = run(file_of("how-to/from-partial-fc.md", "centers.py"), tmp_path)
+    centers = torch.load(tmp_path / "centers_1.pt", weights_only=True)
+    assert str(centers[0, :4].tolist()) in printed
+    assert (tmp_path / "centers.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("alone_under_torchrun")
+def test_a_training_of_plsc_learns_and_is_saved(tmp_path: Path) -> None:
+    printed = run(diff_of("how-to/from-plsc.md").after, tmp_path)
+    assert losses_in(printed)[0] > 40 > 2 * losses_in(printed)[-1], printed
+    assert (tmp_path / "checkpoint" / "model.json").is_file()
+
+
+def test_class_centers_of_plsc_are_those_of_the_head(tmp_path: Path) -> None:
+    printed = run(file_of("how-to/from-plsc.md", "centers.py"), tmp_path)
+    centers = np.load(tmp_path / "centers_1.npy").astype(np.float32)
+    assert str(centers[0, :4].tolist()) in printed
+
+
+@pytest.mark.parametrize("page", ["how-to/from-partial-fc.md", "how-to/from-plsc.md"])
+def test_the_other_side_of_a_diff_is_a_program_too(page: str) -> None:
+    compile(diff_of(page).before, page, "exec")
+
+
+def test_the_page_about_the_loss_shows_what_its_program_prints(tmp_path: Path) -> None:
+    page = "explanation/loss.md"
+    shown = "".join(block.code for block in blocks_of(page) if block.language == "text")
+    printed = run(program_of(page), tmp_path)
+    assert losses_in(printed) == pytest.approx(losses_in(shown), abs=0.02)
+    assert re.sub(r"[\d.]+$", "", printed, flags=re.MULTILINE) == re.sub(r"[\d.]+$", "", shown, flags=re.MULTILINE)
