@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tests.support.pages import DOCS, Block, blocks_of, losses_in, program_of, run
@@ -143,8 +144,8 @@ def test_a_training_whose_shard_is_killed_ends_with_the_loss_of_an_undisturbed_o
     reader = Reader(tmp_path)
     with reader.running(up):
         reader.await_cluster(tmp_path / "cluster.json")
-        train.code = train.code.replace("CLASSES, STEPS = 1_000, 300", "CLASSES, STEPS = 1_000, 150")  # shows as much
-        reader.save(train)
+        shorter = train.code.replace("CLASSES, STEPS = 1_000, 300", "CLASSES, STEPS = 1_000, 150")  # shows as much
+        reader.save(replace(train, code=shorter))
         with reader.running(second) as shown:
             await_text(shown, "saved at step 100")
             reader.type(third)
