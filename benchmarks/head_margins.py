@@ -2,7 +2,8 @@
 full softmax, fp32, 2 threads, rows embedded and pulled.
 
 A step is: pull, loss, feature gradient, row gradients, update with momentum. All heads share one table and take turns;
-figures are medians. Those that change other logits than the target's (CurricularFace) leave the compiled pass.
+figures are medians. Those that change other logits than the target's (CurricularFace, FilteredMargin) leave the
+compiled pass.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MARGINS: list[Any] = [
     gt.ElasticArcFace(scale=64),
     gt.ScheduledMargin((0, gt.ArcFace(scale=16, margin=0.0)), (1000, gt.ArcFace(scale=64, margin=0.5))),
     gt.CurricularFace(scale=64),
+    gt.FilteredMargin(gt.ArcFace(scale=64), above=0.4),
 ]
 
 

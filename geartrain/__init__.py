@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
     from geartrain.bridge.head.loss.margins.curricularface import CurricularFace
     from geartrain.bridge.head.loss.margins.elasticface import ElasticArcFace, ElasticCosFace
+    from geartrain.bridge.head.loss.margins.filtered import FilteredMargin
     from geartrain.bridge.head.loss.margins.magface import MagFace
     from geartrain.bridge.head.loss.margins.margin import (
         AdaptiveMargin,
@@ -69,6 +70,7 @@ __all__ = [
     "DenseTable",
     "ElasticArcFace",
     "ElasticCosFace",
+    "FilteredMargin",
     "FullSoftmax",
     "KNNSoftmax",
     "MagFace",
@@ -126,6 +128,7 @@ _HOMES = {
     "geartrain.bridge.head.loss.margins.angular": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
     "geartrain.bridge.head.loss.margins.curricularface": ("CurricularFace",),
     "geartrain.bridge.head.loss.margins.elasticface": ("ElasticArcFace", "ElasticCosFace"),
+    "geartrain.bridge.head.loss.margins.filtered": ("FilteredMargin",),
     "geartrain.bridge.head.loss.margins.magface": ("MagFace",),
     "geartrain.bridge.head.loss.margins.margin": (
         "AdaptiveMargin",

@@ -49,14 +49,19 @@ class MarginTwin:
     ) -> Tensor:
         """Mean loss of a training batch; ``targets`` are places of the labels among the active rows [A, D], ``weights``
         [A] multiply the exponentials."""
-        margin = self.margin.at(step) if isinstance(self.margin, gt.ScheduledMargin) else self.margin
+        margin, above = _at(self.margin, step), 2.0
+        if isinstance(margin, gt.FilteredMargin):
+            margin, above = _at(margin.margin, step), margin.above
         cos = F.normalize(features) @ F.normalize(rows).t()
+        is_filtered = (cos.detach() > above).scatter(1, targets[:, None], False)
         own = cos.gather(1, targets[:, None]).squeeze(1)
         theta = torch.acos(own.clamp(-COS_LIMIT, COS_LIMIT))
         norms, penalty = features.norm(dim=1), torch.zeros(())
         match margin:
             case gt.ArcFace():
                 own = torch.cos(theta + margin.margin)
+            case gt.CosFace():
+                own = own - margin.margin
             case gt.AdaFace():
                 quality = self._quality(margin, norms.detach())
                 angle = (theta - margin.margin * quality).clamp(0, math.pi)
@@ -75,6 +80,7 @@ class MarginTwin:
             case _:
                 raise TypeError(f"{margin!r} has no twin")
         logits = margin.scale * cos.scatter(1, targets[:, None], own[:, None])
+        logits = logits.masked_fill(is_filtered, -math.inf)
         return F.cross_entropy(logits + (0.0 if weights is None else weights.log()), targets) + penalty
 
     def _quality(self, margin: gt.AdaFace, norms: Tensor) -> Tensor:
@@ -95,3 +101,7 @@ class MarginTwin:
         target = torch.cos(theta + margin.margin)
         is_hard = cos.detach() > target.detach()[:, None]
         return target, torch.where(is_hard, cos * (t + cos), cos)
+
+
+def _at(margin: Any, step: int) -> Any:
+    return margin.at(step) if isinstance(margin, gt.ScheduledMargin) else margin

@@ -51,6 +51,7 @@ PUBLIC_NAMES = {
     "CurricularFace",
     "ElasticArcFace",
     "ElasticCosFace",
+    "FilteredMargin",
     "MagFace",
     "MarginBatch",
     "NegativesMargin",

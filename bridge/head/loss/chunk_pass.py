@@ -305,7 +305,10 @@ class TensorPass:
             slopes_NB = self._change(logits_NB, start, None)
         else:
             logits_NB = kept_NB
-        logits_NB.sub_(batch.lse2_B).exp2_()
+        logits_NB.sub_(batch.lse2_B)
+        if slopes_NB is not None:  # rounding may carry a cosine across a margin's threshold, past what the sum holds
+            logits_NB.clamp_(max=0.0)
+        logits_NB.exp2_()
         if slopes_NB is not None:
             logits_NB.mul_(slopes_NB)
         found = self._targets(start, len(rows_ND))

@@ -80,8 +80,8 @@ class NegativesMargin(Margin, Protocol):
     def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [N, B] of N classes for B samples and their derivatives by ``cos_NB``, in its dtype.
 
-        What is returned at a sample's own class is not looked at. What the margin knows of the samples it keeps from
-        ``begin``; that counts as constant.
+        A class with the logit −∞ takes no part in that sample's sum. What is returned at a sample's own class is not
+        looked at. What the margin knows of the samples it keeps from ``begin``; that counts as constant.
         """
         ...
 

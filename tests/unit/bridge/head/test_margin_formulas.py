@@ -13,7 +13,11 @@ from torch import Tensor
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
+from geartrain.bridge.head.batch import Arithmetic, Batch, Targets, Workspace
+from geartrain.bridge.head.loss.chunk_pass import pass_for
+from geartrain.bridge.head.loss.margins.margin import changes_negatives
+from geartrain.bridge.head.loss.margins.scale import automatic_scale
+from geartrain.bridge.head.loss.scratch import Scratch
 from tests.support.margin_twins import MarginTwin, margin_batch
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import sampled_weights
@@ -28,6 +32,13 @@ MARGINS: list[Any] = [
     gt.CurricularFace(scale=12, margin=0.3, momentum=0.5),
     gt.ScheduledMargin((0, gt.ArcFace(8, 0.0)), (2, gt.ArcFace(16, 0.2)), (5, gt.ArcFace(16, 0.5))),
     gt.ScheduledMargin((1, gt.CurricularFace(8, 0.1)), (3, gt.CurricularFace(16, 0.3))),
+    gt.FilteredMargin(gt.ArcFace(scale=12, margin=0.3), above=0.3),
+    gt.FilteredMargin(gt.AdaFace(scale=12, margin=0.4, momentum=0.7), above=0.2),
+    gt.FilteredMargin(gt.CurricularFace(scale=12, margin=0.3, momentum=0.5), above=0.5),
+    gt.FilteredMargin(gt.ScheduledMargin((0, gt.ArcFace(8, 0.0)), (2, gt.ArcFace(16, 0.2))), above=0.3),
+    gt.ScheduledMargin(
+        (0, gt.FilteredMargin(gt.CosFace(8, 0.1), above=0.9)), (4, gt.FilteredMargin(gt.CosFace(8, 0.1), above=-0.3))
+    ),
 ]
 PLACES: dict[str, dict[str, Any]] = {
     "held": {"rows": "pull"},
@@ -38,7 +49,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def named(margin: Any) -> str:
-    return type(getattr(margin, "points", [(0, margin)])[0][1]).__name__ + "-" * isinstance(margin, gt.ScheduledMargin)
+    if isinstance(margin, gt.FilteredMargin):
+        return f"Filtered-{named(margin.margin)}"
+    return f"{named(margin.points[0][1])}-" if isinstance(margin, gt.ScheduledMargin) else type(margin).__name__
 
 
 def make_head(cluster: gt.Cluster | None, margin: Any, **place: Any) -> gt.ClassHead:
@@ -82,8 +95,8 @@ def twin_step(
 @pytest.mark.parametrize("margin", MARGINS, ids=named)
 def test_every_margin_is_its_papers_formula_in_every_place(margin: Any, place: str) -> None:
     with gt.local(num_shards=2) as cluster:
-        if place == "hosted" and "Curricular" in named(margin):
-            with pytest.raises(InvalidArgument, match=r"CurricularFace.*other classes.*rows='pull' or rows='ranks'"):
+        if place == "hosted" and changes_negatives(margin):
+            with pytest.raises(InvalidArgument, match=r"Face.*other classes.*rows='pull' or rows='ranks'"):
                 make_head(cluster, margin, rows="hosted")
             return
         for dtype in (torch.float32, torch.float64) if place in ("held", "ranks") else (torch.float32,):
@@ -211,10 +224,65 @@ def test_draws_are_normal_and_a_function_of_seed_step_place_and_class() -> None:
     assert torch.equal(drawn(training=False), torch.full((20_000,), 0.5).double())
 
 
+# Filtered margins.
+
+
+@pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
+def test_a_sample_whose_other_classes_are_all_filtered_has_no_loss_and_moves_nothing(place: str) -> None:
+    with gt.local(num_shards=2) as cluster:
+        margin = gt.FilteredMargin(gt.ArcFace(scale=64), above=-1.0)
+        head = make_head(None if place == "ranks" else cluster, margin, **PLACES[place])
+        rows, before = gt.RowOptimizer(head), head.weights()
+        features, labels = batch(0)
+        loss = head(features.requires_grad_(), labels)
+        loss.backward()
+        rows.step()
+        assert float(loss.detach()) == 0.0
+        assert features.grad is not None and not features.grad.any()
+        assert torch.equal(head.weights(), before)
+        assert head.stats is not None and head.stats.accuracy < 1.0
+
+
+def test_a_filtered_class_is_not_pushed_away_and_the_others_are() -> None:
+    margin = gt.FilteredMargin(gt.CosFace(scale=8, margin=0.1), above=0.4)
+    head = gt.ClassHead(None, "c", num_classes=4, dim=3, margin=margin, optimizer=gt.SGD(1.0), rows="ranks")
+    rows = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.4, 0.0], [0.1, 0.0, 1.0], [-0.5, 0.5, 0.5]])
+    head.table.assign(np.arange(4), rows.numpy())
+    optimizer = gt.RowOptimizer(head)
+    head(torch.tensor([[1.0, 0.1, 0.2]]), torch.tensor([0])).backward()
+    optimizer.step()
+    assert (head.weights() != rows).any(1).tolist() == [True, False, True, True]
+
+
+def test_a_cosine_that_crosses_the_threshold_between_the_passes_weighs_no_more_than_all() -> None:
+    """The sums lack a class that the second pass, by rounding, finds below the threshold, far above the target."""
+    arithmetic = Arithmetic(device=torch.device("cpu"), compute=torch.float32, matmul=torch.float32)
+    margin = gt.FilteredMargin(gt.CosFace(scale=64, margin=0.0), above=0.8)
+    made = Batch.of(torch.eye(1, 2), Targets(np.array([-1])), np.zeros(1, np.int64), margin, 2, arithmetic)
+    made.lse2_B, made.target_weight_B = torch.full((1,), -60.0), torch.full((1,), -1.0)
+    rows = torch.tensor([[0.8 - 1e-6, 0.6]])
+    pass_for(made).overwrite(Workspace(arithmetic, Scratch()), rows, 0, torch.tensor(1.0))
+    assert 0.5 < float(rows.norm()) <= 1.0
+
+
+def test_a_threshold_and_a_margin_to_filter_are_needed() -> None:
+    for above in (1.5, -2.0, float("nan")):
+        with pytest.raises(InvalidArgument, match=r"above is .*a cosine, in \[−1, 1\]"):
+            gt.FilteredMargin(gt.ArcFace(), above=above)
+    for wrong in (None, gt.ArcFace, 0.4):
+        with pytest.raises(InvalidArgument, match=r"margin is .*ArcFace\(\) or another margin"):
+            gt.FilteredMargin(wrong)  # type: ignore[arg-type]
+
+
+def test_a_filtered_margin_takes_the_scale_of_the_classes() -> None:
+    head = gt.ClassHead(None, "c", num_classes=10**6, dim=2, margin=gt.FilteredMargin(gt.ArcFace()), rows="ranks")
+    assert head.margin == gt.FilteredMargin(gt.ArcFace(automatic_scale(10**6)), 0.4)
+
+
 # Several ranks.
 
 
-@pytest.mark.parametrize("margin", [MARGINS[0], MARGINS[2], MARGINS[4]], ids=named)
+@pytest.mark.parametrize("margin", [MARGINS[0], MARGINS[2], MARGINS[4], MARGINS[8]], ids=named)
 def test_ranks_have_the_margin_of_the_joint_batch(margin: Any, tmp_path: Path) -> None:
     ranks = 2
     run_ranks(_train_rank, ranks, tmp_path, margin)
@@ -262,7 +330,7 @@ def _train_rank(rank: int, ranks: int, folder: Path, margin: Any) -> None:
 
 
 @pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
-@pytest.mark.parametrize("margin", [MARGINS[1], MARGINS[4]], ids=named)
+@pytest.mark.parametrize("margin", [MARGINS[1], MARGINS[4], MARGINS[7]], ids=named)
 def test_micro_batches_with_other_active_classes_are_summed(margin: Any, place: str) -> None:
     with gt.local() as cluster:
         head = make_head(None if place == "ranks" else cluster, margin, **PLACES[place])

@@ -55,6 +55,7 @@ ADAPTIVE: list[Any] = [
     gt.ElasticArcFace(std=0.1),
     gt.ScheduledMargin((0, gt.ArcFace(16, 0.0)), (6, gt.ArcFace(32, 0.5))),
     gt.ScheduledMargin((0, gt.AdaFace(16, 0.0)), (6, gt.AdaFace(32, 0.4))),
+    gt.FilteredMargin(gt.AdaFace(16, 0.4), above=0.5),
 ]
 
 
@@ -150,6 +151,7 @@ def test_a_margin_that_was_set_comes_back_with_a_warning() -> None:
         (gt.ArcFace(16, 0.1), None),
         (None, gt.ArcFace(16, 0.1)),
         (gt.ArcFace(16, 0.1), gt.CosFace(16, 0.1)),
+        (gt.FilteredMargin(gt.ArcFace(16), 0.4), gt.FilteredMargin(gt.ArcFace(16), 0.5)),
         (ADAPTIVE[4], gt.ScheduledMargin((0, gt.ArcFace(16, 0.0)), (7, gt.ArcFace(32, 0.5)))),
     ],
     ids=str,

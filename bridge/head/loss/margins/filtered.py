@@ -1,0 +1,88 @@
+"""Inter-class filtering: classes that may be the same person under another label do not push a sample away.
+
+Shapes: B samples, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.loss.margins.margin import (
+    AnyMargin,
+    MarginBatch,
+    NegativesMargin,
+    TargetLogits,
+    changes_negatives,
+)
+from geartrain.bridge.head.loss.margins.scale import require, scale_of, with_scale
+
+
+@dataclass(frozen=True)
+class FilteredMargin:
+    """A margin without those other classes whose cos θ_j with the sample is above a threshold.
+
+        gt.FilteredMargin(gt.ArcFace(), above=0.4)
+
+    In data collected from the web one person may have two labels. A class that is filtered has the logit −∞ for this
+    sample: it is in no sum, and neither of the two is pushed away from the other. A sample all of whose other classes
+    are filtered has the loss 0 (with smoothed labels their share is over all classes, as ever). InsightFace
+    (``interclass_filtering_threshold``) gives them the logit 0 instead. The comparison counts as constant for the
+    gradient; accuracy and cosines in ``head.stats`` are over all active classes.
+
+    Not with ``rows="hosted"``; costs the products of :class:`~.margin.NegativesMargin`. A
+    :class:`~.scheduled.ScheduledMargin` may be within, or around, where it changes the threshold.
+    """
+
+    changes_negatives: ClassVar[bool] = True
+
+    margin: AnyMargin
+    """Any margin: built in, scheduled, or of your own."""
+    above: float = 0.4
+    """In [−1, 1]. Too low, it filters hard classes as well, from which there is most to learn."""
+
+    def __post_init__(self) -> None:
+        works = hasattr(self.margin, "target") or hasattr(self.margin, "begin")
+        if isinstance(self.margin, type) or not works or not hasattr(self.margin, "scale"):
+            raise InvalidArgument(
+                f"margin is {self.margin!r}; it must be ArcFace() or another margin (gt.Margin), to filter what is "
+                "beside it; CosFace(margin=0.0) takes the place of None"
+            )
+        require("above", self.above, -1.0 <= self.above <= 1.0, "a cosine, in [−1, 1]")
+
+    @property
+    def scale(self) -> float | None:
+        """That of the margin."""
+        return self.margin.scale
+
+    def for_classes(self, num_classes: int) -> FilteredMargin:
+        """With the scale of so many classes if it is None."""
+        return replace(self, margin=with_scale(self.margin, num_classes))
+
+    def begin(self, batch: MarginBatch) -> FilteredMargin:
+        """Around the margin of this batch; costs what that costs."""
+        margin: Any = self.margin
+        return replace(self, margin=margin.begin(batch)) if hasattr(margin, "begin") else self
+
+    def target(
+        self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
+    ) -> TargetLogits | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~.margin.Margin`."""
+        margin: Any = self.margin
+        return margin.target(cos_B, norms_B, labels_B)  # type: ignore[no-any-return]
+
+    def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`~.margin.NegativesMargin`."""
+        margin: NegativesMargin | Any = self.margin
+        is_filtered_NB = cos_NB > self.above
+        if changes_negatives(margin):
+            logits_NB, by_cos_NB = margin.negatives(cos_NB)
+        else:
+            scale = scale_of(margin)
+            logits_NB, by_cos_NB = cos_NB * scale, torch.full_like(cos_NB, scale)
+        return logits_NB.masked_fill(is_filtered_NB, -math.inf), by_cos_NB.masked_fill(is_filtered_NB, 0.0)
