@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
@@ -14,12 +14,25 @@ from geartrain.bridge.rows.ranks import Ranks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
-    from geartrain.bridge.dense.dense_table import DenseTable
-
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DenseTable]] = weakref.WeakKeyDictionary()
 
 
-def note(module: nn.Module, dense: DenseTable) -> None:
+class Attachment(Protocol):
+    """What trains one module whose values are in a cluster: a DenseTable."""
+
+    @property
+    def row_keeper(self) -> RowKeeper:
+        """What saving and loading do with its tables."""
+        ...
+
+    def refresh(self) -> bool:
+        """Pull the values; True if there were others."""
+        ...
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
+
+
+def note(module: nn.Module, dense: Attachment) -> None:
     """``dense`` trains ``module``, for as long as somebody has both."""
     _attached[module] = weakref.ref(dense)
 
@@ -34,7 +47,7 @@ def row_keeper_of(module: nn.Module) -> RowKeeper | None:
 class DenseRows(RowKeeper):
     """The tables of one module, of parameters and of what is not trained."""
 
-    def __init__(self, dense: DenseTable, cluster: Cluster, stores: list[Store], ranks: Ranks | None) -> None:
+    def __init__(self, dense: Attachment, cluster: Cluster, stores: list[Store], ranks: Ranks | None) -> None:
         self._dense = dense
         self.cluster = cluster
         self._stores = stores

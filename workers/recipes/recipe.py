@@ -12,7 +12,7 @@ from torch import nn
 
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.optimizers.registry import SGD, AdamW, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
@@ -21,11 +21,11 @@ from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.tables import HeadCluster
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.recipes.margins import margin_of
+from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 
 PLACES = tuple(name for name, backend in ROW_BACKENDS.items() if backend.needs_cluster)
 """A job's rows are in a cluster, whose snapshots hold them."""
 UNTOUCHED = get_args(Untouched)
-OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,13 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
         margin_of(self.margin)
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}")
-        if self.optimizer != "sgd" and self.row_momentum:
+        if self.optimizer not in JOB_OPTIMIZERS:
+            raise ConfigError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(JOB_OPTIMIZERS)}")
+        if self.row_momentum and not JOB_OPTIMIZERS[self.optimizer].takes_row_momentum:
+            takers = ", ".join(repr(name) for name, one in JOB_OPTIMIZERS.items() if one.takes_row_momentum)
             raise ConfigError(
-                f"row_momentum is {self.row_momentum!r}; it is for the optimizer 'sgd', {self.optimizer!r} has its own"
+                f"row_momentum is {self.row_momentum!r}; it is for the optimizer {takers}, {self.optimizer!r} has its "
+                "own"
             )
         for name in ("lr", "row_lr", "rate", "weight_decay", "warmup_steps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
@@ -155,19 +157,16 @@ def selection_of(recipe: Recipe) -> Selection:
 
 def row_optimizer_of(recipe: Recipe) -> RowOptimizerSpec:
     """What to give the head as ``optimizer``."""
-    if recipe.optimizer == "adamw":
-        return AdamW(lr=recipe.row_lr, weight_decay=0.0)
-    if recipe.row_momentum == 0:
-        return SGD(lr=recipe.row_lr)
-    return SparseMomentum(lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched)
+    return JOB_OPTIMIZERS[recipe.optimizer].of_rows(
+        lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched
+    )
 
 
 def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The backbone's optimizer."""
-    if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
-    momentum, decay = recipe.momentum, recipe.weight_decay
-    return torch.optim.SGD(parameters, lr=recipe.lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0)
+    return JOB_OPTIMIZERS[recipe.optimizer].of_backbone(
+        parameters, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+    )
 
 
 def head_of(

@@ -33,8 +33,6 @@ app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class cen
 
 FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
 """What differs from the recipe for a person's images: all classes are active, and small batches see them often."""
-ADAMW_RATE = 1e-3
-"""Of ``--optimizer adamw`` where no trials are made."""
 
 
 @app.command()
@@ -183,12 +181,13 @@ def classify(
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.data.folder import MEMORY_BYTES
     from geartrain.workers.recipes.jobs import train_folder
+    from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 
     few: dict[str, Any] = FEW_CLASSES
     if imprint is None:
         own["imprint"] = backbone is None or not backbone.startswith(("iresnet", "timm:"))
-    if optimizer == "adamw" and lr is None:
-        own["lr"] = ADAMW_RATE
+    if lr is None and optimizer in JOB_OPTIMIZERS and JOB_OPTIMIZERS[optimizer].usual_rate is not None:
+        own["lr"] = JOB_OPTIMIZERS[optimizer].usual_rate
     recipe = _recipe(replace(options.recipe, **few), steps=steps, backbone=backbone, **own)
     preprocessing = Preprocessing(
         kind="ink" if look == "ink" else "photo",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,33 @@ from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
 
 if TYPE_CHECKING:
+    from geartrain.ams.programs.selection import Selection
     from geartrain.bridge.head.backends.backend import HeadState
-    from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
+    from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+
+
+class RowsOnRanks(Protocol):
+    """What holds the rows: the backend of a head on ranks."""
+
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def table(self) -> RankTable:
+        """This rank's part of the rows."""
+        ...
+
+    @property
+    def select(self) -> Selection:
+        """What may have a graph."""
+        ...
+
+    def rows_are_of(self, step: int) -> None:
+        """Note that the rows were read, as they were at ``step``."""
+        ...
+
+    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
+        """Raise SpecMismatch unless the rows are those of ``identity``."""
+        ...
 
 
 class ShardedRows:
@@ -30,7 +55,7 @@ class ShardedRows:
     KNN softmax.
     """
 
-    def __init__(self, backend: RankBackend, head: HeadState) -> None:
+    def __init__(self, backend: RowsOnRanks, head: HeadState) -> None:
         self._backend = backend
         self._head = head
 
