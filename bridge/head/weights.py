@@ -12,7 +12,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,7 +262,7 @@ def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
         ) from exc
     tensors: dict[str, Tensor] = {"": held} if isinstance(held, Tensor) else {}
     if isinstance(held, dict):
-        tensors = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
+        tensors = dict(_tensors_in(held))
     name = _chosen(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, dim, key)
     matrix = tensors[name].detach()
     if matrix.layout != torch.strided or matrix.device.type != "cpu":
@@ -271,6 +271,15 @@ def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
     biases = tensors.get(_biases_name(name))
     biases = None if biases is None or biases.shape != matrix.shape[:1] else biases.detach()
     return _Part(path, len(matrix), lambda start, stop: matrix[start:stop], biases)
+
+
+def _tensors_in(held: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Those of a state dict and of the dicts in it, by their names joined with dots."""
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value, f"{prefix}{name}.")
 
 
 def _biases_name(name: str) -> str:
@@ -288,9 +297,11 @@ def _chosen(path: Path, shapes: dict[str, list[int]], dim: int, key: str | None)
     fitting = [name for name, shape in shapes.items() if len(shape) == 2 and shape[1] == dim]
     if len(fitting) > 1 and EXPORTED_NAME in fitting:
         return EXPORTED_NAME
-    if len(fitting) != 1:
-        remedy = "name one with key=" if fitting else f"the head needs a matrix [n, {dim}]"
-        raise InvalidRows(f"{path} holds {held}; {remedy}")
+    if len(fitting) > 1:
+        found = ", ".join(f"{name} {shapes[name]}" for name in fitting)
+        raise InvalidRows(f"{path} holds {found}; name one with key=")
+    if not fitting:
+        raise InvalidRows(f"{path} holds {held}; the head needs a matrix [n, {dim}]")
     return fitting[0]
 
 

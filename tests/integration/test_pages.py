@@ -65,7 +65,7 @@ def test_a_script_of_partial_fc_learns_and_is_saved(tmp_path: Path) -> None:
 
 def test_class_centers_of_partial_fc_are_those_of_the_head(tmp_path: Path) -> None:
     printed = run(file_of("how-to/from-partial-fc.md", "centers.py"), tmp_path)
-    centers = torch.load(tmp_path / "centers_1.pt", weights_only=True)
+    centers = torch.load(tmp_path / "checkpoint_gpu_1.pt", weights_only=True)["state_dict_softmax_fc"]["weight"]
     assert str(centers[0, :4].tolist()) in printed
     assert (tmp_path / "centers.safetensors").is_file()
 

@@ -53,6 +53,12 @@ class TrainedModel:
     preprocessing: Preprocessing | None
     """How pictures become tensors; None: the model takes tensors alone."""
 
+    def __repr__(self) -> str:
+        """What it is, without its tensors and names."""
+        classes, width = self.centers.shape
+        takes = "tensors" if self.preprocessing is None else "pictures"
+        return f"TrainedModel({type(self.backbone).__name__} of {takes}, {classes} classes, dim {width})"
+
     @torch.no_grad()
     def embed(self, images: Images) -> Tensor:
         """Features [N, D] float32 of images, on the host.

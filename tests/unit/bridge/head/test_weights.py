@@ -126,6 +126,12 @@ def test_a_file_of_another_dtype_is_stored_in_the_tables(cluster: gt.Cluster, tm
         ("a.npy", torch.zeros(CLASSES, DIM, dtype=torch.int64), None, r"a\.npy is of int64"),
         ("a.pt", {"x": torch.zeros(CLASSES, 9)}, None, r"a\.pt holds x \[23, 9\]; the head needs a matrix \[n, 8\]"),
         ("a.pt", {"x": matrix(), "y": matrix()}, None, r"holds x \[23, 8\], y \[23, 8\]; name one with key="),
+        (
+            "a.pt",
+            {"x": matrix(), "fc": {"y": matrix()}},
+            None,
+            r"holds x \[23, 8\], fc.y \[23, 8\]; name one with key=",
+        ),
         ("a.pt", {"x": matrix()}, "z", r"has no tensor 'z'; it holds x"),
         ("a.pt", {"x": matrix(), "z": torch.zeros(3, 3)}, "z", r"a\.pt has shape \[3, 3\]"),
         ("a.safetensors", {"x": torch.zeros(CLASSES, 9)}, None, r"a\.safetensors holds x \[23, 9\]"),
