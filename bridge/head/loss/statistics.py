@@ -97,8 +97,8 @@ class LearningWatch:
 
     It compares the first quarter of 300 passes, or of as many as meet each class twice, with the last: the mean cosine
     of the targets, and the accuracy over the active classes. If neither rose by four standard errors, and the accuracy
-    is no more than three times that of chance, the head says so. After that, or once it has learned, nothing is looked
-    at any more.
+    is no more than three times that of chance (of few classes half-way from that to 1), the head says so. After that,
+    or once it has learned, nothing is looked at any more. One class alone leaves nothing to learn.
     """
 
     def __init__(self) -> None:
@@ -151,8 +151,10 @@ class LearningWatch:
         for which in (0, 1):
             if last.mean(which) - first.mean(which) > _CLEARLY * math.sqrt(first.error(which) + last.error(which)):
                 return True
-        chance = 1 / max(1, num_active)
-        return last.mean(1) > 3 * chance + _CLEARLY * math.sqrt(chance / last.samples)
+        if num_active < 2:
+            return True
+        chance = 1 / num_active
+        return last.mean(1) > min(3 * chance + _CLEARLY * math.sqrt(chance / last.samples), (1 + chance) / 2)
 
     def _sentence(self, num_active: int, settings: str) -> str:
         first, last = self._windows

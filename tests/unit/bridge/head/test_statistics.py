@@ -128,3 +128,17 @@ def test_a_head_of_many_classes_is_given_time() -> None:
     with pytest.warns(UserWarning, match="after 1000 training passes the class head head has learned nothing"):
         for _ in range(200):
             watch.note(seen, 1000, lambda: "head")
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("num_classes", [1, 2, 3])
+def test_a_head_of_few_classes_that_was_good_from_the_start_says_nothing(num_classes: int) -> None:
+    watch = statistics.LearningWatch()
+    seen = statistics.StepStatistics(
+        losses=torch.zeros(8), targets=torch.ones(8), highest_others=-torch.ones(8), num_active=num_classes
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(110):
+            watch.note(seen, num_classes, lambda: "head")
+    assert watch.has_ended
