@@ -51,10 +51,10 @@ class HeadCall:
     want_rows: bool
     """Whether a backward pass queues row gradients."""
     rank_weight: float = 1.0
-    """Multiplies the derivatives by the losses of single samples: what this rank weighs beside the others."""
+    """Multiplies the derivatives that the rows take: what this rank weighs beside the others."""
     takes_mean: bool = True
-    """Whether the rows take the derivative by the mean; else always those by single samples, as another rank has
-    them."""
+    """Whether the rows take the derivative by the mean, where there is one; else always those by single samples, as
+    another rank has them."""
     used: bool = False
     moment: tuple[int, int] = field(init=False)
     statistics: StepStatistics = field(init=False)
@@ -109,9 +109,12 @@ class HeadCall:
             )
         self.used = True
         if not (self.takes_mean and self.samples.reduces):
-            upstream = self.upstream_of_samples(upstream) * self.rank_weight
+            upstream = self.upstream_of_samples(upstream)
+        if self.rank_weight != 1:
+            upstream = upstream * self.rank_weight
         gradient, checksum = self.rows.gradient(upstream)
-        self.update.add(gradient, checksum, len(self.samples.labels_S))
+        # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.
+        self.update.add(gradient, checksum, 1)
 
 
 class HeadLoss(torch.autograd.Function):

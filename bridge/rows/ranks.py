@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from geartrain.ams.values.errors import SpecMismatch, SyncError
@@ -159,18 +160,25 @@ class Ranks:
         return np.concatenate(self.gather_samples(labels)[0])
 
     def gather_samples(
-        self, labels: Ids, *, amount: float = 0.0, failure: Exception | None = None, classes: int = 0
+        self,
+        labels: Ids,
+        *,
+        amount: float = 0.0,
+        failure: Exception | None = None,
+        classes: int = 0,
+        settings: str = "",
     ) -> tuple[list[Ids], list[float]]:
         """Labels and ``amount`` of each rank; batches may differ in size.
 
         If any rank gives a ``failure`` every rank raises, its own there and SyncError elsewhere; if ``classes``, the
-        fingerprint of what the labels are numbers of, is not the same on all, SpecMismatch.
+        fingerprint of what the labels are numbers of, or ``settings`` are not the same on all, SpecMismatch.
         """
-        numbers = [len(labels), failure is None, classes, float_bits(amount)]
+        digest = xxhash.xxh3_64_intdigest(settings.encode()) >> 2
+        numbers = [len(labels), failure is None, classes, digest, float_bits(amount)]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         said = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(said, mine, group=self._group)
-        counts, sound, fingerprints, amounts = (
+        counts, sound, fingerprints, digests, amounts = (
             list(column) for column in zip(*(one.tolist() for one in said), strict=True)
         )
         if failure is not None:
@@ -180,6 +188,12 @@ class Ranks:
         if len(set(fingerprints)) > 1:
             raise SpecMismatch(
                 "the ranks have different living classes; add, retire and load the same ones on every rank"
+            )
+        if len(set(digests)) > 1:
+            other = next(rank for rank, its in enumerate(digests) if its != digest)
+            raise SpecMismatch(
+                f"the ranks have different settings of {self._name!r}: here {settings}, others on rank {other}; give "
+                "the same on every rank"
             )
         padded = torch.zeros(max(*counts, 1), dtype=torch.int64, device=self._device)
         padded[: len(labels)] = torch.from_numpy(labels)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument, SyncError
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, SyncError
 from tests.integration.conftest import ServedCluster
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, plain_logits, sampled_weights
@@ -73,19 +73,14 @@ def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str | N
     with nullcontext() if address is None else gt.connect(address) as cluster:
         for number, question in enumerate(JOINT):
             asked = question if question.weights != "mixed" else Question(margin=None, select=question.select)
-            head = gt.ClassHead(
+            head = make_head(
                 cluster,
+                place,
                 f"head{number}",
-                num_classes=CLASSES,
-                dim=DIM,
                 select=question.select,
                 margin=question.margin,
                 reduction=question.reduction,
                 label_smoothing=question.smoothing,
-                optimizer=UNIT_SGD,
-                initializer=gt.Normal(std=0.5),
-                rows=place,
-                **({} if place == "ranks" else {"sync": True}),
             )
             rows = gt.RowOptimizer(head)
             features, labels, _ = asked.batch()
@@ -101,10 +96,54 @@ def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str | N
             changes[f"change{number}"] = (before - head.weights()).numpy()
             changes[f"norm{number}"] = np.array(norm)
             dist.barrier()
+        changes |= change_by_micro_batches(cluster, place, rank)
+        with pytest.raises(SpecMismatch):
+            require_equal_settings(cluster, place, rank)
         with pytest.raises(InvalidArgument if rank == 0 else SyncError):
             head(features[share], labels[share], torch.full((share.stop - share.start,), -1.0 if rank == 0 else 1.0))
     if rank == 0:
         np.savez(folder / "changes.npz", **changes)
+
+
+def micro_batch(number: int) -> tuple[Tensor, Tensor]:
+    """Of all ranks; the first rank has most of one, and the last of the other."""
+    features, labels, _ = Question(seed=number).batch()
+    labels[[slice(2, BATCH), slice(0, 6)][number]] = -100
+    return features, labels
+
+
+def change_by_micro_batches(cluster: Any, place: str, rank: int) -> dict[str, Any]:
+    """Of the rows, by a step of two."""
+    head = make_head(cluster, place, "micro-batches", reduction="mean")
+    rows, before = gt.RowOptimizer(head), head.weights()
+    for number in range(2):
+        features, labels = micro_batch(number)
+        head(features[SHARES[rank]].requires_grad_(), labels[SHARES[rank]]).backward()
+    rows.step()
+    dist.barrier()
+    change = (before - head.weights()).numpy()
+    dist.barrier()
+    return {"before": before.numpy(), "change": change}
+
+
+def require_equal_settings(cluster: Any, place: str, rank: int) -> None:
+    """With others on rank 0."""
+    head = make_head(cluster, place, "settings", reduction="sum" if rank == 0 else "mean")
+    head(torch.randn(2, DIM), torch.zeros(2, dtype=torch.int64))
+
+
+def make_head(cluster: Any, place: str, name: str, **more: Any) -> gt.ClassHead:
+    return gt.ClassHead(
+        cluster,
+        name,
+        num_classes=CLASSES,
+        dim=DIM,
+        optimizer=UNIT_SGD,
+        initializer=gt.Normal(std=0.5),
+        rows=place,
+        **({} if place == "ranks" else {"sync": True}),
+        **more,
+    )
 
 
 @pytest.mark.parametrize("place", [pytest.param("pull", marks=pytest.mark.slow), "hosted", "ranks"])
@@ -120,3 +159,9 @@ def test_ranks_share_the_rows_by_what_their_losses_weigh(place: str, tmp_path: P
         expected = joint_row_gradient(question, torch.from_numpy(found[f"before{number}"]))
         close(torch.from_numpy(found[f"change{number}"]), expected, 5e-4)
         assert float(found[f"norm{number}"]) == pytest.approx(float(expected.square().sum()), rel=1e-3)
+    w = torch.from_numpy(found["before"]).double().requires_grad_()
+    for number in range(2):
+        features, labels = micro_batch(number)
+        F.cross_entropy(features.double() @ w.t(), labels).backward()
+    assert w.grad is not None
+    close(torch.from_numpy(found["change"]), w.grad, 5e-4)

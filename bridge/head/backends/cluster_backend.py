@@ -5,7 +5,7 @@ Legend: B samples, D width, k answers.
 
 from __future__ import annotations
 
-import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 class ClusterBackend(ABC):
     """Base of those that implement :class:`geartrain.bridge.head.backends.backend.RowBackend` on a cluster's table."""
 
+    summary: ClassVar[str]
     needs_cluster: ClassVar = True
     reads_together = False
     can_change_negatives: ClassVar = True
@@ -131,7 +132,6 @@ class ClusterBackend(ABC):
             self.keeps_logits_bytes,
             want_rows=want_rows,
             rank_weight=rank_weight,
-            takes_mean=math.isclose(rank_weight, 1.0, rel_tol=1e-12),
         )
 
     @abstractmethod
@@ -162,7 +162,7 @@ class ClusterBackend(ABC):
         self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: Ranks | None
     ) -> tuple[CountedSamples, JointBatch, float]:
         """Checked samples of this rank, where they are among those of all, and what this rank's loss counts more than a
-        mean over so many samples would: ranks refuse a batch together, or some would wait."""
+        part of all ranks that is as large as the others: ranks refuse a batch together, or some would wait."""
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
@@ -183,12 +183,19 @@ class ClusterBackend(ABC):
             none if samples is None else samples.labels_S,
             failure=failure,
             classes=self.living.fingerprint,
+            settings=self._said(),
             amount=0.0 if samples is None else samples.amount,
         )
         assert samples is not None
         joint = JointBatch(labels=np.concatenate(parts), first=sum(map(len, parts[: ranks.rank])), sum=ranks.sum)
-        share, size = samples.amount / (sum(amounts) or 1.0), len(samples.labels_S)
-        return samples, joint, share * len(joint.labels) / size if size else 0.0
+        return samples, joint, samples.amount * ranks.world_size / (sum(amounts) or 1.0)
+
+    def _said(self) -> str:
+        """The settings that decide which collectives a pass has, and what it is the loss of."""
+        own = self._settings
+        parts = {"margin": self.margins.margin, "select": own.select, "loss": own.loss}
+        said = (f"{name} {_named(value)}" for name, value in parts.items())
+        return f"{self.summary}, {', '.join(said)}"
 
     def identity(self) -> dict[str, Any] | None:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
@@ -229,6 +236,11 @@ class ClusterBackend(ABC):
             f"the rows of {self._settings.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which "
             "take all of its tables"
         )
+
+
+def _named(setting: object) -> str:
+    """Its repr without addresses in memory, which every process has its own of."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(setting))
 
 
 class _ClusterRows(RowKeeper):

@@ -179,7 +179,7 @@ class RankBackend:
             samples,
             self._logits_cache_bytes,
             want_rows=want_rows,
-            rank_weight=samples.amount / (sum(said.amounts) or 1.0),
+            rank_weight=1.0 if said.take_mean else samples.amount / (sum(said.amounts) or 1.0),
             takes_mean=said.take_mean,
         )
 
