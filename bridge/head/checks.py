@@ -1,4 +1,4 @@
-"""What a head accepts as features and labels."""
+"""What a head accepts: features, labels and ids, a margin and a selection, and what can be set later."""
 
 from __future__ import annotations
 
@@ -13,10 +13,33 @@ from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import with_scale
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+_ANEW = "make the head anew, with reuse=True on the same table"
+FIXED_SETTINGS = {
+    "select": _ANEW,
+    "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_living)",
+    "num_living": "use add_classes() and retire_classes()",
+    "dim": "the rows of the table have this width",
+    "bias": "the rows of the table have a column for it, or none",
+    "name": "it is the table's",
+    "table": _ANEW,
+    "retired": "use add_classes() and retire_classes()",
+    "step": "it counts the updates; load_state_dict() sets it",
+    "scale": "it is the margin's; set margin, as in head.margin = ArcFace(scale=32)",
+    "sample_rate": f"it is the selection's; {_ANEW}",
+    **dict.fromkeys(("reduction", "ignore_index", "label_smoothing"), _ANEW),
+    "optimizer": "it belongs to the table",
+    "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
+    "rows": _ANEW,
+    **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
+    **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
+}
+"""Attributes of a head that cannot be set once it is made -> what to do instead."""
 
 
 def check_features(features: Tensor, dim: int) -> None:
@@ -65,6 +88,20 @@ def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = Non
             "raise num_classes or map your classes to 0 … num_classes − 1"
         )
     return ids
+
+
+def check_wanted_ids(ids: Tensor | None, num_classes: int) -> tuple[Ids, Ids | None]:
+    """The classes to read [n], rising, and where each of ``ids`` [N] is among them; for None all, and None.
+
+    Raises InvalidIds.
+    """
+    if ids is None:
+        return np.arange(num_classes, dtype=np.int64), None
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1:
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else quoted(ids)
+        raise InvalidIds(f"ids are {found}; they must be a torch.int64 tensor [N], or None for all classes")
+    wanted, inverse = np.unique(check_class_ids(ids.cpu().numpy(), num_classes, "class id"), return_inverse=True)
+    return wanted, inverse
 
 
 def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None:

@@ -39,9 +39,8 @@ def add_classes(
     rows: Tensor | None,
     examples: Iterable[tuple[Tensor, Tensor]] | None,
     backbone: nn.Module | None,
-) -> tuple[Ids, LiveClasses]:
-    """See ``ClassHead.add_classes``, whose features have width ``dim``; returns the new ids and the living classes with
-    them."""
+) -> Ids:
+    """See ``ClassHead.add_classes``, whose features have width ``dim``; returns the new ids."""
     table = backend.table
 
     def prepare() -> tuple[Ids, Tensor | None]:
@@ -72,11 +71,12 @@ def add_classes(
         table.assign(ids[part], rows)
 
     _write(backend, len(ids), write)
-    return ids, backend.living.with_added(ids)
+    _follow(backend, backend.living.with_added(ids), ids)
+    return ids
 
 
-def retire_classes(backend: RowBackend, ids: Tensor) -> LiveClasses:
-    """See ``ClassHead.retire_classes``; returns the living classes without them."""
+def retire_classes(backend: RowBackend, ids: Tensor) -> None:
+    """See ``ClassHead.retire_classes``."""
     table = backend.table
 
     def prepare() -> tuple[Ids, LiveClasses]:
@@ -94,7 +94,13 @@ def retire_classes(backend: RowBackend, ids: Tensor) -> LiveClasses:
         table.assign(wanted[part], rows)  # which makes their momentum zero
 
     _write(backend, len(wanted), write)
-    return living
+    _follow(backend, living, np.empty(0, np.int64))
+
+
+def _follow(backend: RowBackend, living: LiveClasses, added: Ids) -> None:
+    backend.living = living
+    backend.update.generation += 1
+    backend.select.follow(living, added)
 
 
 def wanted_and_rest(living: LiveClasses, ids: Tensor) -> tuple[Ids, LiveClasses]:

@@ -9,27 +9,25 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import boolean, integer
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import MAX_DIM, DTypeName, Ids, Initializer
-from geartrain.ams.values.text import quoted
+from geartrain.ams.values.specs import MAX_DIM, DTypeName, Initializer
 from geartrain.bridge.head.autograd_node import head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.biases import require_no_margin, with_ones
-from geartrain.bridge.head.checks import check_class_ids, check_features, check_margin, check_selection
+from geartrain.bridge.head.checks import FIXED_SETTINGS, check_features, check_margin, check_selection, check_wanted_ids
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
+from geartrain.bridge.head.head_state import HeadSize, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprint import imprint_rows
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
@@ -42,27 +40,6 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTabl
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-
-_ANEW = "make the head anew, with reuse=True on the same table"
-_FIXED = {
-    "select": _ANEW,
-    "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_living)",
-    "num_living": "use add_classes() and retire_classes()",
-    "dim": "the rows of the table have this width",
-    "bias": "the rows of the table have a column for it, or none",
-    "name": "it is the table's",
-    "table": _ANEW,
-    "retired": "use add_classes() and retire_classes()",
-    "step": "it counts the updates; load_state_dict() sets it",
-    "scale": "it is the margin's; set margin, as in head.margin = ArcFace(scale=32)",
-    "sample_rate": f"it is the selection's; {_ANEW}",
-    **dict.fromkeys(("reduction", "ignore_index", "label_smoothing"), _ANEW),
-    "optimizer": "it belongs to the table",
-    "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
-    "rows": _ANEW,
-    **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
-    **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
-}
 
 
 class ClassHead(nn.Module):
@@ -118,8 +95,8 @@ class ClassHead(nn.Module):
                 derived from ``gt.Selection``. Unless given: all of up to 65,536 living classes, or a tenth.
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, ``AdaFace``, ``MagFace``,
                 ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``ScheduledMargin`` of them,
-                or one of your own that has ``scale`` and ``target`` (``gt.Margin``); ``scale=None`` becomes that of
-                ``num_classes``. None: plain linear, cross entropy.
+                a ``FilteredMargin`` around one (not hosted), or one of your own that has ``scale`` and ``target``
+                (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None: plain linear, cross entropy.
             bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
             reduction: ``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, or ``"none"``: the
                 losses [B].
@@ -181,8 +158,8 @@ class ClassHead(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what would be taken and change nothing: InvalidArgument."""
-        if name in _FIXED and "_backend" in self.__dict__:
-            raise InvalidArgument(f"{name} of ClassHead {self.name!r} cannot be set: {_FIXED[name]}")
+        if name in FIXED_SETTINGS and "_backend" in self.__dict__:
+            raise InvalidArgument(f"{name} of ClassHead {self.name!r} cannot be set: {FIXED_SETTINGS[name]}")
         super().__setattr__(name, value)
 
     @property
@@ -264,9 +241,7 @@ class ClassHead(nn.Module):
         InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
         SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
         """
-        ids, living = add_classes(self._backend, self.dim, num, rows, examples, backbone)
-        self._follow(living, ids)
-        return torch.from_numpy(ids)
+        return torch.from_numpy(add_classes(self._backend, self.dim, num, rows, examples, backbone))
 
     def retire_classes(self, ids: Tensor) -> None:
         """Let the classes ``ids`` [N] int64 take no part any more, between two steps.
@@ -278,12 +253,7 @@ class ClassHead(nn.Module):
         Raises InvalidIds (outside the table, twice, not living), InvalidArgument (none would be left, an update
         pending), SpecMismatch, SyncError.
         """
-        self._follow(retire_classes(self._backend, ids), np.empty(0, np.int64))
-
-    def _follow(self, living: LiveClasses, added: Ids) -> None:
-        self._backend.living = living
-        self.row_update.generation += 1
-        self.select.follow(living, added)
+        retire_classes(self._backend, ids)
 
     @property
     def step(self) -> int:
@@ -324,14 +294,10 @@ class ClassHead(nn.Module):
         return self._stats
 
     def _settings_of_learning(self) -> str:
-        lr = self.row_update.applied_lr
+        margin, lr = self.margin, self.row_update.applied_lr
+        scale = 1.0 if margin is None else scale_of(margin)
         rate = "not trained by any RowOptimizer" if lr is None else f"learning rate {lr:g}"
-        return f"{self.name!r} (margin {self.margin}, scale {self._scale:g}, {rate})"
-
-    @property
-    def _scale(self) -> float:
-        margin = self._backend.margins.margin
-        return 1.0 if margin is None else scale_of(margin)
+        return f"{self.name!r} (margin {margin}, scale {scale:g}, {rate})"
 
     def next_epoch(self) -> None:
         """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""
@@ -394,17 +360,8 @@ class ClassHead(nn.Module):
         return self._rows(ids)[:, self.dim].contiguous()
 
     def _rows(self, ids: Tensor | None) -> Tensor:
+        wanted, inverse = check_wanted_ids(ids, self.num_classes)
         spec = self.table.spec
-        wanted: Ids
-        if ids is None:
-            wanted = np.arange(self.num_classes, dtype=np.int64)
-            inverse = None
-        else:
-            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1:
-                found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else quoted(ids)
-                raise InvalidIds(f"ids are {found}; they must be a torch.int64 tensor [N], or None for all classes")
-            checked = check_class_ids(as_numpy(ids.cpu()), self.num_classes, "class id")
-            wanted, inverse = np.unique(checked, return_inverse=True)
         rows = torch.empty(len(wanted), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
         self.table.pull_into(wanted, as_numpy(rows))
         return rows if inverse is None else rows[torch.from_numpy(inverse)]
@@ -463,53 +420,25 @@ class ClassHead(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
         are in snapshots. One pull of up to 128 rows from a cluster."""
-        identity, graph = self._backend.identity(), self.select.state()
-        return {
-            "table": self.name,
-            "num_classes": self.num_classes,
-            "dim": self.dim,
-            **({"bias": True} if self.bias else {}),
-            "step": self.step,
-            "select": repr(self.select),
-            **self._backend.margins.state(),
-            **({} if identity is None else {"table_rows": identity}),
-            "retired_runs": self._backend.living.retired_runs.tolist(),
-            **({} if graph is None else {"graph": graph}),
-        }
+        return state_of(self._backend, self._size)
+
+    @property
+    def _size(self) -> HeadSize:
+        return HeadSize(table=self.name, num_classes=self.num_classes, dim=self.dim, bias=self.bias)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
-            self._require_same_size(state)
-            self._backend.require_step(int(state["step"]))
-            self._backend.require_rows(state.get("table_rows"))
+            require_loadable(self._backend, self._size, state)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    def _require_same_size(self, state: Mapping[str, Any]) -> None:
-        state = {"bias": False, **state}
-        sizes = {"table": self.name, "num_classes": self.num_classes, "dim": self.dim, "bias": self.bias}
-        for key, mine in sizes.items():
-            if state[key] != mine:
-                raise SpecMismatch(
-                    f"the saved head has {key} {state[key]!r}, this one {mine!r}; "
-                    "create the head with the saved settings"
-                )
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on at the saved step. SpecMismatch for another table or size, or for rows on ranks of another step.
 
         Rows in a cluster are not looked at here, as ``load_state_dict`` does: whoever calls this has restored them.
         """
-        self._require_same_size(state)
-        self._backend.require_step(int(state["step"]))
-        living = LiveClasses(self.num_classes, state.get("retired_runs", []))
-        self._backend.margins.resume(state)
-        self.row_update.discard()
-        self.row_update.step = int(state["step"])
-        self.row_update.generation += 1
-        self._backend.living = living
-        self.select.resume(state.get("graph"), living)
+        resume_state(self._backend, self._size, state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
         """Rows that are here go with ``head.to(device)``."""
