@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.text import quoted
+from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.pending import RowModule
 
@@ -171,16 +171,20 @@ class JointOptimizer(torch.optim.Optimizer):
         Raises InvalidArgument if it has other tables, and what the dense optimizer raises: nothing is loaded then.
         """
         tables = [group["table"] for group in self._rows.param_groups]
-        saved = {group.get("table"): group for group in state_dict["param_groups"]}
-        if missing := [name for name in tables if name not in saved]:
-            others = ", ".join(repr(name) for name in saved if name is not None) or "none"
-            raise InvalidArgument(
-                f"the state has no param_group of the rows of table {missing[0]!r} (of tables: {others}); load it into "
-                "joint() of the same heads"
-            )
+        saved = defaultdict(list)  # tables of two clusters may have one name: their groups are in order
+        for group in state_dict["param_groups"]:
+            saved[group.get("table")].append(group)
+        for name in tables:
+            if len(saved[name]) != tables.count(name):
+                others = ", ".join(repr(one) for one in saved if one is not None and saved[one]) or "none"
+                raise InvalidArgument(
+                    f"the state has {counted(len(saved[name]), 'param_group')} of the rows of table {name!r}, not "
+                    f"{tables.count(name)} (of tables: {others}); load it into joint() of the same heads"
+                )
+        rows = [saved[name].pop(0) for name in tables]
         dense = [group for group in state_dict["param_groups"] if group.get("table") not in tables]
         self._dense.load_state_dict({"state": state_dict["state"], "param_groups": dense})
-        self._rows.load_state_dict({"state": {}, "param_groups": [saved[name] for name in tables]})
+        self._rows.load_state_dict({"state": {}, "param_groups": rows})
 
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> set[int]:

@@ -11,11 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer_with
+from geartrain.ams.values.optimizers.spec import require
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
 from geartrain.bridge.rows.ranks import Ranks
@@ -94,6 +96,8 @@ class PendingUpdate(ABC, Generic[G]):
         spec = self.table.spec
         try:
             made = optimizer_with(spec.optimizer, group)
+            with np.errstate(over="ignore"):
+                require(bool(np.isfinite(np.float32(made.lr))), f"lr is {made.lr!r}; it must be finite as float32")
             self.applied_lr = made.lr
             return made
         except InvalidArgument as exc:

@@ -153,7 +153,7 @@ def test_a_step_goes_on_from_a_saved_state_of_both(cluster: Cluster) -> None:
     assert resumed.param_groups[1]["lr"] == pytest.approx(LR * 0.9**3)
     assert {float(one["step"]) for one in resumed.state.values()} == {3.0}
     other = make_head(cluster, name="other", optimizer=spec)
-    with pytest.raises(InvalidArgument, match=r"no param_group of the rows of table 'other' .*'classes'"):
+    with pytest.raises(InvalidArgument, match=r"0 param_groups of the rows of table 'other', not 1 .*'classes'"):
         gt.joint(torch_optimizer(spec, backbone.parameters()), other).load_state_dict(saved)
 
 
@@ -329,3 +329,33 @@ def test_mistakes_of_joint_say_what_to_do(cluster: Cluster) -> None:
     for mistake, message in mistakes:
         with pytest.raises(InvalidArgument, match=message):
             mistake()
+
+
+def test_tables_of_two_clusters_may_have_one_name(cluster: Cluster) -> None:
+    with gt.local() as other:
+        heads = make_head(cluster, optimizer=gt.AdamW(LR)), make_head(other, optimizer=gt.SGD(LR))
+        optimizer = gt.joint(torch.optim.SGD(make_backbone().parameters(), LR), *heads)
+        optimizer.param_groups[1]["lr"], optimizer.param_groups[2]["lr"] = 0.25, 0.5
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert [group["lr"] for group in optimizer.param_groups] == [LR, 0.25, 0.5]
+        assert "betas" in optimizer.param_groups[1] and "betas" not in optimizer.param_groups[2]
+        alone = gt.joint(torch.optim.SGD(make_backbone().parameters(), LR), heads[0])
+        with pytest.raises(InvalidArgument, match=r"2 param_groups of the rows of table 'classes', not 1"):
+            alone.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rate_that_no_shard_takes_is_refused_before_any_push_and_may_be_mended(cluster: Cluster, place: str) -> None:
+    backbone, head = make_backbone(), make_head(cluster, place)
+    optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR), head)
+    inputs, labels = batch(0)
+    head(backbone(inputs), labels).backward()
+    before = head.weights()
+    optimizer.param_groups[1]["lr"] = 1e39
+    with pytest.raises(InvalidArgument, match=r"param_group of table 'classes': lr is 1e\+39; .* finite as float32"):
+        optimizer.step()
+    assert torch.equal(head.weights(), before)
+    optimizer.param_groups[1]["lr"] = LR
+    optimizer.step()
+    assert not torch.equal(head.weights(), before)
