@@ -92,7 +92,8 @@ def export(
     config: Mapping[str, Any],
 ) -> Parity:
     """Write the folder, as a whole, if onnxruntime gives the features of ``backbone``. Raises ConfigError,
-    InvalidArgument."""
+    InvalidArgument, also if the folder holds anything but an earlier export."""
+    _require_ours(folder)
     for library in ("onnx", "onnxscript", "onnxruntime"):
         _needed(library)
     if not isinstance(example, Tensor) or example.ndim < 1 or len(example) < 2:
@@ -113,6 +114,18 @@ def export(
     finally:
         backbone.train(was_training)
     return parity
+
+
+def _require_ours(folder: Path) -> None:
+    """Raise InvalidArgument unless there is nothing to lose where a folder will be replaced."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InvalidArgument(f"{folder} is a file; a model is exported to a folder")
+    foreign = [one.name for one in folder.iterdir() if one.name not in (*_FILES, _CONFIG)]
+    if foreign or ((folder / _CONFIG).exists() and not is_exported(folder)):
+        found = min(foreign) if foreign else _CONFIG
+        raise InvalidArgument(f"{folder} holds other files ({found}); give a folder of its own, or a new name")
 
 
 def is_exported(folder: Path) -> bool:

@@ -168,6 +168,26 @@ def test_an_export_without_its_libraries_names_them(
         gt.load_model(worker_model).export_onnx(tmp_path / "exported")
 
 
+def test_an_export_takes_no_folder_of_anything_else(
+    worker_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(_: nn.Module, __: Tensor, path: Path) -> None:
+        path.write_bytes(b"network")
+
+    monkeypatch.setattr(onnx_backbone, "_needed", lambda _: None)
+    monkeypatch.setattr(onnx_backbone, "_write_onnx", written)
+    monkeypatch.setattr(onnx_backbone, "OnnxBackbone", lambda _: None)
+    monkeypatch.setattr(onnx_backbone, "_compared", lambda *_: onnx_backbone.Parity(images=1, largest_distance=0.0))
+    model = gt.load_model(worker_model)
+    (tmp_path / "file").touch()
+    for folder in (worker_model, tmp_path, tmp_path / "file"):
+        with pytest.raises(InvalidArgument, match=r"new name|is a file"):
+            model.export_onnx(folder)
+    gt.load_model(worker_model)
+    for _ in range(2):
+        model.export_onnx(tmp_path / "exported")
+
+
 def test_what_does_not_fit_is_said(worker_model: Path, tmp_path: Path) -> None:
     folder, images, _, _ = saved(tmp_path / "model")
     with pytest.raises(InvalidArgument, match=r"load_model\(path, backbone=MyBackbone\(\)\)"):
