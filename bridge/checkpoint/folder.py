@@ -10,6 +10,7 @@ It is a folder because shards and ranks write their rows themselves, side by sid
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -116,12 +117,12 @@ def publish(folder: Path, record: ModelRecord) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the files of all saves but the one that ``model.json`` names, as far as that is possible."""
-    try:
-        kept = read_record(folder).id
-    except ConfigError:  # no model is there
-        kept = ""
-    except ModelDamaged:  # its files may be all that is left of it
-        return
+    kept = ""  # no model is there
+    if os.path.lexists(folder / MODEL):
+        try:
+            kept = read_record(folder).id
+        except (ConfigError, ModelDamaged):  # its files may be all that is left of it, or those of a later version
+            return
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _OURS.fullmatch(path.name)
         if match is None or kept in (match[2], match[3]):

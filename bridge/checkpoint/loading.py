@@ -49,7 +49,8 @@ def load(
         SpecMismatch: The model has other modules, parameters or tables; nothing was changed.
         TableExists: Rows were trained, and not ``replace``; nothing was changed.
         InvalidArgument: Gradients wait for a step, or ``state`` has a name that was not saved.
-        ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again.
+        ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, for rows
+            may have been read already.
     """
     folder, plain = model_folder(path), PlainNames(model)
     keepers = keepers_of(model)
@@ -101,8 +102,8 @@ def _restore(
     for cluster in {id(keeper.cluster): keeper.cluster for keeper in here if keeper.cluster is not None}.values():
         tables = [spec.name for keeper in here if keeper.cluster is cluster for spec in keeper.specs()]
         on_first(group, partial(cluster.restore, path, tables=tables, replace=True), what)
-        if group is not None and group.rank > 0:
-            cluster.reopen(tables)
+        if group is not None:
+            together(group, partial(cluster.reopen, tables) if group.rank > 0 else lambda: None, what)
 
 
 def _require_replaceable(folder: Path, keepers: Mapping[str, RowKeeper], replace: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
             if keeper.cluster is None:
                 saved = _rows_name(model_id, rows)
                 keeper.snapshot(folder, saved)
-                rows.append(SavedRows(folder=saved, id=open_snapshot(folder / saved).manifest.id, modules=[name]))
+                rows.append(together(group, partial(_saved_rows, folder, saved, [name]), what))
         on_first(group, lambda: _write(folder, model_id, keepers, content, rows), what)
     finally:
         if group is None or group.rank == 0:
@@ -105,8 +106,8 @@ def _write(
     for cluster, names in _by_cluster(keepers):
         saved = _rows_name(model_id, rows)
         tables = [spec.name for name in names for spec in keepers[name].specs()]
-        snapshot = cluster.snapshot(folder, saved, tables=tables, graphs=False).result()
-        rows.append(SavedRows(folder=saved, id=open_snapshot(snapshot).manifest.id, modules=names))
+        cluster.snapshot(folder, saved, tables=tables, graphs=False).result()
+        rows.append(_saved_rows(folder, saved, names))
     try:
         length, checksum = write_state(folder, model_id, content)
         record = ModelRecord(
@@ -119,6 +120,10 @@ def _write(
         publish(folder, record)
     except OSError as exc:
         raise failed(f"the model was not saved in {folder}", exc) from exc
+
+
+def _saved_rows(folder: Path, saved: str, modules: list[str]) -> SavedRows:
+    return SavedRows(folder=saved, id=open_snapshot(folder / saved).manifest.id, modules=modules)
 
 
 def _rows_name(model_id: str, before: list[SavedRows]) -> str:

@@ -46,6 +46,8 @@ def state_from_bytes(data: bytes) -> Any:
 def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     match value:
         case Tensor():
+            if value.layout is not torch.strided:
+                raise InvalidArgument(f"{place} is a tensor of layout {value.layout}; make it dense: to_dense()")
             name = f"{len(tensors):06}"
             tensors[name] = value.detach().cpu().clone().contiguous()
             return {_TENSOR: name}

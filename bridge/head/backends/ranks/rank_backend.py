@@ -152,6 +152,7 @@ class RankBackend:
         """The rows were read from elsewhere, and are those of ``step``."""
         self.update.discard()
         self.update.step, self.update.takes_any_step = step, True
+        self.table.is_written = False
 
     def sharded_rows(self, head: HeadState) -> ShardedRows:
         """See ``ClassHead.sharded_rows``."""
@@ -200,7 +201,7 @@ class _RankRows(RowKeeper):
         return [self._backend.table.spec]
 
     def is_trained(self) -> bool:
-        return self._backend.update.step > 0
+        return self._backend.table.is_written
 
     def require_state(self, state: Mapping[str, Any]) -> None:
         self._backend.margins.require_resumable(state)

@@ -75,6 +75,8 @@ class RankTable:
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
         self.pool = BufferPool()
         """Of memory beside the rows, on their device."""
+        self.is_written = False
+        """Whether rows were changed here since they had their initial values, or were restored."""
         self._key = rounding_key(spec.seed, table_hash(spec.name))
         self._counting = threading.Lock()
         self.write_initial_values()
@@ -124,6 +126,7 @@ class RankTable:
 
     def write_initial_values(self) -> None:
         """Overwrite every row by its initial value, the slots and the steps by zero."""
+        self.is_written = False
         if self.slots_LD is not None:
             self.slots_LD.zero_()
         if self.steps_L is not None:
@@ -171,6 +174,7 @@ class RankTable:
         if not bool(torch.isfinite(values).all()):
             raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
         places, numbers = self.local(ids)
+        self.is_written = True
         self.rows_LD[numbers] = values[torch.from_numpy(places)].to(self.device)
         if self.slots_LD is not None:
             self.slots_LD[numbers] = 0

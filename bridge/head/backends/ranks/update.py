@@ -74,14 +74,10 @@ class RankUpdate(PendingUpdate[RankGradient]):
             super().check_finite()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Update the rows with what is pending by ``optimizer``, then forget it. Raises InvalidArgument as a push
-        does."""
+        """Update the rows with what is pending by ``optimizer``, then forget it."""
         if self._pending is None or self.carrier.grad is None:
             return
-        with np.errstate(over="ignore"):
-            if not np.isfinite(np.float32(optimizer.lr)):
-                name = self.table.spec.name
-                raise InvalidArgument(f"lr of table {name!r} is {optimizer.lr!r}; it must be finite as float32")
+        self.table.is_written = True
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(optimizer, self._factor()[0])
             self._refused.begin(self.table.refused)

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import (
     ConfigError,
     GeartrainError,
     InvalidArgument,
     ModelDamaged,
     SnapshotDamaged,
+    SnapshotError,
     SnapshotFailed,
     SpecMismatch,
+    SyncError,
     TableExists,
 )
+from geartrain.bridge.checkpoint import saving
 from tests.faults.children import Child
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
@@ -204,6 +208,22 @@ def save_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     write_losses(trainer, rank, ranks, folder)
 
 
+def save_where_one_rank_sees_no_snapshot(rank: int, ranks: int, folder: Path) -> None:  # noqa: ARG001
+    trainer = Trainer(None, rows="ranks")
+    if rank == 1:
+        saving.open_snapshot = lambda _: open_snapshot(folder / "nothing")
+    with pytest.raises(SyncError if rank == 0 else SnapshotError):
+        gt.save(trainer.model, folder / "model")
+    torch.distributed.barrier()
+    assert not any((folder / "model").iterdir())
+    (folder / f"agreed-{rank}").touch()
+
+
+def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
+    run_ranks(save_where_one_rank_sees_no_snapshot, 2, tmp_path)
+    assert len(list(tmp_path.glob("agreed-*"))) == 2
+
+
 def load_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     trainer = Trainer(None, rows="ranks")
     gt.load(trainer.model, folder / "model", state=trainer.state)
@@ -320,6 +340,28 @@ def test_trained_rows_are_replaced_only_if_that_is_said(cluster: gt.Cluster, sav
         gt.load(ranks.model, saved)
     gt.load(ranks.model, saved, replace=True)
     assert torch.equal(ranks.model.head.weights(), trained)
+
+
+@pytest.mark.parametrize("place", ["pull", "ranks"])
+def test_imprinted_rows_are_not_replaced_either(saved: Path, place: str) -> None:
+    with gt.local() as another:
+        model = Model(None if place == "ranks" else another, rows=place)
+        model.head.imprint([(torch.randn(BATCH, DIM), torch.arange(BATCH))], model.backbone)
+        with pytest.raises(TableExists, match=r"replace=True"):
+            gt.load(model, saved)
+        gt.load(model, saved, replace=True)
+
+
+def test_a_save_that_fails_over_the_model_of_a_later_version_leaves_that(cluster: gt.Cluster, saved: Path) -> None:
+    content = unseal_json((saved / "model.json").read_bytes())
+    (saved / "model.json").write_bytes(seal_json({**content, "format": 1_000}))
+    before = sorted(path.name for path in saved.iterdir())
+    trainer = Trainer(cluster, reuse=True)
+    with armed("block.write.before=error(ENOSPC)"), pytest.raises(SnapshotFailed):
+        gt.save(trainer.model, saved)
+    assert set(before) <= {path.name for path in saved.iterdir()}
+    gt.save(trainer.model, saved)
+    assert len(list(saved.iterdir())) == 3
 
 
 def test_damage_is_named_and_changes_nothing(saved: Path) -> None:

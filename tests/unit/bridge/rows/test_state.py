@@ -77,6 +77,8 @@ def test_tensors_keep_dtype_and_shape_and_views_are_stored_whole() -> None:
 def test_what_is_no_state_is_named() -> None:
     with pytest.raises(InvalidArgument, match=r"state\['a'\]\[1\] is object"):
         state_to_bytes({"a": [1, object()]})
+    with pytest.raises(InvalidArgument, match=r"state\['b'\] is a tensor of layout torch.sparse_coo; .* to_dense"):
+        state_to_bytes({"b": torch.zeros(3).to_sparse()})
     with pytest.raises(InvalidArgument, match="not a state"):
         state_from_bytes(b"torn")
     with pytest.raises(InvalidArgument, match="not a state"):
