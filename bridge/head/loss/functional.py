@@ -156,7 +156,7 @@ class _MarginCrossEntropy(torch.autograd.Function):
         valid_B = torch.where(owners_B == 1, 1.0, torch.nan).to(compute)
         ctx.save_for_backward(exponentials_BC.div_(sum_B.unsqueeze(1)), columns, inside_B, slope_B, valid_B)
         ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
-        ctx.smoothing, ctx.class_smoothing = smoothing, smoothing / num_classes
+        ctx.smoothing, ctx.class_smoothing = smoothing, smoothing / num_classes.to(compute)
         losses_B.mul_(valid_B)
         return losses_B
 

@@ -81,7 +81,10 @@ class CountedSamples:
     counted: Tensor | None
     """Their indices [S] among the B, on the features' device; None: all."""
     weight_S: Tensor | None
-    """What each counts, in the dtype of the losses, on the features' device; None: 1."""
+    """What each counts, in the dtype of the losses, on the features' device; None: 1. For a mean they are divided by a
+    power of two, so that neither they nor their sum leave the range of that dtype."""
+    divisor: float
+    """Of a mean: the sum of these."""
     amount: float
     """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean."""
     reduces: bool
@@ -109,11 +112,16 @@ class CountedSamples:
         compute = torch.float64 if features.dtype == torch.float64 else torch.float32
         is_mean = settings.reduction == "mean"
         amount = 1.0 if not is_mean else float(len(labels_B) if weight_B is None else weight_B.sum())
+        divisor = amount
+        if is_mean and weight_B is not None and len(weight_B):
+            weight_B = torch.from_numpy(np.ldexp(weight_B.numpy(), -math.frexp(float(weight_B.max()))[1]))
+            divisor = float(weight_B.sum())
         return CountedSamples(
             features_SD=features,
             labels_S=living.require(labels_B, "label"),
             counted=counted,
             weight_S=None if weight_B is None else upload(weight_B.to(compute).numpy(), features.device),
+            divisor=divisor,
             amount=amount,
             reduces=is_mean and weight is None,
         )
@@ -129,4 +137,4 @@ class CountedSamples:
             losses = losses * self.weight_S
         if reduction == "none":
             return losses if self.counted is None else losses.new_zeros(batch).index_copy(0, self.counted, losses)
-        return losses.sum() if reduction == "sum" else losses.sum() / (self.amount or 1.0)
+        return losses.sum() if reduction == "sum" else losses.sum() / (self.divisor or 1.0)

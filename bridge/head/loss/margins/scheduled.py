@@ -28,8 +28,8 @@ class ScheduledMargin:
 
     def __init__(self, *points: tuple[int, AnyMargin]) -> None:
         """Raises InvalidArgument."""
-        object.__setattr__(self, "points", tuple((step, margin) for step, margin in points))
-        if not points or any(not isinstance(step, int) or step < 0 for step, _ in points):
+        are_pairs = bool(points) and all(isinstance(point, tuple | list) and len(point) == 2 for point in points)
+        if not are_pairs or any(not isinstance(step, int) or step < 0 for step, _ in points):
             raise InvalidArgument(f"points are {points!r}; give pairs (step, margin), steps being integers >= 0")
         if any(before >= after for (before, _), (after, _) in pairwise(points)):
             raise InvalidArgument(f"the steps of the points are {[step for step, _ in points]}; they must rise")
@@ -46,6 +46,10 @@ class ScheduledMargin:
                 continue
             if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
                 raise InvalidArgument(f"{name} is {values} at the points of a schedule; only numbers may change")
+        object.__setattr__(self, "points", tuple((step, margin) for step, margin in points))
+        if self.scale is not None:
+            for start, _ in points:  # refuses now what could not be between two points, such as half a seed
+                self.at(start + 1)
 
     def __repr__(self) -> str:
         """As it was made."""

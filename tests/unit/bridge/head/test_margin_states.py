@@ -119,12 +119,14 @@ def test_a_schedule_follows_the_updates_and_takes_the_scale_of_the_classes() -> 
     ("points", "named"),
     [
         ((), r"points are \(\)"),
+        ((gt.ArcFace(),), r"points are \(ArcFace"),
         (((-1, gt.ArcFace()),), "points are"),
         (((0.5, gt.ArcFace()),), "points are"),
         (((5, gt.ArcFace()), (5, gt.ArcFace(margin=0.1))), r"\[5, 5\]; they must rise"),
         (((0, gt.ArcFace()), (5, gt.CosFace())), "must be of one kind"),
         (((0, None), (5, None)), "must be of one kind"),
         (((0, gt.ElasticArcFace(8)), (5, gt.ElasticArcFace(8, seed=True))), r"seed is \[0, True\]"),
+        (((0, gt.ElasticArcFace(8)), (5, gt.ElasticArcFace(8, seed=1))), r"seed is 0.2; it must be an integer"),
     ],
 )
 def test_an_impossible_schedule_is_refused(points: Any, named: str) -> None:

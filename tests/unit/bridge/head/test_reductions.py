@@ -227,6 +227,24 @@ def test_a_loss_scale_goes_through_single_losses() -> None:
     torch.testing.assert_close(gt.clip_grad_norm_([], rows, max_norm=1e9), norm, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e-46, 1e38, 1e300])
+def test_a_mean_is_the_same_whatever_its_weights_are_multiplied_by(size: float) -> None:
+    """Also beyond the range of the losses' float32."""
+    features, labels, _ = Question().batch()
+    weight, found = torch.arange(1.0, BATCH + 1, dtype=torch.float64), []
+    for multiplied in (weight, weight * size):
+        cluster = FakeCluster()
+        head = Question().head(cluster, PLACES[0])
+        rows, x = gt.RowOptimizer(head), features.clone().requires_grad_()
+        loss = head(x, labels, multiplied)
+        loss.backward()
+        rows.step()
+        (table,) = cluster.tables.values()
+        found.append((loss.detach(), x.grad, torch.from_numpy(merged_gradient(table))))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
