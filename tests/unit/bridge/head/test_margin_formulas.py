@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument
@@ -243,6 +244,29 @@ def test_a_sample_whose_other_classes_are_all_filtered_has_no_loss_and_moves_not
         assert head.stats is not None and head.stats.accuracy < 1.0
 
 
+@pytest.mark.parametrize("above", [0.3, -1.0])
+def test_the_share_of_smoothed_labels_is_over_filtered_classes_too(above: float) -> None:
+    margin = gt.FilteredMargin(gt.CosFace(scale=8, margin=0.2), above)
+    settings: dict[str, Any] = {"label_smoothing": 0.1, "optimizer": gt.SGD(1.0), "rows": "ranks"}
+    head = gt.ClassHead(None, "c", num_classes=CLASSES, dim=DIM, margin=margin, **settings)
+    features, labels = batch(0, torch.float64)
+    optimizer, w, x = gt.RowOptimizer(head), head.weights().double().requires_grad_(), features.clone().requires_grad_()
+    loss = head(features.requires_grad_(), labels)
+    loss.backward()
+    optimizer.step()
+    cos = F.normalize(x) @ F.normalize(w).t()
+    is_target = F.one_hot(labels, CLASSES).bool()
+    target = 8 * (cos[is_target] - 0.2)
+    others = (8 * cos).masked_fill((cos > above) | is_target, -torch.inf)
+    log_sum = torch.cat([others, target[:, None]], dim=1).logsumexp(1)
+    expected = (log_sum - 0.9 * target - 0.1 * 8 * cos.mean(1)).mean()
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    assert w.grad is not None
+    torch.testing.assert_close(features.grad, x.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(head.weights().double(), w.detach() - w.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_a_filtered_class_is_not_pushed_away_and_the_others_are() -> None:
     margin = gt.FilteredMargin(gt.CosFace(scale=8, margin=0.1), above=0.4)
     head = gt.ClassHead(None, "c", num_classes=4, dim=3, margin=margin, optimizer=gt.SGD(1.0), rows="ranks")
@@ -275,8 +299,8 @@ def test_a_threshold_and_a_margin_to_filter_are_needed() -> None:
 
 
 def test_a_filtered_margin_takes_the_scale_of_the_classes() -> None:
-    head = gt.ClassHead(None, "c", num_classes=10**6, dim=2, margin=gt.FilteredMargin(gt.ArcFace()), rows="ranks")
-    assert head.margin == gt.FilteredMargin(gt.ArcFace(automatic_scale(10**6)), 0.4)
+    head = gt.ClassHead(None, "c", num_classes=10**5, dim=2, margin=gt.FilteredMargin(gt.ArcFace()), rows="ranks")
+    assert head.margin == gt.FilteredMargin(gt.ArcFace(automatic_scale(10**5)), 0.4)
 
 
 # Several ranks.
