@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -425,6 +426,23 @@ def test_a_run_is_not_both_resumed_and_replaced(tmp_path: Path) -> None:
 def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--batch-size, --seed cannot change .* leave it out, or start a new run"):
         invoke("worker", "classify", "--resume", str(tmp_path), "--batch-size", "7", "--seed", "1")
+
+
+def test_what_a_resumed_run_reads_its_images_by_cannot_be_changed(tmp_path: Path) -> None:
+    for flag in ("--image-size=64", "--held-out=0.2", "--look=ink", "--fit=pad", "--grey", "--skip-unreadable"):
+        with pytest.raises(ConfigError, match=rf"{flag.partition('=')[0]} cannot change .* leave it out"):
+            invoke("worker", "classify", "--resume", str(tmp_path), flag)
+
+
+def test_a_lost_model_of_a_trained_run_is_written_anew(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, images, recipe=replace(RECIPE, steps=2))
+    expected = load_file(out / "model" / "centers.safetensors")["centers"]
+    shutil.rmtree(out / "model")
+    run = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    (out / "run.json").write_text(json.dumps(run | {"ended": False}), encoding="utf-8")  # it died in its evaluation
+    assert train(out, None, resume=True).report is not None
+    assert torch.equal(load_file(out / "model" / "centers.safetensors")["centers"], expected)
 
 
 def test_a_run_is_resumed_by_its_own_command(images: Path, tmp_path: Path) -> None:

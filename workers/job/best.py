@@ -78,6 +78,8 @@ class BestModel:
         best, start = self.best, self.start
         if best is None or start is None:
             return []
+        if start.centers != START:  # what was known of the start went with a model that is lost
+            return [f"The model is that of step {best.step}: top-1 {best.validation_top1:.4f}"]
         if best.centers != START:
             what = ", centers imprinted anew" if best.centers == IMPRINTED else ""
             gain = f"top-1 {best.validation_top1:.4f}, at the start {start.validation_top1:.4f}"

@@ -232,6 +232,8 @@ class TrainingRun:
                 if self._recipe.imprint:
                     trainer.imprint()
                     self._consider(IMPRINTED)
+            elif finished and self._best is not None and self._best.best is None:  # the model that was there is lost
+                self._consider(IMPRINTED if self._recipe.imprint else TRAINED)
             self._save(last=True)
             report = self._conclude(evaluation, seconds) if first and finished else None
             if report is not None:

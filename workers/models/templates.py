@@ -25,6 +25,7 @@ from geartrain.workers.models.saved_model import Model
 from geartrain.workers.models.verify import require_finite, true_accept_rates, unit_features
 
 _AT_ONCE = 256
+_PAIRS_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def verify_templates(model: Model, folder: Path, media: Path, pairs: Path, *, mi
 
     A template's feature is the mean over its media of the mean over each medium's pictures of their unit features,
     scaled to length 1: so a video of a thousand frames counts as much as a photo. The score of a pair is the cosine.
-    Memory: M·D numbers, not N·D. Raises InvalidArgument naming file and line, NonFinite.
+    Memory: M·D numbers, not N·D or P·D. Raises InvalidArgument naming file and line, NonFinite.
     """
     found = read_media(media)
     first_P, second_P, same_P = read_template_pairs(pairs, found.templates)
@@ -70,7 +71,7 @@ def verify_templates(model: Model, folder: Path, media: Path, pairs: Path, *, mi
         sums_MD.index_add_(0, places, unit.double())
     counts = np.bincount(found.media_of_picture, minlength=len(sums_MD))
     pooled_TD = pool(sums_MD / torch.from_numpy(counts)[:, None], found.template_of_media, len(found.templates))
-    cosines_P = (pooled_TD[first_P] * pooled_TD[second_P]).sum(1).numpy()
+    cosines_P = pair_cosines(pooled_TD, first_P, second_P)
     require_finite(cosines_P, "cosine")
     return TemplateVerification(
         pairs=len(same_P),
@@ -78,6 +79,17 @@ def verify_templates(model: Model, folder: Path, media: Path, pairs: Path, *, mi
         images=len(found.pictures),
         true_accepts=true_accept_rates(2 - 2 * cosines_P, same_P),
     )
+
+
+def pair_cosines(
+    pooled_TD: Tensor, first_P: npt.NDArray[np.int64], second_P: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Cosines [P] of templates, some pairs at a time: IJB-C has 15 million."""
+    cosines_P = np.empty(len(first_P))
+    for start in range(0, len(first_P), _PAIRS_AT_ONCE):
+        some = slice(start, start + _PAIRS_AT_ONCE)
+        cosines_P[some] = (pooled_TD[first_P[some]] * pooled_TD[second_P[some]]).sum(1).numpy()
+    return cosines_P
 
 
 def pool(media_MD: Tensor, template_of_media: npt.NDArray[np.int64], num_templates: int) -> Tensor:

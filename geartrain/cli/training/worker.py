@@ -127,12 +127,12 @@ def classify(
     dtype: option.DType = "auto",
     margin: option.Margin = None,
     augment: option.Augment = None,
-    held_out: option.HeldOut = 0.2,
-    look: option.Look = "photo",
-    image_size: option.ImageSize = 64,
-    fit: option.Fit = "stretch",
-    grey: option.Grey = False,
-    skip_unreadable: option.SkipUnreadable = False,
+    held_out: option.HeldOut = None,
+    look: option.Look = None,
+    image_size: option.ImageSize = None,
+    fit: option.Fit = None,
+    grey: option.Grey = None,
+    skip_unreadable: option.SkipUnreadable = None,
     image_memory: option.ImageMemory = None,
     row_momentum: option.RowMomentum = None,
     row_momentum_untouched: option.RowMomentumUntouched = None,
@@ -169,7 +169,17 @@ def classify(
         "margin": margin,
         "augment": augment,
     }
-    _refuse_with_resume(resume, **own, out=out, snapshots=snapshots, image_memory=image_memory)
+    of_images: dict[str, Any] = {
+        "held_out": held_out,
+        "look": look,
+        "image_size": image_size,
+        "fit": fit,
+        "grey": grey,
+        "skip_unreadable": skip_unreadable,
+        "image_memory": image_memory,
+    }
+    _refuse_with_resume(resume, **own, **of_images, out=out, snapshots=snapshots)
+    look = look or "photo"
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = _console(as_json)
@@ -191,9 +201,9 @@ def classify(
     recipe = _recipe(replace(options.recipe, **few), steps=steps, backbone=backbone, **own)
     preprocessing = Preprocessing(
         kind="ink" if look == "ink" else "photo",
-        size=image_size,
+        size=64 if image_size is None else image_size,
         channels=1 if grey or look == "ink" else 3,
-        fit=fit,  # type: ignore[arg-type]
+        fit="stretch" if fit is None else fit,  # type: ignore[arg-type]
     )
     options = replace(
         options,
@@ -206,9 +216,9 @@ def classify(
     result = train_folder(
         options,
         folder=data,
-        held_out=held_out,
+        held_out=0.2 if held_out is None else held_out,
         console=console,
-        skip_unreadable=skip_unreadable,
+        skip_unreadable=bool(skip_unreadable),
         image_memory_bytes=MEMORY_BYTES if image_memory is None else image_memory << 20,
     )
     _end(result, as_json)

@@ -188,24 +188,37 @@ Augment = Annotated[
     ),
 ]
 HeldOut = Annotated[
-    float, typer.Option("--held-out", help="Part of each class kept for the validation, which chooses the model.")
+    float | None,
+    typer.Option(
+        "--held-out",
+        help="Part of each class kept for the validation, which chooses the model.",
+        show_default="0.2",
+    ),
 ]
 Look = Annotated[
-    str, typer.Option("--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.")
+    str | None,
+    typer.Option(
+        "--look", help="photo: the whole picture; ink: characters and signs, cut to their ink.", show_default="photo"
+    ),
 ]
 ImageSize = Annotated[
-    int, typer.Option("--image-size", help="Side in pixels that pictures are scaled to, a multiple of 8.")
+    int | None,
+    typer.Option(
+        "--image-size", help="Side in pixels that pictures are scaled to, a multiple of 8.", show_default="64"
+    ),
 ]
 Fit = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--fit",
         help="With --look photo: how a picture becomes square: stretch, crop (its middle) or pad (black beside it).",
+        show_default="stretch",
     ),
 ]
-Grey = Annotated[bool, typer.Option("--grey", help="Ignore colours.")]
+Grey = Annotated[bool | None, typer.Option("--grey", help="Ignore colours.")]
 SkipUnreadable = Annotated[
-    bool, typer.Option("--skip-unreadable", help="Leave out images that cannot be read; they are counted and named.")
+    bool | None,
+    typer.Option("--skip-unreadable", help="Leave out images that cannot be read; they are counted and named."),
 ]
 ImageMemory = Annotated[
     int | None,

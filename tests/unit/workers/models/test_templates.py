@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
@@ -17,7 +19,7 @@ from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models import saved_model
 from geartrain.workers.models.saved_model import Model
-from geartrain.workers.models.templates import read_media, read_template_pairs, verify_templates
+from geartrain.workers.models.templates import pair_cosines, read_media, read_template_pairs, verify_templates
 from geartrain.workers.models.verify import true_accept_rates
 
 LOOK = Preprocessing(kind="photo", size=16, channels=3)
@@ -89,6 +91,27 @@ def test_pooled_templates_are_judged_as_one_by_one(mirror: bool, tmp_path: Path)
     assert (found.templates, found.images, found.pairs) == (12, len(rows), len(pairs))
     assert found.true_accepts == pytest.approx(reference(tmp_path, rows, pairs))
     assert 0 < found.true_accepts[0.1] < 1
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+def test_millions_of_pairs_take_the_memory_of_some() -> None:
+    random = np.random.default_rng(0)
+    pooled = torch.from_numpy(random.normal(size=(50, 8)))
+    first, second = random.integers(50, size=(2, 100_000))
+    with Largest() as seen:
+        cosines = pair_cosines(pooled, first, second)
+    assert seen.numbers < 200_000
+    np.testing.assert_allclose(cosines, (pooled.numpy()[first] * pooled.numpy()[second]).sum(1), rtol=1e-12)
 
 
 def test_rates_down_to_one_in_a_million_are_those_of_a_sorted_list() -> None:
