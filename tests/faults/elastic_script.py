@@ -14,11 +14,14 @@ from rich.console import Console
 from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
+from geartrain.workers.recipes.recipe import Recipe
 from tests.faults.test_job_recovery import JOB
 from tests.integration.test_classify_and_predict import LOOK
 
 
-def main(scheduler: str, images: Path, out: Path, steps: int, dies: str, overwrite: bool) -> str:
+def main(
+    scheduler: str | None, images: Path, out: Path, steps: int, dies: str, overwrite: bool, recipe: Recipe = JOB
+) -> str:
     """``dies``: RANK:STEP at which that rank dies in its first life, or "never". Returns what it told in its last."""
     torch.set_num_threads(1)
     whole = Trainer._step
@@ -32,7 +35,7 @@ def main(scheduler: str, images: Path, out: Path, steps: int, dies: str, overwri
     Trainer._step = step  # type: ignore[method-assign]
     options = JobOptions(
         out=out,
-        recipe=replace(JOB, steps=steps),
+        recipe=replace(recipe, steps=steps),
         preprocessing=LOOK,
         device="cpu",
         scheduler=scheduler,

@@ -41,16 +41,23 @@ class BestModel:
     """Keeps the best of the models that a run comes by in its folder. For the first rank."""
 
     def __init__(
-        self, folder: Path, job: str, look: Callable[[int, str], tuple[float, int]], write: Callable[..., None]
+        self,
+        folder: Path,
+        job: str,
+        look: Callable[[int, str], tuple[float, int]],
+        write: Callable[..., None],
+        tell: Callable[[bool], object] = bool,
     ) -> None:
         """``look(step, centers)`` returns (top-1, images looked at) of the model as it is.
 
+        ``tell(is_better)`` comes after each look, for ranks that must take part in what is written.
         ``write(training=...)`` puts it in ``folder`` with what is known of it. A model there already, if of ``job``, is
         the best so far.
         """
         self._job = job
         self._look = look
         self._write = write
+        self._tell = tell
         found = read_training(folder)
         is_ours = found.get("job") == job
         self.best: Look | None = Look(**found["best"]) if is_ours else None
@@ -62,7 +69,9 @@ class BestModel:
         look = Look(step=step, centers=centers, validation_top1=top1, images=images)
         if self.start is None:
             self.start = look
-        if self.best is None or look.validation_top1 >= self.best.validation_top1:
+        is_better = self.best is None or look.validation_top1 >= self.best.validation_top1
+        self._tell(is_better)
+        if is_better:
             self.best = look
             self._write(training=self.training())
         return look

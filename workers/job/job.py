@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -21,10 +21,15 @@ from geartrain.ams.client.cluster import Cluster, connect, local
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
+from geartrain.bridge.head.backends.registry import ROW_BACKENDS
+from geartrain.workers.devices import choose_device
 from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
 from geartrain.workers.job.interruption import interruption
 from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
+from geartrain.workers.job.rows.cluster_rows import RowsInCluster
+from geartrain.workers.job.rows.job_rows import JobRows
+from geartrain.workers.job.rows.rank_rows import RowsOnRanks
 from geartrain.workers.job.training_run import LOST, GoBack, Loss, TrainingRun
 
 _CLOCKS_DIFFER_SECONDS = 5.0
@@ -60,24 +65,51 @@ def _run_once(
     with ExitStack() as stack:
         ranks = stack.enter_context(joined_ranks(options.device))
         console = console if ranks.is_first else Console(quiet=True)
-        if ranks.world_size > 1 and options.scheduler is None:
-            raise ConfigError(
-                f"{ranks.world_size} ranks train the same rows, so these must be in a cluster: "
-                f"give --scheduler HOST:PORT ('geartrain up' starts one)"
-            )
+        _require_place(options, ranks)
         options = _after_restart(options, ranks)
-        if options.scheduler is None:
+        if options.scheduler is None and ranks.is_first:
             stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
         data = _load_in_turn(load, ranks, console)
         job = _job_name(options, ranks)
-        cluster = stack.enter_context(_open_cluster(options, ranks, job, goes_on=loss is not None or _is_restart()))
+        again = loss is not None or _is_restart()
+        rows = stack.enter_context(_opened_rows(options, ranks, job, goes_on=again))
+        stop = stack.enter_context(interruption())
+        run = TrainingRun(job, options, data, rows, ranks, console, launch=launch_name(), again=again, loss=loss)
+        return run.execute(stop, {"data": time.perf_counter() - started})
+
+
+def _on_ranks(options: JobOptions) -> bool:
+    return not ROW_BACKENDS[options.rows or options.recipe.rows].needs_cluster
+
+
+def _require_place(options: JobOptions, ranks: JobRanks) -> None:
+    """Raise ConfigError, with the remedy, unless the flags say where the rows of the job are."""
+    if _on_ranks(options):
+        clusters = {"--scheduler": options.scheduler, "--graph": options.graph, "--increments": options.increments}
+        given = [flag for flag, value in clusters.items() if value]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for rows in a cluster, but these are on the "
+                "ranks; leave it out, or give --rows pull"
+            )
+    elif ranks.world_size > 1 and options.scheduler is None:
+        raise ConfigError(
+            f"{ranks.world_size} ranks train the same rows: give --rows ranks, and they hold them, or "
+            f"--scheduler HOST:PORT of a cluster ('geartrain up' starts one)"
+        )
+
+
+@contextmanager
+def _opened_rows(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Iterator[JobRows]:
+    """The place of the job's rows."""
+    if _on_ranks(options):
+        yield RowsOnRanks(choose_device(options.device, ranks.local_rank))
+        return
+    with _open_cluster(options, ranks, job, goes_on=goes_on) as cluster:
         if options.resume and ranks.is_first:
             # A process of this job that was only stopped must not go on beside it.
             cluster.fence(job, cluster.write_stream.incarnation)
-        stop = stack.enter_context(interruption())
-        again = loss is not None or _is_restart()
-        run = TrainingRun(job, options, data, cluster, ranks, console, launch=launch_name(), again=again, loss=loss)
-        return run.execute(stop, {"data": time.perf_counter() - started})
+        yield RowsInCluster(cluster, ranks)
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:

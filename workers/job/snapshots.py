@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshot import PendingSnapshot, free_name
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.errors import (
@@ -19,6 +18,7 @@ from geartrain.ams.values.errors import (
     SnapshotFailed,
     TableNotFound,
 )
+from geartrain.workers.job.rows.job_rows import JobRows
 from geartrain.workers.job.state import JobState, Progress
 
 _WORTH_SAYING_SECONDS = 2.0
@@ -34,7 +34,7 @@ class Moment:
 
 
 class JobSnapshots:
-    """Takes snapshots of a job's table with the job's state. Used by the first rank only, from one thread.
+    """Takes snapshots of a job's rows with the job's state. Used from one thread of every rank that takes part in it.
 
     One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
     goes on, and the one before stays.
@@ -42,22 +42,25 @@ class JobSnapshots:
 
     def __init__(
         self,
-        cluster: Cluster,
+        rows: JobRows,
         root: str,
         *,
+        is_first: bool = True,
         keep: int,
         increments: int = 0,
         every_seconds: float | None = None,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to.
+        """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to. Of several ranks
+        that take part, the one that ``is_first`` removes the others.
 
         After one that holds all rows, ``increments`` hold only the rows written since the one before.
         ``every_seconds`` one is due (None: never by the clock).
         """
-        self._cluster = cluster
+        self._rows = rows
         self._root = root
+        self._is_first = is_first
         self._keep = keep
         self._increments = increments
         self._every_seconds = every_seconds
@@ -86,16 +89,8 @@ class JobSnapshots:
         self._begun = moment.seconds
         try:
             name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
-            pending = self._cluster.snapshot(
-                self._root,
-                name,
-                parent=self._chain[-1] if 0 < len(self._chain) <= self._increments else None,
-                step=state.progress.step,
-                values=state.values(),
-                files=state.files(),
-                tables=[state.progress.table],
-                graphs=False,  # the head's own is among the files
-            )
+            parent = self._chain[-1] if 0 < len(self._chain) <= self._increments else None
+            pending = self._rows.begin_snapshot(self._root, name, parent=parent, state=state)
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
             # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.
             self._tell(moment, exc)
@@ -115,7 +110,8 @@ class JobSnapshots:
         else:
             self.last = moment
             self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
-            self._prune()
+            if self._is_first:
+                self._prune()
         if (waited := self._clock() - started) > _WORTH_SAYING_SECONDS:
             self._say(f"Waited {waited:.0f} s for the snapshot of step {moment.progress.step}; take them less often")
 

@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
@@ -28,7 +27,7 @@ from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.report import Evaluation, write_report
-from geartrain.workers.job.row_timing import TimedCluster
+from geartrain.workers.job.rows.job_rows import JobRows
 from geartrain.workers.job.snapshots import JobSnapshots, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
 from geartrain.workers.job.sweep import MOST_CLASSES, best_rate, find_rate, write_trials
@@ -38,7 +37,6 @@ from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.networks import require_features
 from geartrain.workers.models.saved_model import Model, load_model, save_model
 from geartrain.workers.recipes.graph_lines import GraphLines
-from geartrain.workers.recipes.recipe import head_of
 
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""
@@ -78,7 +76,7 @@ class TrainingRun:
         job: str,
         options: JobOptions,
         data: JobData,
-        cluster: Cluster,
+        rows: JobRows,
         ranks: JobRanks,
         console: Console,
         *,
@@ -94,13 +92,14 @@ class TrainingRun:
         self._job = job
         self._options = options
         self._data = data
-        self._cluster = cluster
+        self._rows = rows
         self._ranks = ranks
         self._console = console
         self._launch = launch
         self._again = again
         self._loss = loss
         self._best: BestModel | None = None
+        self._evaluation: Evaluation | None = None
         self._events = Loggers()
         self._unreadable_said = 0
         self._device = choose_device(options.device, ranks.local_rank)
@@ -110,11 +109,10 @@ class TrainingRun:
         recipe = options.recipe if self._saved is None else self._saved.state.recipe
         self._recipe = recipe = replace(recipe, rows=options.rows or recipe.rows)
         self._settings, backbone = self._build_backbone()
-        self._restore_rows()
-        timed = TimedCluster(cluster)
-        resumed = self._saved is not None
-        num_classes, sync = len(data.class_names), ranks.world_size > 1
-        self._head = head_of(recipe, timed, progress.table, num_classes, reuse=resumed, sync=sync)
+        snapshot = None if self._saved is None else self._saved.snapshot
+        self._head = rows.open(recipe, progress.table, len(data.class_names), snapshot)
+        self._together = self._head.backend.reads_together
+        self._takes_part = ranks.is_first or self._together
         self._head.select.report_progress(GraphLines(len(data.class_names), self._say))
         self._trainer = Trainer(
             backbone=backbone,
@@ -124,14 +122,15 @@ class TrainingRun:
             progress=progress,
             ranks=ranks,
             device=self._device,
-            row_times=timed.times,
+            row_times=rows.times,
             bfloat16=self._bfloat16,
         )
         root = self._new_root() if self._saved is None else read_run(options.out).snapshots
         minutes = options.snapshot_minutes
         self._snapshots = JobSnapshots(
-            cluster,
+            rows,
             root,
+            is_first=ranks.is_first,
             keep=options.keep_snapshots,
             increments=options.increments,
             every_seconds=None if minutes is None else 60 * minutes,
@@ -195,12 +194,6 @@ class TrainingRun:
         require_features(backbone, recipe.backbone, **settings)
         return sized, backbone
 
-    def _restore_rows(self) -> None:
-        """Put the rows of the snapshot in the place of whatever the cluster still has of this job's."""
-        if self._saved is not None and self._ranks.is_first:
-            self._cluster.restore(self._saved.snapshot.path, replace=True)
-        self._ranks.any(False)  # no rank may look for the table before it is there
-
     def execute(self, stop: Callable[[], bool], seconds: dict[str, float]) -> JobResult:
         """Start or go on, train, and finish."""
         trainer, first = self._trainer, self._ranks.is_first
@@ -213,9 +206,10 @@ class TrainingRun:
         step = None if self._saved is None else trainer.progress.step
         names = self._options.loggers if first else ()
         self._events = events = open_loggers(names, self._options.out, trainer.progress.table, step)
-        evaluation = Evaluation(self._data.held_out, trainer.backbone, self._head, self._device, events, self._say)
+        self._evaluation = evaluation = self._asked_here(events)
         if first and self._data.chooses_model:
-            self._best = BestModel(self._options.out / "model", self._job, evaluation.look, self._write_model)
+            folder, tell = self._options.out / "model", self._ranks.any if self._together else bool
+            self._best = BestModel(folder, self._job, evaluation.look, self._write_model, tell)
         try:
             self._begin(evaluation, stop)
             with LiveLine(self._console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
@@ -235,7 +229,7 @@ class TrainingRun:
             elif finished and self._best is not None and self._best.best is None:  # the model that was there is lost
                 self._consider(IMPRINTED if self._recipe.imprint else TRAINED)
             self._save(last=True)
-            report = self._conclude(evaluation, seconds) if first and finished else None
+            report = self._conclude(evaluation, seconds) if self._takes_part and finished else None
             if report is not None:
                 self._note_stage(ended=True)
             if not finished:
@@ -251,6 +245,13 @@ class TrainingRun:
             raise
         finally:
             events.close()
+
+    def _asked_here(self, events: Loggers) -> Evaluation:
+        """Of the held-out images; another rank that takes part has none of its own to ask about."""
+        images = self._data.held_out
+        if not self._ranks.is_first:
+            images = {name: images.subset(slice(0, 0)) for name, images in images.items()}
+        return Evaluation(images, self._trainer.backbone, self._head, self._device, events, self._say)
 
     def _claim_folder(self) -> None:
         root = self._new_root()
@@ -277,9 +278,9 @@ class TrainingRun:
             if self._options.sweep:
                 self._trainer.phases.measured("sweep", partial(self._find_rate, stop))
             state = self._state()
-            if self._ranks.is_first:
+            if self._takes_part:
                 self._snapshots.require(state)  # something to go back to, or to go on from
-                if self._best is None:
+                if not self._data.chooses_model:
                     evaluation.quick_look()
                 self._consider(START)
             return
@@ -332,7 +333,7 @@ class TrainingRun:
     def _save(self, *, last: bool = False) -> None:
         """Begin a snapshot; the ``last`` one is waited for, and without a best model this one written."""
         state = self._state()
-        if not self._ranks.is_first:
+        if not self._takes_part:
             return
         self._events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
         failpoints.reach("job.save.before")
@@ -344,19 +345,25 @@ class TrainingRun:
         if self._snapshots.last is None or self._snapshots.last.progress != state.progress:
             self._snapshots.begin(state)
             self._snapshots.settle()
-        if self._best is None:
+        if not self._data.chooses_model:
             self._write_model(training={})
 
     def _consider(self, centers: str) -> None:
+        step = self._trainer.progress.step
         if self._best is not None:
-            self._best.consider(self._trainer.progress.step, centers)
+            self._best.consider(step, centers)
+        elif self._takes_part and self._data.chooses_model and self._evaluation is not None:
+            self._evaluation.look(step, centers)
+            if self._ranks.any(False):
+                self._write_model(training={})
 
     def _write_model(self, *, training: dict[str, Any]) -> None:
         names, look, name = self._data.class_names, self._options.preprocessing, self._recipe.backbone
         is_cosine = self._head.margin is not None
-        model = Model(
-            self._trainer.backbone, self._settings, self._head.weights(), names, look, is_cosine, name, training
-        )
+        centers_CD = self._head.weights()
+        if not self._ranks.is_first:
+            return  # it was asked for its rows
+        model = Model(self._trainer.backbone, self._settings, centers_CD, names, look, is_cosine, name, training)
         save_model(self._options.out / "model", model)
 
     def _state(self) -> JobState:
@@ -378,8 +385,12 @@ class TrainingRun:
             random=[state_from_bytes(of_rank) for of_rank in random],
         )
 
-    def _conclude(self, evaluation: Evaluation, seconds: dict[str, float]) -> dict[str, Any]:
-        """Evaluate, draw the mistakes, write the report."""
+    def _conclude(self, evaluation: Evaluation, seconds: dict[str, float]) -> dict[str, Any] | None:
+        """Evaluate, draw the mistakes, write the report; None on a rank that only takes part in the evaluation."""
+        if not self._ranks.is_first:
+            if not self._data.chooses_model:
+                evaluation.answers(self._trainer.progress.step)
+            return None
         trainer, started, out = self._trainer, time.perf_counter(), self._options.out
         best = None if self._best is None else self._best.best
         saved = None if best is None else load_model(out / "model", backbone=self._options.backbone)
@@ -419,7 +430,7 @@ class TrainingRun:
         if last is None or last.progress != self._trainer.progress:
             return
         try:
-            self._cluster.drop_table(self._head.name)
+            self._rows.drop(self._head.name)
         except LOST as exc:
             self._say(f"Table {self._head.name!r} may still be on the cluster: {exc}")
 

@@ -58,10 +58,14 @@ class Answers:
 
 @torch.no_grad()
 def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.device) -> Answers:
-    """The five best classes of each image (fewer if there are fewer classes); see ``ClassHead.predict``."""
+    """The five best classes of each image (fewer if there are fewer classes); see ``ClassHead.predict``.
+
+    A rank that only takes part in the question of another one has no ``images``.
+    """
     backbone.eval()
-    batches = images.batches(images_at_once(device), device)
-    features_ND = torch.cat([backbone(bitmaps).float() for bitmaps, _ in batches])
+    batches = images.batches(images_at_once(device), device) if len(images) else ()
+    nothing = torch.empty(0, head.dim, device=device)
+    features_ND = torch.cat([nothing, *(backbone(bitmaps).float() for bitmaps, _ in batches)])
     scores, classes = head.predict(features_ND, min(ANSWERS, head.num_classes))
     return Answers(images, scores.cpu(), classes.cpu())
 

@@ -23,8 +23,7 @@ from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.recipes.margins import margin_of
 from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 
-PLACES = tuple(name for name, backend in ROW_BACKENDS.items() if backend.needs_cluster)
-"""A job's rows are in a cluster, whose snapshots hold them."""
+PLACES = tuple(ROW_BACKENDS)
 UNTOUCHED = get_args(Untouched)
 
 
@@ -68,8 +67,8 @@ class Recipe:
     rebuild: str = "epoch"
     """When ``knn`` builds its graph anew: ``epoch``, ``background`` or a number of steps."""
     rows: str = "pull"
-    """Where the work on the class centers is done: ``pull`` (here; they travel) or ``hosted`` (beside them, on the
-    shards; features travel)."""
+    """Where the work on the class centers is done: ``pull`` (here; they travel), ``hosted`` (beside them, on the
+    shards; features travel) or ``ranks`` (the ranks hold them, and there is no cluster)."""
     margin: str = "cosface:24,0.15"
     """The loss: ``none``, or a margin's name with its numbers (:func:`margin_of`)."""
     dim: int = 128
@@ -170,9 +169,15 @@ def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.op
 
 
 def head_of(
-    recipe: Recipe, cluster: HeadCluster, table: str, num_classes: int, *, reuse: bool = False, sync: bool = False
+    recipe: Recipe,
+    cluster: HeadCluster | None,
+    table: str,
+    num_classes: int,
+    *,
+    reuse: bool = False,
+    sync: bool = False,
 ) -> ClassHead:
-    """The class head of a recipe, whose rows are in ``table`` of ``cluster``."""
+    """The class head of a recipe, whose rows are in ``table`` of ``cluster``, or on the ranks."""
     return ClassHead(
         cluster,
         table,

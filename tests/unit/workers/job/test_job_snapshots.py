@@ -31,8 +31,8 @@ def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
     told: list[str] = []
     progress = Progress(step=5, stage_start=0, stage_steps=10, table="job")
     state: Any = SimpleNamespace(progress=progress, values=dict, files=dict)
-    cluster: Any = SimpleNamespace(snapshot=snapshot)
-    snapshots = JobSnapshots(cluster, str(tmp_path), keep=2, say=told.append)
+    rows: Any = SimpleNamespace(begin_snapshot=snapshot)
+    snapshots = JobSnapshots(rows, str(tmp_path), keep=2, say=told.append)
     snapshots.require(state)
     assert snapshots.last is not None and snapshots.last.progress == progress
     snapshots.begin(state)
@@ -45,9 +45,9 @@ def test_a_snapshot_is_due_so_long_after_the_last_one_was_begun(
     tmp_path: Path, every_seconds: float | None, due: list[bool]
 ) -> None:
     now = [100.0]
-    cluster: Any = SimpleNamespace()
+    rows: Any = SimpleNamespace()
     snapshots = JobSnapshots(
-        cluster, str(tmp_path), keep=2, every_seconds=every_seconds, say=lambda _: None, clock=lambda: now[0]
+        rows, str(tmp_path), keep=2, every_seconds=every_seconds, say=lambda _: None, clock=lambda: now[0]
     )
     found = []
     for now[0] in (159.0, 160.0):

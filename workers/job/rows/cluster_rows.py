@@ -1,0 +1,47 @@
+"""Rows in a cluster: of other processes, or one shard in this one."""
+
+from __future__ import annotations
+
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.workers.job.ranks import JobRanks
+from geartrain.workers.job.row_timing import TimedCluster
+from geartrain.workers.job.state import JobState
+from geartrain.workers.recipes.recipe import Recipe, head_of
+
+
+class RowsInCluster:
+    """Implements :class:`geartrain.workers.job.rows.job_rows.JobRows`. Snapshots are written while the job goes on."""
+
+    def __init__(self, cluster: Cluster, ranks: JobRanks) -> None:
+        self._cluster = cluster
+        self._ranks = ranks
+        self._timed = TimedCluster(cluster)
+        self.times = self._timed.times
+
+    def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
+        """See ``JobRows``."""
+        if saved is not None and self._ranks.is_first:
+            self._cluster.restore(saved.path, replace=True)
+        self._ranks.any(False)  # no rank may look for the table before it is there
+        sync = self._ranks.world_size > 1
+        return head_of(recipe, self._timed, table, num_classes, reuse=saved is not None, sync=sync)
+
+    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+        """See ``JobRows``."""
+        return self._cluster.snapshot(
+            root,
+            name,
+            parent=parent,
+            step=state.progress.step,
+            values=state.values(),
+            files=state.files(),
+            tables=[state.progress.table],
+            graphs=False,  # the head's own is among the files
+        )
+
+    def drop(self, table: str) -> None:
+        """See ``JobRows``."""
+        self._cluster.drop_table(table)
