@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.bridge.head.loss.margins.adaface import AdaFace
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
+from geartrain.bridge.head.loss.margins.curricularface import CurricularFace
+from geartrain.bridge.head.loss.margins.elasticface import ElasticArcFace, ElasticCosFace
+from geartrain.bridge.head.loss.margins.magface import MagFace
 from geartrain.bridge.head.loss.margins.margin import Margin
 
 NONE = "none"
@@ -14,6 +18,11 @@ MARGINS: dict[str, type] = {
     "cosface": CosFace,
     "sphereface": SphereFace,
     "combined": CombinedMargin,
+    "adaface": AdaFace,
+    "magface": MagFace,
+    "elasticarcface": ElasticArcFace,
+    "elasticcosface": ElasticCosFace,
+    "curricularface": CurricularFace,
 }
 """Frozen dataclasses; their numbers are given in the order of their fields."""
 
@@ -29,12 +38,14 @@ def margin_of(text: str) -> Margin | None:
     if name not in MARGINS:
         known = ", ".join((NONE, *MARGINS))
         raise ConfigError(f"the margin is {text!r}; it must be one of {known}, as in cosface:24,0.15 (scale, margin)")
-    names = [field.name for field in fields(MARGINS[name])]
+    known_fields = fields(MARGINS[name])
+    names = [field.name for field in known_fields]
     given = rest.split(",") if colon else []
     try:
-        numbers = [float(number) for number in given]
-        if len(numbers) > len(names):
-            raise ValueError(f"{len(numbers)} numbers")
+        if len(given) > len(names):
+            raise ValueError(f"{len(given)} numbers")
+        as_number = [int if field.type == "int" else float for field in known_fields]
+        numbers = [make(number) for make, number in zip(as_number, given, strict=False)]
         margin: Margin = MARGINS[name](**dict(zip(names, numbers, strict=False)))
     except InvalidArgument as exc:
         raise ConfigError(f"the margin is {text!r}: {exc}") from exc

@@ -55,8 +55,9 @@ Rows = Annotated[
     str | None,
     typer.Option(
         "--rows",
-        help="Where the work on the class centers is done: pull (here, they travel) or hosted (on the shards, beside "
-        "them; features travel). A resumed run may change it.",
+        help="Where the work on the class centers is done: pull (here, they travel), hosted (on the shards, beside "
+        "them; features travel) or ranks (the processes of torchrun hold them on their devices, without a cluster). A "
+        "resumed run may change it.",
         show_default="pull",
     ),
 ]
@@ -172,8 +173,8 @@ Margin = Annotated[
     str | None,
     typer.Option(
         "--margin",
-        help="The loss: none (plain softmax), arcface, cosface, sphereface or combined; with numbers of your own as "
-        "NAME:SCALE,MARGIN.",
+        help="The loss: none (plain softmax), arcface, cosface, sphereface, combined, adaface, magface, "
+        "elasticarcface, elasticcosface or curricularface; with numbers of your own as NAME:SCALE,MARGIN.",
         show_default="cosface:24,0.15",
     ),
 ]
