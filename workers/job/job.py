@@ -27,9 +27,9 @@ from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run
 from geartrain.workers.job.interruption import interruption
 from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
-from geartrain.workers.job.rows.cluster_rows import RowsInCluster
+from geartrain.workers.job.rows.cluster_rows import JobRowsInCluster
 from geartrain.workers.job.rows.job_rows import JobRows
-from geartrain.workers.job.rows.rank_rows import RowsOnRanks
+from geartrain.workers.job.rows.rank_rows import JobRowsOnRanks
 from geartrain.workers.job.training_run import LOST, GoBack, Loss, TrainingRun
 
 _CLOCKS_DIFFER_SECONDS = 5.0
@@ -103,13 +103,13 @@ def _require_place(options: JobOptions, ranks: JobRanks) -> None:
 def _opened_rows(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Iterator[JobRows]:
     """The place of the job's rows."""
     if _on_ranks(options):
-        yield RowsOnRanks(choose_device(options.device, ranks.local_rank))
+        yield JobRowsOnRanks(choose_device(options.device, ranks.local_rank))
         return
     with _open_cluster(options, ranks, job, goes_on=goes_on) as cluster:
         if options.resume and ranks.is_first:
             # A process of this job that was only stopped must not go on beside it.
             cluster.fence(job, cluster.write_stream.incarnation)
-        yield RowsInCluster(cluster, ranks)
+        yield JobRowsInCluster(cluster, ranks)
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:

@@ -12,7 +12,7 @@ from geartrain.workers.job.state import JobState
 from geartrain.workers.recipes.recipe import Recipe, head_of
 
 
-class RowsInCluster:
+class JobRowsInCluster:
     """Implements :class:`geartrain.workers.job.rows.job_rows.JobRows`. Snapshots are written while the job goes on."""
 
     def __init__(self, cluster: Cluster, ranks: JobRanks) -> None:

@@ -16,7 +16,7 @@ from geartrain.workers.job.state import JobState
 from geartrain.workers.recipes.recipe import Recipe, head_of
 
 
-class RowsOnRanks:
+class JobRowsOnRanks:
     """Implements :class:`geartrain.workers.job.rows.job_rows.JobRows`. All ranks write a snapshot while the training
     waits; ``root`` is the same folder for all of them.
     """
