@@ -34,7 +34,7 @@ from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.models.evaluate import every_nth
 from geartrain.workers.recipes.recipe import Recipe, head_of
 
-RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3), "adamw": (1e-4, 3e-4, 1e-3, 3e-3)}
+RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "adamw": (1e-4, 3e-4, 1e-3, 3e-3)}
 MOST_CLASSES = 1 << 16
 """Of more, the copies of the rows would take too much of this process's memory and time."""
 MOST_IMAGES = 2000
@@ -51,8 +51,8 @@ class Trial:
 
 
 def trial_steps(steps: int) -> int:
-    """Steps of a trial for a training of ``steps``: all trials together take less than half of it, and 300 at most."""
-    return max(1, min(60, steps // 12))
+    """Steps of a trial for a training of ``steps``: all trials together take less than half of it, and 360 at most."""
+    return max(1, min(60, steps // 14))
 
 
 def find_rate(

@@ -37,7 +37,7 @@ def trials_of(rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, stop_af
     fit_projection(net, train.batches(64, CPU), 3)
     before = [parameter.clone() for parameter in net.parameters()]
     rows = torch.eye(3, 8)
-    recipe = Recipe(steps=96, batch_size=12, dim=8, width=8, sample_rate=1.0)
+    recipe = Recipe(steps=112, batch_size=12, dim=8, width=8, sample_rate=1.0)
     asked = iter(range(10**6))
     state = torch.get_rng_state()
     found = find_rate(
@@ -61,7 +61,8 @@ def test_trials_end_when_the_run_is_told_to_stop(monkeypatch: pytest.MonkeyPatch
 
 
 def test_trials_are_short_and_are_noted(tmp_path: Path) -> None:
-    assert [trial_steps(steps) for steps in (1, 120, 300, 100_000)] == [1, 10, 25, 60]
+    assert [trial_steps(steps) for steps in (1, 140, 300, 100_000)] == [1, 10, 21, 60]
+    assert all(2 * len(rates) * trial_steps(steps) < steps for rates in sweep.RATES.values() for steps in (140, 300))
     write_trials(tmp_path, [Trial(lr=0.1, loss=0.5), Trial(lr=1.0, loss=math.inf)])
     assert json.loads((tmp_path / "sweep.json").read_text()) == [{"lr": 0.1, "loss": 0.5}, {"lr": 1.0, "loss": None}]
     assert best_rate([Trial(lr=1.0, loss=math.inf)]) is None
