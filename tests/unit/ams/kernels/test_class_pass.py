@@ -109,8 +109,10 @@ class Case:
         kept = (others.T if self.shifted else exponentials.T)[:num_kept]
         is_target = np.isinf(kept)
         assert np.array_equal(np.isneginf(out["kept"]), is_target)
-        self.close(np.where(is_target, 0, out["kept"]), np.where(is_target, 0, kept))
-        self.close(out["highest"], np.maximum(others.max(1), np.float32(-1e37)))
+        magnitudes = np.abs(self.features) @ np.abs(self.unit.T) * FACTOR
+        terms = np.where(is_target, 0, magnitudes.T[:num_kept]) if self.shifted else None
+        self.close(np.where(is_target, 0, out["kept"]), np.where(is_target, 0, kept), terms)
+        self.close(out["highest"], np.maximum(others.max(1), np.float32(-1e37)), magnitudes)
         self.close(out["sum"], exponentials.sum(1))
         self.close(out["weighted"], exponentials @ self.unit, exponentials @ np.abs(self.unit))
         close(out["target_out"][self.samples], self.unit[self.targets])
