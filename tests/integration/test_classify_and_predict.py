@@ -240,7 +240,7 @@ def test_a_rate_is_found_once_and_stays_with_the_run(
     monkeypatch.setattr(job, "interruption", stop_after(10_000))
     recipe = replace(RECIPE, backbone=name, optimizer="adamw", lr=1e-3, row_lr=2e-3)
     said, report = said_by(out, images, recipe=recipe, backbone=name, sweep=True)
-    assert "Looking for a learning rate by trials of 3 steps" in said
+    assert "Looking for a learning rate by trials of 2 steps" in said
     rates = [trial["lr"] for trial in report["sweep"]]
     assert rates == [1e-4, 3e-4, 1e-3, 3e-3] and min(abs(report["lr"] - rate) for rate in rates) < 1e-9
     saved = Recipe.from_json(latest(out / "snapshots").manifest.job["recipe"])
