@@ -82,7 +82,7 @@ def test_the_quickstart_leaves_a_report_a_model_mistakes_and_events(tmp_path: Pa
     result = jobs.train_glyphs(options(out), cache=tmp_path / "cache", num_classes=None, console=QUIET)
     report = json.loads((out / "report.json").read_text())
     assert result.finished and result.report == report
-    assert list(report) == ["held_out", "train_seconds", "samples_per_second", "phases", "versions"]
+    assert list(report) == ["held_out", "train_seconds", "samples_per_second", "phases", "versions", "lr"]
     assert set(report["held_out"]) == {"WenQuanYi Micro Hei", "IPAex Gothic"}
     for family in report["held_out"].values():
         assert list(family) == ["top1", "top5", "classes", "images"]

@@ -52,7 +52,7 @@ def test_a_damaged_snapshot_is_passed_over_only_when_asked(images: Path, tmp_pat
     block.write_bytes(data)
     with pytest.raises(SnapshotDamaged, match=block.name):
         train(damaged, None, resume=True, resume_steps=4)
-    _, told = train(damaged, None, resume=True, resume_steps=4, allow_fallback=True)
+    _, told = train(damaged, None, resume=True, allow_fallback=True)
     assert "Going on at step 20" in told  # and to the end of its stage
     _, told = train(damaged, None, resume=True, resume_steps=4)
     assert "Going on at step 24" in told  # of the new snapshot of that step
