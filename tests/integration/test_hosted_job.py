@@ -88,8 +88,8 @@ def test_a_resumed_job_may_move_its_work(tmp_path: Path, images: Path, monkeypat
 
 
 def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rows is 'ranks'; it must be one of pull, hosted"):
-        JobOptions(out=tmp_path, recipe=RECIPE, preprocessing=Preprocessing(), rows="ranks")
+    with pytest.raises(ConfigError, match="rows is 'moon'; it must be one of pull, hosted, ranks"):
+        JobOptions(out=tmp_path, recipe=RECIPE, preprocessing=Preprocessing(), rows="moon")
     with pytest.raises(ConfigError, match="rows is 'moon'"):
         replace(RECIPE, rows="moon")
     older = {name: value for name, value in RECIPE.to_json().items() if name != "rows"}
