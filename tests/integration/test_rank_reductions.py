@@ -99,6 +99,10 @@ def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str | N
         changes |= change_by_micro_batches(cluster, place, rank)
         with pytest.raises(SpecMismatch):
             require_equal_settings(cluster, place, rank)
+        if place == "ranks":
+            with torch.no_grad(), pytest.raises(SpecMismatch, match=r"train\(\) without gradients', 'eval\(\)'"):
+                head.train(rank == 0)(torch.randn(2, DIM), torch.zeros(2, dtype=torch.int64))
+            head.train()
         with pytest.raises(InvalidArgument if rank == 0 else SyncError):
             head(features[share], labels[share], torch.full((share.stop - share.start,), -1.0 if rank == 0 else 1.0))
     if rank == 0:

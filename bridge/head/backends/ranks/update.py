@@ -38,6 +38,8 @@ from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import Readback, upload
 
+_MODES = ("eval()", "eval() with gradients", "train() without gradients", "train()")
+"""By whether row gradients follow, plus 2 if margins learn of the batch."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -180,7 +182,8 @@ class RankStep:
         kind = _DTYPES.index(features.dtype) if isinstance(features, Tensor) and features.dtype in _DTYPES else -1
         wants = isinstance(features, Tensor) and features.requires_grad and torch.is_grad_enabled()
         spec, step = self.update.table.spec, self.update.step
-        numbers = [size, failure is None, kind, step, self.training, wants, refused, self.living.fingerprint, margin]
+        mode = self.training + 2 * self.adapts
+        numbers = [size, failure is None, kind, step, mode, wants, refused, self.living.fingerprint, margin]
         said = self.update.table.link.exchange([*numbers, float_bits(amount), reduces])
         sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing = (
             list(column) for column in zip(*said, strict=True)
@@ -206,7 +209,11 @@ class RankStep:
             raise SpecMismatch(
                 f"the ranks have different margins, here {self.margins.margin}; set the same on every rank"
             )
-        for label, values in (("dtype of the features", [str(_DTYPES[k]) for k in kinds]), ("training mode", modes)):
+        found = {
+            "dtype of the features": [str(_DTYPES[k]) for k in kinds],
+            "training mode": [_MODES[number] for number in modes],
+        }
+        for label, values in found.items():
             if len(set(values)) > 1:
                 raise SpecMismatch(
                     f"the ranks differ in the {label}: {values}, in rank order; call the head on every rank in the "

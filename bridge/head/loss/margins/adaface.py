@@ -41,9 +41,9 @@ class AdaFace:
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
-        require("margin", self.margin, 0.0 <= self.margin <= math.pi / 2, "in [0, π / 2]")
-        require("h", self.h, 0.0 < self.h < math.inf, "finite and > 0")
-        require("momentum", self.momentum, 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        require("margin", self.margin, lambda v: 0.0 <= v <= math.pi / 2, "in [0, π / 2]")
+        require("h", self.h, lambda v: 0.0 < v < math.inf, "finite and > 0")
+        require("momentum", self.momentum, lambda v: 0.0 <= v < 1.0, "in [0, 1)")
 
     def begin(self, batch: MarginBatch) -> QualityMargin:
         """The margin for the lengths of this batch. With ranks and rows in a cluster one all-reduce of 16 bytes."""

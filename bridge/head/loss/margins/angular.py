@@ -60,9 +60,9 @@ class CombinedMargin:
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
-        require("m1", self.m1, 1.0 <= self.m1 < math.inf, "finite and >= 1")
-        require("m2", self.m2, 0.0 <= self.m2 <= math.pi, "an angle in [0, π] radians")
-        require("m3", self.m3, 0.0 <= self.m3 < math.inf, "finite and >= 0")
+        require("m1", self.m1, lambda v: 1.0 <= v < math.inf, "finite and >= 1")
+        require("m2", self.m2, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
+        require("m3", self.m3, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
 
     @property
     def combined(self) -> CombinedMargin:
@@ -110,7 +110,7 @@ class ArcFace(_Special):
     """Radians, in [0, π]."""
 
     def __post_init__(self) -> None:
-        require("margin", self.margin, 0.0 <= self.margin <= math.pi, "an angle in [0, π] radians")
+        require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
         _ = self.combined
 
     @property
@@ -129,7 +129,7 @@ class CosFace(_Special):
     """Subtracted from the cosine; >= 0."""
 
     def __post_init__(self) -> None:
-        require("margin", self.margin, 0.0 <= self.margin < math.inf, "finite and >= 0")
+        require("margin", self.margin, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
         _ = self.combined
 
     @property
@@ -148,7 +148,7 @@ class SphereFace(_Special):
     """Multiplies the angle; >= 1."""
 
     def __post_init__(self) -> None:
-        require("margin", self.margin, 1.0 <= self.margin < math.inf, "finite and >= 1")
+        require("margin", self.margin, lambda v: 1.0 <= v < math.inf, "finite and >= 1")
         _ = self.combined
 
     @property

@@ -40,8 +40,8 @@ class CurricularFace:
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
-        require("margin", self.margin, 0.0 <= self.margin <= math.pi, "an angle in [0, π] radians")
-        require("momentum", self.momentum, 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
+        require("momentum", self.momentum, lambda v: 0.0 <= v < 1.0, "in [0, 1)")
 
     def begin(self, batch: MarginBatch) -> CurriculumMargin:
         """The margin at this batch's t. With ranks and rows in a cluster one all-reduce of 8 bytes."""

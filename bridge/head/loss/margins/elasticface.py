@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.arguments import integer
 from geartrain.bridge.head.loss.margins.angular import turned
 from geartrain.bridge.head.loss.margins.margin import MarginBatch, TargetLogits
 from geartrain.bridge.head.loss.margins.scale import require, require_scale, scale_of
@@ -38,7 +39,7 @@ class ElasticArcFace:
     """In [0, 2^64)."""
 
     def __post_init__(self) -> None:
-        require("margin", self.margin, 0.0 <= self.margin <= math.pi, "an angle in [0, π] radians")
+        require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
         _require_draws(self.scale, self.std, self.seed)
 
     def begin(self, batch: MarginBatch) -> DrawnArcFace:
@@ -64,7 +65,7 @@ class ElasticCosFace:
     """In [0, 2^64)."""
 
     def __post_init__(self) -> None:
-        require("margin", self.margin, 0.0 <= self.margin < math.inf, "finite and >= 0")
+        require("margin", self.margin, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
         _require_draws(self.scale, self.std, self.seed)
 
     def begin(self, batch: MarginBatch) -> DrawnCosFace:
@@ -113,5 +114,5 @@ def _drawn(mean: float, std: float, seed: int, batch: MarginBatch) -> Tensor:
 
 def _require_draws(scale: float | None, std: float, seed: int) -> None:
     require_scale(scale)
-    require("std", std, 0.0 <= std < math.inf, "finite and >= 0")
-    require("seed", seed, isinstance(seed, int) and 0 <= seed < 2**64, "an integer in [0, 2**64)")
+    require("std", std, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
+    integer("seed", seed, 0, 2**64 - 1)

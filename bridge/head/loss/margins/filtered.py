@@ -53,7 +53,7 @@ class FilteredMargin:
                 f"margin is {self.margin!r}; it must be ArcFace() or another margin (gt.Margin), to filter what is "
                 "beside it; CosFace(margin=0.0) takes the place of None"
             )
-        require("above", self.above, -1.0 <= self.above <= 1.0, "a cosine, in [−1, 1]")
+        require("above", self.above, lambda v: -1.0 <= v <= 1.0, "a cosine, in [−1, 1]")
 
     @property
     def scale(self) -> float | None:

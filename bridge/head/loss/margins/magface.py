@@ -44,12 +44,12 @@ class MagFace:
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
-        require("least_margin", self.least_margin, 0.0 <= self.least_margin <= math.pi, "an angle in [0, π] radians")
+        require("least_margin", self.least_margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
         largest = self.largest_margin
-        require("largest_margin", largest, self.least_margin <= largest <= math.pi, "in [least_margin, π] radians")
-        require("shortest", self.shortest, 0.0 < self.shortest < math.inf, "finite and > 0")
-        require("longest", self.longest, self.shortest < self.longest < math.inf, "finite and > shortest")
-        require("regulariser", self.regulariser, 0.0 <= self.regulariser < math.inf, "finite and >= 0")
+        require("largest_margin", largest, lambda v: self.least_margin <= v <= math.pi, "in [least_margin, π] radians")
+        require("shortest", self.shortest, lambda v: 0.0 < v < math.inf, "finite and > 0")
+        require("longest", self.longest, lambda v: self.shortest < v < math.inf, "finite and > shortest")
+        require("regulariser", self.regulariser, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
         """See :class:`~.margin.Margin`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from typing import Any
 
+from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 
@@ -40,13 +42,14 @@ def scale_of(margin: AnyMargin) -> float:
     return margin.scale
 
 
-def require(name: str, value: float | None, legal: bool, range_text: str) -> None:
-    """Raise InvalidArgument unless the value is legal."""
-    if not legal:
+def require(name: str, value: object, legal: Callable[[float], bool], range_text: str) -> None:
+    """Raise InvalidArgument unless the value is a number, and legal."""
+    if not legal(real_number(name, value)):
         raise InvalidArgument(f"{name} is {value!r}; it must be {range_text}")
 
 
 def require_scale(scale: float | None) -> None:
     """Raise InvalidArgument unless logits can be multiplied by it, or it waits for the number of classes."""
-    legal = scale is None or 0.0 < scale < math.inf
-    require("scale", scale, legal, "finite and > 0, or None for that of the number of classes")
+    if scale is not None:
+        text = "finite and > 0, or None for that of the number of classes"
+        require("scale", scale, lambda v: 0.0 < v < math.inf, text)

@@ -59,6 +59,18 @@ ADAPTIVE: list[Any] = [
 ]
 
 
+@dataclass(frozen=True)
+class Flagged:
+    """A margin of somebody's own with a setting that is no number."""
+
+    scale: float = 8.0
+    flag: bool = False
+
+    def target(self, cos_B: torch.Tensor, norms_B: torch.Tensor, labels_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del norms_B, labels_B
+        return self.scale * cos_B, torch.full_like(cos_B, self.scale)
+
+
 @pytest.mark.parametrize("margin", ADAPTIVE, ids=str)
 def test_a_restored_head_goes_on_as_it_would_have(margin: Any, tmp_path: Path) -> None:
     with gt.local() as cluster, gt.local() as elsewhere:
@@ -125,7 +137,7 @@ def test_a_schedule_follows_the_updates_and_takes_the_scale_of_the_classes() -> 
         (((5, gt.ArcFace()), (5, gt.ArcFace(margin=0.1))), r"\[5, 5\]; they must rise"),
         (((0, gt.ArcFace()), (5, gt.CosFace())), "must be of one kind"),
         (((0, None), (5, None)), "must be of one kind"),
-        (((0, gt.ElasticArcFace(8)), (5, gt.ElasticArcFace(8, seed=True))), r"seed is \[0, True\]"),
+        (((0, Flagged()), (5, Flagged(flag=True))), r"flag is \[False, True\]"),
         (((0, gt.ElasticArcFace(8)), (5, gt.ElasticArcFace(8, seed=1))), r"seed is 0.2; it must be an integer"),
     ],
 )

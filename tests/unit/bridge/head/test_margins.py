@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace, psi
+from geartrain.bridge.head.loss.margins.elasticface import ElasticArcFace
 
 
 def test_psi_falls_everywhere_and_has_no_jump() -> None:
@@ -69,6 +70,10 @@ def test_the_named_margins_are_special_cases() -> None:
         (lambda: SphereFace(margin=0.5), "margin is 0.5"),
         (lambda: CombinedMargin(scale=math.inf), "scale is inf"),
         (lambda: CombinedMargin(m2=math.nan), "m2 is nan"),
+        (lambda: ArcFace(scale="a"), "scale is 'a'; it must be a number"),  # type: ignore[arg-type]
+        (lambda: ElasticArcFace(seed=True), "seed is True; it must be an integer"),
+        (lambda: ArcFace(scale=True), "scale is True; it must be a number"),
+        (lambda: CosFace(margin=None), "margin is None; it must be a number"),  # type: ignore[arg-type]
     ],
 )
 def test_an_impossible_margin_is_refused_by_name(make: object, named: str) -> None:
