@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.rows.ranks import FailsTogether
 
@@ -64,8 +65,8 @@ class RowKeeper(ABC):
 
     def snapshot(self, root: Path, name: str) -> None:
         """Write rows that are here as a snapshot. Every rank calls it."""
-        raise NotImplementedError
+        raise InternalError(f"the rows for {name} in {root} are in a cluster, whose snapshots hold them")
 
     def restore(self, path: Path) -> None:
         """Read rows that are here from a snapshot. Every rank calls it."""
-        raise NotImplementedError
+        raise InternalError(f"the rows of {path} belong into a cluster, which restores them")
