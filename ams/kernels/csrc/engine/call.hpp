@@ -1,0 +1,97 @@
+// Who calls a shard, what is asked of it, what it answers, and why it refuses: the values that carriers bring and the engine reads.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "base/common.hpp"
+
+namespace geartrain {
+
+// A client may be at most this many writes ahead of its oldest unacknowledged one.
+inline constexpr int64_t kWriteWindow = 1024;
+
+// Who calls, and which past the caller believes in: CallContext of ams/values/shard_messages.py. 0 or empty: none, or any.
+struct CallContext {
+  std::string stream;
+  int64_t incarnation = 0;
+  int64_t sequence = 0;
+  int64_t oldest_unacknowledged = 0;
+  int64_t shard_incarnation = 0;
+  int64_t cluster_version = 0;
+  int64_t table_incarnation = 0;
+};
+
+// One rank's part of a synchronous write: SyncGroup of the same file.
+struct SyncGroup {
+  std::string job;
+  int64_t world_size = 0;
+  int64_t rank = 0;
+  int64_t sequence = 0;
+  int64_t sample_count = 0;
+};
+
+// The answer to a write.
+struct Done {
+  int64_t created = 0;     // rows that did not exist before
+  bool duplicate = false;  // an earlier attempt had been applied; this is its answer
+};
+
+// A refusal. `name` is that of a class in ams/values/errors.py: the wire and Python make the error of it.
+struct Fault : std::exception {
+  Fault(std::string error_name, std::string text, double retry_after = 0)
+      : name(std::move(error_name)), message(std::move(text)), retry_after_seconds(retry_after) {}
+  const char* what() const noexcept override { return message.c_str(); }
+
+  std::string name;
+  std::string message;
+  double retry_after_seconds;  // of Busy; 0 of all others
+};
+
+using Outcome = std::variant<Done, Fault>;
+// How a write ended. Called exactly once, on any thread, possibly before the call that it was given to returns; does not throw.
+using Completion = std::function<void(const Outcome&)>;
+
+using Scalars = std::vector<std::pair<std::string, double>>;  // numbers of the table's optimizer, by name
+
+// Arrays are the caller's, and stay until the outcome is there. N ids of one request, D = dim of the table; all C-contiguous.
+struct PullRequest {
+  const int64_t* ids = nullptr;  // [N]
+  int64_t count = 0;             // N
+  int64_t dim = 0;               // D
+  DType dtype = DType::float32;
+  char* rows = nullptr;                // [M, D], M >= N: the row of ids[i] goes to rows[positions[i]]
+  uint8_t* present = nullptr;          // [M] or null: whether the row exists
+  const int64_t* positions = nullptr;  // [N] or null: 0 ... N - 1
+  int64_t size = 0;                    // M
+  std::optional<SyncGroup> required_sync;  // answer only if exactly the writes before its sequence are applied
+};
+
+struct PushRequest {
+  const int64_t* ids = nullptr;  // [N], distinct
+  int64_t count = 0;
+  int64_t dim = 0;
+  DType dtype = DType::float32;
+  const char* gradients = nullptr;  // [N, D]
+  std::optional<double> lr;         // none: that of the table
+  double scale = 1.0;
+  Scalars scalars;
+  std::optional<SyncGroup> group;
+  bool step_goes_on = false;  // more pushes of the same step follow
+};
+
+struct AssignRequest {
+  const int64_t* ids = nullptr;  // [N], distinct
+  int64_t count = 0;
+  int64_t dim = 0;
+  DType dtype = DType::float32;
+  const char* rows = nullptr;  // [N, D]
+};
+
+}  // namespace geartrain
