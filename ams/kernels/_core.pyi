@@ -146,6 +146,27 @@ class CatchUp:
     @property
     def now(self) -> int: ...
 
+class Place:
+    """A place in the line for a turn; it ends with the object."""
+
+    def wait(self) -> None:
+        """Until the turn has come. On the main thread a signal's handler may run, and end the wait by raising."""
+
+    def leave(self) -> None:
+        """Give the place up, and the turn if it has come. Idempotent."""
+
+class Turn:
+    """A lock that is given in the order in which it was asked for. Waiting releases the interpreter lock."""
+
+    def __init__(self) -> None: ...
+    def try_acquire(self) -> bool: ...
+    def acquire(self) -> None: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def enter(self) -> Place:
+        """Take a place in the line, without waiting."""
+
 def has_bfloat16_class_pass() -> bool: ...
 
 class ClassPass:

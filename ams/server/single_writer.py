@@ -1,7 +1,8 @@
 """The single writer of a shard: one call at a time, each run to completion, in the order in which they came.
 
-Calls wait in a queue for the writer's own thread; one that finds nothing else waiting or at work may run on the thread
-that brought it (:meth:`SingleWriter.run`), which saves two changes of thread.
+Whoever has the shard's turn is its writer. Calls wait in the line for it, and are done by the writer's own thread; one
+that finds nobody there may run on the thread that brought it (:meth:`SingleWriter.run`), which saves two changes of
+thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
+from geartrain.ams.kernels._core import Place, Turn
 from geartrain.ams.values.errors import GeartrainError, InternalError, OutOfMemory, ShardUnavailable
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
@@ -46,7 +48,7 @@ class SingleWriter:
         refusal: Callable[[], GeartrainError],
         clock: Callable[[], float],
     ) -> None:
-        self.turn = threading.Lock()
+        self.turn = Turn()
         """Held by the thread at work: whoever holds it owns what ``perform`` changes."""
         self._name = name
         self._perform = perform
@@ -56,13 +58,12 @@ class SingleWriter:
         self._clock = clock
         self._looks_at = math.inf
         """When the own thread looks at the deadlines next, on the clock. Changed by whoever has the turn."""
-        self._calls: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()
-        """None: look again, at the deadlines and at ``_closed``."""
+        self._calls: queue.SimpleQueue[tuple[QueuedRequest, Place] | None] = queue.SimpleQueue()
+        """With their places in the line for the turn, in its order. None: look again, at the deadlines and at
+        ``_closed``."""
         self._closed = False
         self._gate = threading.Lock()
-        """Guards ``_closed`` and ``_num_queued``."""
-        self._num_queued = 0
-        """Calls that are in the queue, or taken from it and not yet done."""
+        """Guards ``_closed`` and the order of ``_calls``."""
         self._thread = threading.Thread(target=self._serve, name=name.replace(" ", "-"), daemon=True)
         self._thread.start()
 
@@ -73,8 +74,7 @@ class SingleWriter:
             if self._closed:
                 call.future.set_exception(self._refusal())
             else:
-                self._num_queued += 1
-                self._calls.put(call)
+                self._calls.put((call, self.turn.enter()))
         return call.future
 
     def run(self, context: CallContext, request: Request, *, sets_deadline: bool) -> Future[Reply]:
@@ -86,7 +86,7 @@ class SingleWriter:
         if threading.current_thread() is threading.main_thread():
             return self.submit(context, request)
         with self._gate:
-            alone = not self._closed and self._num_queued == 0 and self.turn.acquire(blocking=False)
+            alone = not self._closed and self.turn.try_acquire()
         if not alone:
             return self.submit(context, request)
         call = QueuedRequest(context, request, Future())
@@ -125,27 +125,29 @@ class SingleWriter:
         return True
 
     def _serve(self) -> None:
-        while (call := self._next_call()) is not None:
-            with self.turn:
+        while (entry := self._next_call()) is not None:
+            call, place = entry
+            place.wait()
+            try:
                 self._answer(call)
                 self._note_deadline()
-            with self._gate:
-                self._num_queued -= 1
-            del call  # the rows of a request are not kept until the next one arrives
+            finally:
+                place.leave()
+            del entry, call, place  # the rows of a request are not kept until the next one arrives
 
-    def _next_call(self) -> QueuedRequest | None:
+    def _next_call(self) -> tuple[QueuedRequest, Place] | None:
         """The next in the queue; None: it was closed, and nothing is left."""
         while True:
             left = self._looks_at - self._clock()
             if left > 0:
                 try:
-                    call = self._calls.get(timeout=None if left == math.inf else left)
+                    entry = self._calls.get(timeout=None if left == math.inf else left)
                 except queue.Empty:
                     continue
-                if call is not None:
-                    return call
+                if entry is not None:
+                    return entry
                 with self._gate:
-                    if self._closed and self._num_queued == 0:
+                    if self._closed and self._calls.empty():
                         return None
                 continue
             # Before the next call, or a busy shard would never tell those who wait for a deadline.

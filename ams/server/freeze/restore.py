@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.ams.kernels._core import Turn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.freeze.freezes import Freezes
@@ -37,7 +37,7 @@ class Restores:
         completed_writes: CompletedWrites,
         groups: SyncGroups,
         *,
-        turn: threading.Lock,
+        turn: Turn,
         files: Executor,
     ) -> None:
         """``turn`` is the shard's, ``files`` where blocks are read."""
@@ -117,7 +117,7 @@ class _TurnUnlessWritten:
     A repeated request to restore may arrive when training has long gone on; it must not undo that.
     """
 
-    def __init__(self, turn: threading.Lock, tables: dict[str, ShardTable], held: ShardTables) -> None:
+    def __init__(self, turn: Turn, tables: dict[str, ShardTable], held: ShardTables) -> None:
         self._turn = turn
         self._tables = tables
         self._held = held

@@ -1,0 +1,60 @@
+// The turn of a shard: whoever has it is the shard's single writer. A lock that is given in the order in which it was asked for.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <list>
+#include <mutex>
+
+namespace geartrain {
+
+// Thread-safe. Nobody who has the turn waits for the interpreter lock on the way of a pull, push or assign, and nobody who has
+// the interpreter lock waits for the turn.
+class Turn {
+ public:
+  // Asked about every 100 ms by who waits: whether to give up. It may throw, which gives up, too, and may ask for the turn itself.
+  using Look = std::function<bool()>;
+
+  // A place in the line, from when it is made; it ends with this object, and with it the turn if it has come.
+  class Place {
+   public:
+    explicit Place(Turn& turn);
+    ~Place() { leave(); }
+    Place(const Place&) = delete;
+    Place& operator=(const Place&) = delete;
+
+    // Waits for the turn. False: `look`, if there is one, gave up, and the place with it.
+    bool wait(const Look& look = nullptr);
+    // Idempotent.
+    void leave();
+    // Keeps the turn, which has come, beyond the end of this object: until release().
+    void keep() { is_in_line_ = false; }
+
+   private:
+    friend class Turn;
+    Turn& turn_;
+    std::condition_variable changed_;
+    bool is_in_line_ = true;
+    bool has_turn_ = false;
+    bool is_away_ = false;  // looking: others may go first
+    std::list<Place*>::iterator at_;
+  };
+
+  Turn() = default;
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // Takes the turn if nobody has it, so that nobody waits for it either.
+  bool try_acquire();
+  // Gives back what try_acquire took, or a place kept.
+  void release();
+
+ private:
+  void pass_on();
+
+  std::mutex mutex_;
+  std::list<Place*> line_;  // those that wait, and none that has the turn
+  bool is_taken_ = false;
+};
+
+}  // namespace geartrain
