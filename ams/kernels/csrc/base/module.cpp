@@ -113,6 +113,8 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   bind_refusal(m);
   bind_memory_budget(m);
+  bind_fault(m);
+  bind_frames(m);
   bind_row_store(m);
   bind_given_rows(m);
   bind_class_pass(m);
