@@ -174,7 +174,7 @@ def arm_from_environment(mode: str | None = None, environ: Mapping[str, str] = o
     text = environ.get(VARIABLE, "")
     if armings and text not in _read:
         _read.add(text)
-        _armed[_NOW] = Passes(armings)
+        _arm(Passes(armings))
         logger.warning("%s is set: this process will misbehave on purpose (%s)", VARIABLE, text)
 
 
@@ -200,14 +200,22 @@ def armed(text: str) -> Iterator[Passes]:
     """Arm failpoints of this process until the block ends, for tests; yields their counts. Raises ConfigError."""
     passes = Passes(parse(text))
     before = _armed.get(_NOW)
-    _armed[_NOW] = passes
+    _arm(passes)
     try:
         yield passes
     finally:
-        if before is None:
-            _armed.pop(_NOW, None)
-        else:
-            _armed[_NOW] = before
+        _arm(before)
+
+
+def _arm(passes: Passes | None) -> None:
+    """Let ``passes`` be what is armed in this process, in Python and in the compiled part; None: nothing."""
+    from geartrain.ams.kernels import _core  # arrays and kernels are loaded only where something is armed
+
+    if passes is None:
+        _armed.pop(_NOW, None)
+    else:
+        _armed[_NOW] = passes
+    _core.arm_failpoints(passes is not None)
 
 
 def parse(text: str) -> dict[str, Arming]:

@@ -8,6 +8,7 @@ import threading
 import time
 from types import MappingProxyType
 
+from geartrain.ams.kernels.engine import Lease, boot_seconds
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
@@ -15,7 +16,6 @@ from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.payload.bulk import BulkPort
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
 from geartrain.ams.rpc.server.server import GrpcServer
-from geartrain.ams.server.lease import BEATS_PER_LEASE, PULSES_PER_LEASE, Lease, boot_seconds
 from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard, new_incarnation
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+_PULSES_PER_LEASE = 10
+"""How often a running process says so, at least."""
+_BEATS_PER_LEASE = 3
+"""How many heartbeats fit in a lease, at least."""
 
 
 class _HeldShard:
@@ -269,7 +273,7 @@ class ShardServer:
         return [held.lease for held in self._held if held.lease is not None]
 
     def _run_pulse(self) -> None:
-        interval = min(lease.seconds for lease in self._leases) / PULSES_PER_LEASE
+        interval = min(lease.seconds for lease in self._leases) / _PULSES_PER_LEASE
         while not self._stopping.wait(interval):
             for lease in self._leases:
                 lease.pulse()
@@ -278,7 +282,7 @@ class ShardServer:
         """Say again and again that one shard lives; what keeps its heartbeats up costs no other shard its lease."""
         assert held.lease is not None
         silent = False
-        interval = min(self._config.heartbeat_seconds, held.lease.seconds / BEATS_PER_LEASE)
+        interval = min(self._config.heartbeat_seconds, held.lease.seconds / _BEATS_PER_LEASE)
         while not self._stopping.wait(interval):
             try:
                 if not held.beat(self._scheduler):

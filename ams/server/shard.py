@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
+from geartrain.ams.kernels.engine import Lease
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server.completed_writes import CompletedWrites
@@ -21,7 +22,6 @@ from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
-from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, as_ours, pass_on
 from geartrain.ams.server.sync_groups import SyncGroups, joint_push
 from geartrain.ams.server.tables import ShardTable, ShardTables

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -27,9 +26,6 @@ from tests.faults.kills import JobProcess, Oracle, rows_of
 from tests.faults.pusher import AT_ONCE, DIM, PUSHES, SPEC
 
 GONE_WITHIN_SECONDS = 30.0
-HAS_LEASE = importlib.util.find_spec("geartrain.ams.server.lease") is not None
-"""Whether a shard looks at its lease before it answers. Without that, one that was replaced may still acknowledge
-writes until its next heartbeat, which is not promised away."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def run_stop(seed: int, folder: Path) -> Outcome:
                 job.go_on()
         if not goes_on_early:
             servers[stopped].send(signal.SIGCONT)
-        refused = _refused_by_the_zombie(old_client, stopped) if HAS_LEASE else -1
+        refused = _refused_by_the_zombie(old_client, stopped)
         assert servers[stopped].ends_within(GONE_WITHIN_SECONDS), "a process that was replaced serves on"
         with connect(scheduler.address, config=_QUICK) as cluster:
             oracle.require_exact(rows_of(cluster), range(1, PUSHES + 1))

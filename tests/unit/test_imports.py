@@ -17,7 +17,7 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
     "pb": (),
     "values": (),
     "kernels": ("values",),
-    "observe": ("values",),
+    "observe": ("values", "kernels"),
     "storage": ("values", "kernels", "observe"),
     "tables": ("values", "kernels"),
     "programs": ("values", "kernels"),

@@ -24,6 +24,8 @@ def reached_in_the_product() -> Counter[str]:
     for folder in ("ams", "bridge", "workers"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             found.update(re.findall(r'failpoints\.reach\("([^"]+)"\)', path.read_text(encoding="utf-8")))
+        for path in (REPOSITORY / folder).rglob("csrc/**/*.cpp"):
+            found.update(re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8")))
     return found
 
 

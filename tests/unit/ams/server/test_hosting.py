@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from geartrain.ams.kernels.engine import Lease
 from geartrain.ams.programs.hosted import Gradients, HostedRows
 from geartrain.ams.server import hosting
-from geartrain.ams.server.lease import Lease
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import (
     InternalError,

@@ -1,0 +1,110 @@
+#include "engine/python.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+namespace geartrain {
+namespace {
+
+nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors"); }
+nb::object messages() { return nb::module_::import_("geartrain.ams.values.shard_messages"); }
+
+// A message may hold the name that a client made up.
+nb::object text_of(const std::string& text) {
+  return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+}
+
+int64_t number_of(nb::handle value, const char* name) {
+  const nb::object number = value.attr(name);
+  int64_t result = 0;
+  if (!nb::try_cast(number, result))
+    throw Fault("InvalidArgument", std::string(name) + " is " + nb::cast<std::string>(nb::str(number)) +
+                                       "; it must be a whole number of 64 bits");
+  return result;
+}
+
+// A fault that Python cannot be told of, as the interpreter shows those of destructors.
+void show(nb::python_error& error, nb::handle where) {
+  error.restore();
+  PyErr_WriteUnraisable(where.ptr());
+}
+
+}  // namespace
+
+nb::object error_of(const Fault& fault) {
+  const nb::object kind = errors().attr("error_named")(fault.name), message = text_of(fault.message);
+  return fault.retry_after_seconds == 0 ? kind(message) : kind(message, fault.retry_after_seconds);
+}
+
+Fault fault_of(nb::handle error) {
+  if (!nb::isinstance(error, errors().attr("GeartrainError")))
+    return {"InternalError", nb::cast<std::string>(nb::repr(error))};
+  const nb::object retry_after = nb::getattr(error, "retry_after_seconds", nb::float_(0.0));
+  return {nb::cast<std::string>(error.type().attr("__name__")), nb::cast<std::string>(nb::str(error)),
+          nb::cast<double>(retry_after)};
+}
+
+CallContext context_of(nb::handle context) {
+  return {.stream = nb::cast<std::string>(context.attr("stream")),
+          .incarnation = number_of(context, "incarnation"),
+          .sequence = number_of(context, "sequence"),
+          .oldest_unacknowledged = number_of(context, "oldest_unacknowledged"),
+          .shard_incarnation = number_of(context, "shard_incarnation"),
+          .cluster_version = number_of(context, "cluster_version"),
+          .table_incarnation = number_of(context, "table_incarnation")};
+}
+
+SyncGroup group_of(nb::handle group) {
+  return {.job = nb::cast<std::string>(group.attr("job")),
+          .world_size = number_of(group, "world_size"),
+          .rank = number_of(group, "rank"),
+          .sequence = number_of(group, "sequence"),
+          .sample_count = number_of(group, "sample_count")};
+}
+
+Done done_of(nb::handle done) { return {number_of(done, "created"), nb::cast<bool>(done.attr("duplicate"))}; }
+
+nb::object python_of(const CallContext& context) {
+  return messages().attr("CallContext")(
+      nb::arg("stream") = text_of(context.stream), nb::arg("incarnation") = context.incarnation,
+      nb::arg("sequence") = context.sequence, nb::arg("oldest_unacknowledged") = context.oldest_unacknowledged,
+      nb::arg("shard_incarnation") = context.shard_incarnation, nb::arg("cluster_version") = context.cluster_version,
+      nb::arg("table_incarnation") = context.table_incarnation);
+}
+
+nb::object python_of(const Done& done) {
+  return messages().attr("Done")(nb::arg("created") = done.created, nb::arg("duplicate") = done.duplicate);
+}
+
+std::shared_ptr<nb::object> kept(nb::object object) {
+  return {new nb::object(std::move(object)), [](nb::object* held) {
+            if (!Py_IsInitialized()) return;  // its memory goes with the process
+            const nb::gil_scoped_acquire interpreter;
+            delete held;
+          }};
+}
+
+Completion completion_of(nb::object future) {
+  return [held = kept(std::move(future))](const Outcome& outcome) {
+    const nb::gil_scoped_acquire interpreter;
+    try {
+      if (const Done* done = std::get_if<Done>(&outcome))
+        held->attr("set_result")(python_of(*done));
+      else
+        held->attr("set_exception")(error_of(std::get<Fault>(outcome)));
+    } catch (nb::python_error& error) {
+      show(error, *held);
+    }
+  };
+}
+
+Clock clock_of(nb::object clock, double (*native)()) {
+  if (clock.is_none() || clock.is(nb::module_::import_("time").attr("monotonic"))) return native;
+  return [held = kept(std::move(clock))] {
+    const nb::gil_scoped_acquire interpreter;
+    return nb::cast<double>((*held)());
+  };
+}
+
+}  // namespace geartrain

@@ -1,0 +1,10 @@
+"""What a shard knows of its callers, compiled: whether it is its own, which writes it has applied, which ranks wait.
+
+``ams/kernels/csrc/engine`` has a header for each part, which says what it promises and words its errors.
+"""
+
+from __future__ import annotations
+
+from geartrain.ams.kernels._core import Lease, boot_seconds
+
+__all__ = ["Lease", "boot_seconds"]
