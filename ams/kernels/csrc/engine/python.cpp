@@ -10,7 +10,7 @@ namespace {
 nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors"); }
 nb::object messages() { return nb::module_::import_("geartrain.ams.values.shard_messages"); }
 
-// A message may hold the name that a client made up.
+// Words may be those of another process, or cut.
 nb::object text_of(const std::string& text) {
   return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
 }
@@ -34,7 +34,7 @@ void show(nb::python_error& error, nb::handle where) {
 
 nb::object error_of(const Fault& fault) {
   const nb::object kind = errors().attr("error_named")(fault.name), message = text_of(fault.message);
-  return fault.retry_after_seconds == 0 ? kind(message) : kind(message, fault.retry_after_seconds);
+  return fault.name == "Busy" ? kind(message, fault.retry_after_seconds) : kind(message);
 }
 
 Fault fault_of(nb::handle error) {

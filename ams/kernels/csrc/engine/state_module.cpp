@@ -8,17 +8,6 @@
 namespace geartrain {
 namespace {
 
-void bind_fault(nb::module_&) {
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const Fault& fault) {
-      const nb::object raised = error_of(fault);
-      PyErr_SetObject(raised.type().ptr(), raised.ptr());
-    }
-  });
-}
-
 // No call gives up the interpreter lock: none waits for anything, and giving it up costs more than they do.
 void bind_lease(nb::module_& m) {
   nb::class_<Lease>(m, "Lease")
@@ -40,7 +29,6 @@ void bind_lease(nb::module_& m) {
 }  // namespace
 
 void bind_engine_state(nb::module_& m) {
-  bind_fault(m);
   bind_lease(m);
   m.def("arm_failpoints", [](bool armed) { failpoints_armed = armed; }, nb::arg("armed"));
   m.def("reach_failpoint", [](const char* name) { failpoint(name); }, nb::arg("name"));
