@@ -193,6 +193,7 @@ class ClassPass:
         normalised: bool,
         bfloat16: bool = False,
         weights: npt.NDArray[np.float32] | None = None,
+        centers: int = 1,
     ) -> None: ...
     def forward(
         self,

@@ -45,6 +45,8 @@ _LARGEST_INVERSE = 1e12
 """1 / the shortest length that a row counts as (``class_pass_kernels.cpp``)."""
 _NEARLY_INFINITE = 1e37
 LOG2_E = math.log2(math.e)
+MOST_SUB_CENTERS = 32
+"""Of a class (``kMostCenters`` of ``class_pass.hpp``)."""
 
 
 class ClassHeadModel:
@@ -55,7 +57,8 @@ class ClassHeadModel:
     [A], the active classes of this shard, rising; where it is not given, ``retired_runs`` int64 [2·R], first and
     last + 1 of the runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1:
     rows count by their direction), ``sample_rate`` (absent: every class, or ``active``) with ``min_active`` and
-    ``corrected`` of :class:`PartialFC`, ``want_gradient``, ``want_row_sum``.
+    ``corrected`` of :class:`PartialFC`, ``want_gradient``, ``want_row_sum``, ``sub_centers`` (absent: 1): rows are
+    [N, sub_centers · D], a class's logit is the largest of its centers'.
     An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, ``target_weight`` float32 [B], dloss/dcos of
     the target over the scale, and ``sample_weight`` float32 [B], by which each sample's part is multiplied (absent: 1),
     and the setting ``class_smoothing``, what label smoothing spreads to each class (absent: 0).
@@ -151,7 +154,8 @@ class _Batch:
         num_classes = rows.spec.num_rows
         if num_classes is None:
             raise InvalidArgument(f"table {rows.spec.name!r} is hashed; the rows of a class head have num_rows")
-        self.features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim))
+        centers = _sub_centers(inputs, rows)
+        self.features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim // centers))
         if len(self.features_BD) == 0:
             raise InvalidRows("features are [0, D]; send no batch that is empty")
         self.labels_B = _ids(inputs, "labels", len(self.features_BD), num_classes)
@@ -176,7 +180,11 @@ class _Batch:
             else None
         )
         self.compiled = ClassPass(
-            self.features_BD, logit_factor=factor, normalised=self.normalised, weights=self.weight_B
+            self.features_BD,
+            logit_factor=factor,
+            normalised=self.normalised,
+            weights=self.weight_B,
+            centers=centers,
         )
 
     def _select(self, rows: HostedRows, inputs: HostedInputs, num_classes: int) -> _Active:
@@ -301,7 +309,8 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
-    features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim))
+    centers = _sub_centers(inputs, rows)
+    features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim // centers))
     k = _whole_number(inputs, "k", None)
     normalised = _setting(inputs, "normalised", 0.0) != 0
     chunks = _chunks(rows.num_owned)
@@ -312,6 +321,7 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
         k,
         living=LiveClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
         normalised=normalised,
+        centers=centers,
         chunks=chunks,
         parts=parts,
     )
@@ -428,6 +438,18 @@ def _setting(inputs: HostedInputs, name: str, default: float | None) -> float:
     if value is None:
         raise InvalidArgument(f"setting {name!r} is missing; the client of the class head gives it")
     return value
+
+
+def _sub_centers(inputs: HostedInputs, rows: HostedRows) -> int:
+    centers = _whole_number(inputs, "sub_centers", 1.0)
+    if not 1 <= centers <= MOST_SUB_CENTERS or rows.spec.dim % centers:
+        raise InvalidArgument(
+            f"sub_centers is {centers}; it must lie in [1, {MOST_SUB_CENTERS}] and divide the dim of rows, "
+            f"{rows.spec.dim}"
+        )
+    if centers > 1 and (_setting(inputs, "class_smoothing", 0.0) or _setting(inputs, "want_row_sum", 0.0)):
+        raise InvalidArgument(f"sub_centers is {centers}; such classes have no smoothed labels")
+    return centers
 
 
 def _whole_number(inputs: HostedInputs, name: str, default: float | None) -> int:

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,9 @@ class Selection(ABC):
         """What a head uses: this, or what this makes for the rows of a
         :class:`~geartrain.bridge.head.backends.backend.RowBackend` (a graph of them)."""
         return self
+
+    takes_sub_centers: ClassVar = True
+    """Whether it chooses right where a row holds several centers of its class: False if it compares rows."""
 
     has_graph = False
     """Whether what is below does anything. Every rank calls it alike."""

@@ -34,11 +34,13 @@ def top_classes(
     *,
     living: LiveClasses,
     normalised: bool,
+    centers: int = 1,
     chunks: Sequence[tuple[int, int]],
     parts: int,
 ) -> Arrays:
     """``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first, k' = min(k, those here).
 
+    The score of a class is the largest of its ``centers``, which lie one after the other in its row [``centers`` · D].
     ``chunks`` of the owned rows are worked on in ``parts``, side by side. Raises InvalidArgument for an impossible k.
     """
     size = len(features_BD)
@@ -51,10 +53,13 @@ def top_classes(
         for start, stop in chunks[part::parts]:
             ids = rows.owned_ids(start, stop)
             ids = ids if living.are_all else ids[living.holds(ids)]
-            rows_ND = rows.read(ids)
+            rows_SD = rows.read(ids).reshape(-1, features_BD.shape[1])
             if normalised:
-                rows_ND /= np.maximum(np.linalg.norm(rows_ND, axis=1, keepdims=True), _LEAST_LENGTH)
-            best = _best_of([best, (features_BD @ rows_ND.T, np.broadcast_to(ids, (size, len(ids))))], k)
+                rows_SD /= np.maximum(np.linalg.norm(rows_SD, axis=1, keepdims=True), _LEAST_LENGTH)
+            scores_BN = features_BD @ rows_SD.T
+            if centers > 1:
+                scores_BN = scores_BN.reshape(size, len(ids), centers).max(axis=2)
+            best = _best_of([best, (scores_BN, np.broadcast_to(ids, (size, len(ids))))], k)
         return best
 
     scores, ids = _best_of(rows.side_by_side(best_of_part, range(parts)), k)

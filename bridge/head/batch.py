@@ -156,6 +156,8 @@ class Batch:
     """Whether what shifts exponents is the largest logit as the sums have it."""
     num_active: int = 0
     """Active classes of the step."""
+    centers: int = 1
+    """K, of each class: rows are [N, K · D]."""
     target_B: Tensor = field(init=False)
     """Cosine of each target (its logit without a margin), of this rank's samples."""
     highest_B: Tensor | None = field(default=None, init=False)

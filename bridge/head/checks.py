@@ -26,6 +26,7 @@ FIXED_SETTINGS = {
     "num_living": "use add_classes() and retire_classes()",
     "dim": "the rows of the table have this width",
     "bias": "the rows of the table have a column for it, or none",
+    "sub_centers": "the rows of the table hold so many centers",
     "name": "it is the table's",
     "table": _ANEW,
     "retired": "use add_classes() and retire_classes()",

@@ -15,17 +15,15 @@ import xxhash
 from torch import Tensor, nn
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
-from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import Peers, RowBackend
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
-from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.head.checks import check_class_ids, check_labels
 from geartrain.bridge.head.imprint import feature_sums
-from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+from geartrain.bridge.head.sub_centers import initial_rows, whole_rows
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 T = TypeVar("T")
 
@@ -39,6 +37,7 @@ def add_classes(
     rows: Tensor | None,
     examples: Iterable[tuple[Tensor, Tensor]] | None,
     backbone: nn.Module | None,
+    sub_centers: int = 1,
 ) -> Ids:
     """See ``ClassHead.add_classes``, whose features have width ``dim``; returns the new ids."""
     table = backend.table
@@ -52,7 +51,8 @@ def add_classes(
             if backbone is None or rows is not None:
                 raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")
             return ids, feature_sums(examples, backbone, num, dim)
-        return ids, None if rows is None else _checked_rows(rows, num, dim, TORCH_DTYPES[table.spec.dtype])
+        shapes: list[tuple[int, ...]] = [(num, dim)] if sub_centers == 1 else [(num, dim), (num, sub_centers, dim)]
+        return ids, None if rows is None else _checked_rows(rows, shapes, TORCH_DTYPES[table.spec.dtype])
 
     def summary(prepared: tuple[Ids, Tensor | None]) -> list[int]:
         values = prepared[1]
@@ -67,7 +67,8 @@ def add_classes(
         )
 
     def write(part: slice) -> None:
-        rows = _initial_rows(table, ids[part]) if values is None else as_numpy(with_zeros(values[part], table.spec.dim))
+        spec = table.spec
+        rows = initial_rows(spec, ids[part]) if values is None else whole_rows(spec, ids[part], values[part])
         table.assign(ids[part], rows)
 
     _write(backend, len(ids), write)
@@ -122,11 +123,12 @@ def _require_ready(backend: RowBackend) -> None:
         )
 
 
-def _checked_rows(rows: Tensor, num: int, dim: int, dtype: torch.dtype) -> Tensor:
-    if not isinstance(rows, Tensor) or rows.shape != (num, dim) or not rows.is_floating_point():
+def _checked_rows(rows: Tensor, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
+    if not isinstance(rows, Tensor) or tuple(rows.shape) not in shapes or not rows.is_floating_point():
         found = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise InvalidRows(f"rows are {found}; they must be a floating-point tensor [{num}, {dim}], one row a class")
-    stored = rows.detach().to("cpu", dtype).contiguous()
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidRows(f"rows are {found}; they must be a floating-point tensor {wanted}, one row a class")
+    stored = rows.detach().to("cpu", dtype).reshape(len(rows), -1).contiguous()
     if len(wrong := torch.nonzero(~torch.isfinite(stored).all(dim=1))):
         raise NonFinite(f"row {int(wrong[0])} of the new classes holds NaN, infinity or values beyond {dtype}")
     return stored
@@ -141,13 +143,6 @@ def _centers(sums_ND: Tensor, dtype: torch.dtype) -> Tensor:
         raise InvalidArgument(f"new class {int(wrong[0])} of {len(sums_ND)} has no example; give one at least of each")
     normalise_(sums_ND)
     return sums_ND.to(dtype)
-
-
-def _initial_rows(table: ReadableTable, ids: Ids) -> np.ndarray:
-    """What these ids had before anything was written: an id may have been another class."""
-    out = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
-    RowTable(table.spec, np.arange(NUM_BUCKETS, dtype=np.int64)).pull(ids, out)
-    return out
 
 
 def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> None:

@@ -33,6 +33,7 @@ from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.head.loss.samples import LossSettings, Reduction
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
+from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -65,6 +66,7 @@ class ClassHead(nn.Module):
         num_living: int | None = None,
         select: Selection = DEFAULT_SELECT,
         margin: AnyMargin | None = None,
+        sub_centers: int = 1,
         bias: bool = False,
         reduction: Reduction = "mean",
         ignore_index: int | None = -100,
@@ -97,6 +99,9 @@ class ClassHead(nn.Module):
                 ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``ScheduledMargin`` of them,
                 a ``FilteredMargin`` around one (not hosted), or one of your own that has ``scale`` and ``target``
                 (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None: plain linear, cross entropy.
+            sub_centers: Centers of each class, at most 32. The one nearest to a feature counts and learns (sub-center
+                ArcFace): room for wrong labels and for several looks. With a margin only, and not with KNN softmax or
+                smoothed labels. Rows and slots take so many times the memory.
             bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
             reduction: ``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, or ``"none"``: the
                 losses [B].
@@ -131,13 +136,15 @@ class ClassHead(nn.Module):
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
         self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), self._loss)
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
             num_living=num_living,
             dim=dim,
             bias=self.bias,
-            select=check_selection(select),
+            sub_centers=self.sub_centers,
+            select=select,
             margin=self._checked(margin),
             loss=self._loss,
             optimizer=optimizer,
@@ -178,6 +185,7 @@ class ClassHead(nn.Module):
     def _checked(self, margin: AnyMargin | None) -> AnyMargin | None:
         if self.bias:
             require_no_margin(margin)
+        require_margin(margin, self.sub_centers)
         return check_margin(margin, self.num_classes)
 
     @property
@@ -230,10 +238,12 @@ class ClassHead(nn.Module):
     ) -> Tensor:
         """Let ``num`` more classes live, between two steps; return their ids [num] int64, the lowest free ones.
 
-        Their centers are ``rows`` [num, D]; or the unit-length mean features that ``backbone`` gives of ``examples``,
+        Their centers are ``rows`` [num, D] (or [num, sub_centers, D]); or the unit-length mean features that
+        ``backbone`` gives of ``examples``,
         pairs (images, labels [N] int64) with labels 0 … num − 1 for the classes to be; or, without either, the initial
         values of their ids. Momentum is zero. Ids of retired classes are given out again. They take part from the next
-        step on, in the graph of KNN softmax too. With ranks, every rank calls it with equal ``num`` and ``rows`` (its
+        step on, in the graph of KNN softmax too. Of several centers a class a single one is the first, and the others
+        have their initial values. With ranks, every rank calls it with equal ``num`` and ``rows`` (its
         own ``examples``); several workers without a process group each call it, in the same order, and train on when
         all have: each writes the rows anew, and what another had trained of them is lost.
 
@@ -241,7 +251,7 @@ class ClassHead(nn.Module):
         InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
         SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
         """
-        return torch.from_numpy(add_classes(self._backend, self.dim, num, rows, examples, backbone))
+        return torch.from_numpy(add_classes(self._backend, self.dim, num, rows, examples, backbone, self.sub_centers))
 
     def retire_classes(self, ids: Tensor) -> None:
         """Let the classes ``ids`` [N] int64 take no part any more, between two steps.
@@ -332,6 +342,7 @@ class ClassHead(nn.Module):
 
         ``loader`` yields (images, labels [N] int64); ``backbone`` runs in eval() without gradients, on its own device,
         and is put back in its mode. Classes without images keep their row; an imprinted row's momentum becomes zero.
+        Of several centers a class the mean is the first, and the others get their initial values.
         ``loader`` is read once. Sums take up to ``memory_bytes``, one byte a class, and 64 MiB while they become rows;
         those of more classes wait in a file without a name in ``tempfile.gettempdir()`` (``TMPDIR``), 4·dim bytes of
         disk for each class with images. Rows are assigned when all images were read. ``progress`` is called with the
@@ -348,8 +359,13 @@ class ClassHead(nn.Module):
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:
-        """Rows [N, D] on the host: of the classes ``ids`` [N] int64 (any order, duplicates allowed), or of all."""
+        """Rows [N, D] on the host: of the classes ``ids`` [N] int64 (any order, duplicates allowed), or of all.
+
+        With several centers a class [N, sub_centers, D].
+        """
         rows = self._rows(ids)
+        if self.sub_centers > 1:
+            return rows.view(-1, self.sub_centers, self.dim)
         return rows[:, : self.dim].contiguous() if self.bias else rows
 
     @torch.no_grad()
@@ -424,7 +440,13 @@ class ClassHead(nn.Module):
 
     @property
     def _size(self) -> HeadSize:
-        return HeadSize(table=self.name, num_classes=self.num_classes, dim=self.dim, bias=self.bias)
+        return HeadSize(
+            table=self.name,
+            num_classes=self.num_classes,
+            dim=self.dim,
+            bias=self.bias,
+            sub_centers=self.sub_centers,
+        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
@@ -450,5 +472,5 @@ class ClassHead(nn.Module):
         """Settings for print()."""
         return (
             f"{self.name!r}, num_classes={self.num_classes}, dim={self.dim}, select={self.select}, margin={self.margin}"
-            f"{', bias=True' if self.bias else ''}"
+            f"{', bias=True' if self.bias else ''}{f', sub_centers={self.sub_centers}' if self.sub_centers > 1 else ''}"
         )

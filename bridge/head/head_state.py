@@ -19,6 +19,7 @@ class HeadSize:
     num_classes: int
     dim: int
     bias: bool
+    sub_centers: int
 
 
 def state_of(backend: RowBackend, size: HeadSize) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def state_of(backend: RowBackend, size: HeadSize) -> dict[str, Any]:
         "num_classes": size.num_classes,
         "dim": size.dim,
         **({"bias": True} if size.bias else {}),
+        **({"sub_centers": size.sub_centers} if size.sub_centers > 1 else {}),
         "step": backend.update.step,
         "select": repr(backend.select),
         **backend.margins.state(),
@@ -60,7 +62,7 @@ def resume_state(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) 
 
 
 def _require_same(size: HeadSize, state: Mapping[str, Any]) -> None:
-    state = {"bias": False, **state}
+    state = {"bias": False, "sub_centers": 1, **state}
     for key, mine in asdict(size).items():
         if state[key] != mine:
             raise SpecMismatch(

@@ -21,11 +21,11 @@ from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import Peers
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
-from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.head.class_sums import ClassSums
+from geartrain.bridge.head.sub_centers import whole_rows
 from geartrain.bridge.rows.ranks import run_together
-from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
 _BAR_AFTER_SECONDS = 2.0
 _BYTES_AT_ONCE = 32 << 20
@@ -133,8 +133,8 @@ def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, *, writes: bool) ->
     if writes and bool(seen_S.any()):
         rows_SD = sums_SD[seen_S]
         normalise_(rows_SD)
-        stored_SD = with_zeros(rows_SD.to(TORCH_DTYPES[table.spec.dtype]), table.spec.dim)
-        table.assign(ids[seen_S.numpy()], as_numpy(stored_SD))
+        seen_ids = ids[seen_S.numpy()]
+        table.assign(seen_ids, whole_rows(table.spec, seen_ids, rows_SD.to(TORCH_DTYPES[table.spec.dtype])))
     return int(seen_S.sum())
 
 

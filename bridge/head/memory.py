@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.class_head import MOST_SUB_CENTERS
 from geartrain.ams.programs.selection import Selection
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
@@ -31,6 +33,7 @@ class MemoryReport:
 
     num_classes: int
     dim: int
+    sub_centers: int
     rows: str
     dtype: str
     slot_dtype: str | None
@@ -82,10 +85,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         slots = "no slots" if self.slot_dtype is None else f"{self.slot_dtype} slots"
+        centers = f" and {self.sub_centers} centers" if self.sub_centers > 1 else ""
         lines = [
-            f"{self.num_classes:,} classes of width {self.dim}, {self.dtype} rows, {slots}, rows={self.rows!r}, "
-            f"{counted(self.num_shards, 'shard')}, {counted(self.num_ranks, 'rank')} of {self.batch_size} samples, "
-            f"{self.num_active:,} classes active",
+            f"{self.num_classes:,} classes of width {self.dim}{centers}, {self.dtype} rows, {slots}, "
+            f"rows={self.rows!r}, {counted(self.num_shards, 'shard')}, {counted(self.num_ranks, 'rank')} of "
+            f"{self.batch_size} samples, {self.num_active:,} classes active",
             "",
         ]
         width = max(len(part.name) for part in self.parts)
@@ -126,6 +130,7 @@ def memory_report(
     *,
     num_classes: int,
     dim: int,
+    sub_centers: int = 1,
     bias: bool = False,
     rows: str = "pull",
     dtype: DTypeName = "float32",
@@ -149,6 +154,7 @@ def memory_report(
     Args:
         num_classes: See :class:`ClassHead`, as the other arguments that are not explained here.
         dim: Width of features.
+        sub_centers: Centers of a class; rows are so many times as wide.
         bias: Whether rows have one more column.
         rows: Name of the way that rows are worked on.
         dtype: Of the rows.
@@ -175,12 +181,19 @@ def memory_report(
     ):
         if not isinstance(value, int) or value < 1 or (most is not None and value > most):
             raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= 1{f' and <= {most}' if most else ''}")
+    centers = integer("sub_centers", sub_centers, 1, MOST_SUB_CENTERS)
     spec = TableSpec(
-        name="plan", dim=dim + bias, num_rows=num_classes, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype
+        name="plan",
+        dim=dim * centers + bias,
+        num_rows=num_classes,
+        optimizer=optimizer,
+        dtype=dtype,
+        slot_dtype=slot_dtype,
     )
     active = min(num_classes, max(select.budget(num_classes), min(num_classes, batch_size * num_ranks)))
     plan = MemoryPlan(
         spec=spec,
+        sub_centers=centers,
         num_classes=num_classes,
         active=active,
         neighbours=select.neighbours_of(num_classes) if active < num_classes else 0,
@@ -201,6 +214,7 @@ def memory_report(
     return MemoryReport(
         num_classes=num_classes,
         dim=dim,
+        sub_centers=centers,
         rows=rows,
         dtype=dtype,
         slot_dtype=slot_dtype if spec.has_slots else None,

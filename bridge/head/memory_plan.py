@@ -1,7 +1,7 @@
 """What each part of a head is asked for its bytes with, and what it answers; :func:`memory_report` gathers the answers.
 
-Legend: C classes, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one shard or rank,
-k neighbours, O < C what C lacks to a power of two.
+Legend: C classes, K centers of each, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one
+shard or rank, k neighbours, O < C what C lacks to a power of two.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class MemoryPlan:
     """A head that may be made."""
 
     spec: TableSpec
+    sub_centers: int
     num_classes: int
     active: int
     neighbours: int
@@ -57,9 +58,14 @@ class MemoryPlan:
     logits_cache_bytes: int | None
 
     @property
+    def dim(self) -> int:
+        """Of a feature, with the one that a bias meets."""
+        return self.spec.dim // self.sub_centers
+
+    @property
     def wide(self) -> int:
         """Bytes of a matrix [B, D] that is computed with."""
-        return self.batch * self.spec.dim * COMPUTE_BYTES
+        return self.batch * self.dim * COMPUTE_BYTES
 
     def table_bytes(self) -> int:
         """Rows, slots and index over all shards or ranks."""
@@ -76,10 +82,11 @@ class MemoryPlan:
         else:  # to a few rows: shards have as many buckets each, to one
             rounds, rest = divmod(self.num_classes, NUM_BUCKETS)
             most = rounds * -(-NUM_BUCKETS // self.shards) + -(-rest // self.shards)
-        parts = [("rows", most * spec.row_bytes, f"n·D·{spec.numpy_dtype.itemsize}, n = {most:,}")]
+        width = "D" if self.sub_centers == 1 else f"{self.sub_centers}·D"
+        parts = [("rows", most * spec.row_bytes, f"n·{width}·{spec.numpy_dtype.itemsize}, n = {most:,}")]
         if spec.slot_bytes:
             parts.append(
-                (f"slots ({spec.optimizer.state})", most * spec.slot_bytes, f"n·D·{spec.slot_bytes // spec.dim}")
+                (f"slots ({spec.optimizer.state})", most * spec.slot_bytes, f"n·{width}·{spec.slot_bytes // spec.dim}")
             )
         if spec.step_bytes:
             steps = "updates" if spec.counts_updates else "last steps (elapsed)"
@@ -95,11 +102,11 @@ class MemoryPlan:
         self, batch: int, sums: int, chunk_rows: int, *, row_copies: float, others: int
     ) -> list[tuple[str, int, str]]:
         """What is kept of a batch, ``others`` matrices [B, D] beside the sums, and the scratch of the threads."""
-        wide = batch * self.spec.dim * COMPUTE_BYTES
+        wide = batch * self.dim * COMPUTE_BYTES
         rows = min(chunk_rows, self.active)
         on_cpu = self.device.type == "cpu"  # elsewhere unit rows, gradients and logits are tensors of their own
         copies = row_copies if on_cpu else row_copies + 3
-        chunk = (copies * self.spec.dim + (0 if on_cpu else 2 * batch)) * rows * COMPUTE_BYTES
+        chunk = (copies * self.spec.dim + (0 if on_cpu else 2 * batch * self.sub_centers)) * rows * COMPUTE_BYTES
         return [
             ("partial sums", (sums + 1) * wide, f"({sums} + 1)·B·D·4"),
             ("features and gradients, packed, joined", others * wide, f"{others}·B·D·4"),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.class_head import ClassHead
 
 EXPORTED_NAME = "weight"
-"""Name of the tensor [C, D] of an exported file."""
+"""Name of the tensor [C, D] of an exported file; [C, K, D] of classes with K centers."""
 EXPORTED_BIASES = "bias"
 """Name of the tensor [C] beside it, if classes have biases."""
 SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
@@ -58,6 +58,36 @@ class _Part:
     """[n], if the file has such."""
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """The matrices that a head can take."""
+
+    dim: int
+    sub_centers: int
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """[n, D]; of a head with K centers a class [n · K, D], those of a class one after the other, or [n, K, D]."""
+        if len(shape) == 3:
+            return self.sub_centers > 1 and list(shape[1:]) == [self.sub_centers, self.dim]
+        return len(shape) == 2 and shape[1] == self.dim and shape[0] % self.sub_centers == 0
+
+    def __str__(self) -> str:
+        centers = self.sub_centers
+        if centers == 1:
+            return f"[n, {self.dim}], a row for each class"
+        return f"[n, {centers}, {self.dim}] or [n · {centers}, {self.dim}], {centers} centers for each class"
+
+    def part(self, path: Path, shape: Sequence[int], read: Read, biases: Tensor | None = None) -> _Part:
+        """The part whose rows are whole classes."""
+        if self.sub_centers == 1:
+            return _Part(path, shape[0], read, biases)
+        times = self.sub_centers if len(shape) == 2 else 1
+        width = self.sub_centers * self.dim
+        return _Part(
+            path, shape[0] // times, lambda start, stop: read(start * times, stop * times).reshape(stop - start, width)
+        )
+
+
 def import_class_weights(
     head: ClassHead, paths: str | Path | Sequence[str | Path], *, key: str | None = None
 ) -> list[tuple[Path, int]]:
@@ -68,21 +98,22 @@ def import_class_weights(
     the numbers in their names. A file is a ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` that holds a tensor or
     a state dict (loaded with ``weights_only=True``); ``key`` names its matrix where several would fit and none is
     called "weight". Rows are stored in the table's dtype, and their momentum becomes zero, for files hold none. A head
-    with biases takes those [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros.
+    with biases takes those [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class
+    takes files [n · K, D], those of a class one after the other (as InsightFace has them), or [n, K, D].
 
     With ranks every rank calls this, and the first one writes; rows that lie on ranks each rank reads for itself, from
     files that all of them see. Everything about names, shapes and dtypes is checked before a row is written. Raises
     InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
     before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
-    backend, dim = head.backend, head.dim
+    backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers)
     table, peers, own = backend.table, backend.peers, backend.own_classes
     if peers is None:
-        parts = _open_parts(_files(paths), table, dim, key)
+        parts = _open_parts(_files(paths), table, wanted, key)
         _assign_all(table, parts, own)
     else:
         what = f"class weights of table {table.spec.name!r} were not imported"
-        parts = run_together(peers, lambda: _open_parts(_files(paths), table, dim, key), what)
+        parts = run_together(peers, lambda: _open_parts(_files(paths), table, wanted, key), what)
         peers.write_together(lambda: _assign_all(table, parts, own), what)
     return [(part.path, part.num_rows) for part in parts]
 
@@ -90,20 +121,21 @@ def import_class_weights(
 def export_class_weights(head: ClassHead, path: str | Path) -> Path:
     """Write all class centers to one safetensors file, tensor ``weight`` [C, D] of the table's dtype; return the path.
 
-    Biases are the tensor ``bias`` [C] there. Memory O(1) but for these: C · D may exceed it. The file appears whole
+    Biases are the tensor ``bias`` [C] there; of K centers a class ``weight`` is [C, K, D].
+    Memory O(1) but for these: C · D may exceed it. The file appears whole
     or not at all; rows that are pushed meanwhile are in it from before or after. Costs one pull per 8 MiB and
     shard. With ranks, one of them calls it. Rows that lie on ranks every rank hands in, and the first one writes:
     one all-reduce per 8 MiB. Raises OSError, and SyncError on the other ranks then.
     """
     table, peers = head.table, head.backend.peers
     if peers is None or not head.backend.reads_together:
-        return export_rows(table, _path(path), head.dim)
+        return export_rows(table, _path(path), head.dim, head.sub_centers)
     blocks = _blocks(table)
     failure: Exception | None = None
     try:
         path = _path(path)
         if peers.rank == 0:
-            _write_file(table.spec, path, blocks, head.dim)
+            _write_file(table.spec, path, blocks, head.dim, head.sub_centers)
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     for _ in blocks:  # every rank takes part in every pull, be the file written or not
@@ -118,13 +150,13 @@ def check_export_path(path: Path) -> None:
         raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
 
 
-def export_rows(table: ReadableTable, path: Path, dim: int | None = None) -> Path:
-    """:func:`export_class_weights` of any dense table; what lies beyond the first ``dim`` columns is biases."""
+def export_rows(table: ReadableTable, path: Path, dim: int | None = None, sub_centers: int = 1) -> Path:
+    """:func:`export_class_weights` of any dense table: centers of width ``dim``, then biases."""
     spec = table.spec
     check_export_path(path)
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
-    _write_file(spec, path, _blocks(table), spec.dim if dim is None else dim)
+    _write_file(spec, path, _blocks(table), spec.dim if dim is None else dim, sub_centers)
     return path
 
 
@@ -139,11 +171,13 @@ def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
         yield rows[: len(ids)]
 
 
-def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]], dim: int) -> None:
+def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]], dim: int, sub_centers: int) -> None:
     num_rows, kind, itemsize = spec.num_rows or 0, _SAFETENSORS_DTYPES[spec.dtype], spec.numpy_dtype.itemsize
-    middle, end = num_rows * dim * itemsize, num_rows * spec.row_bytes
-    tensors = {EXPORTED_NAME: {"dtype": kind, "shape": [num_rows, dim], "data_offsets": [0, middle]}}
-    if dim < spec.dim:
+    width = dim * sub_centers
+    middle, end = num_rows * width * itemsize, num_rows * spec.row_bytes
+    shape = [num_rows, dim] if sub_centers == 1 else [num_rows, sub_centers, dim]
+    tensors = {EXPORTED_NAME: {"dtype": kind, "shape": shape, "data_offsets": [0, middle]}}
+    if width < spec.dim:
         tensors[EXPORTED_BIASES] = {"dtype": kind, "shape": [num_rows], "data_offsets": [middle, end]}
     header = json.dumps({"__metadata__": {"table": spec.name}, **tensors}).encode()
     header += b" " * (-len(header) % 8)
@@ -151,8 +185,8 @@ def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]],
         file.write(struct.pack("<Q", len(header)) + header)
         biases: list[bytes] = []
         for rows in blocks:
-            file.write(np.ascontiguousarray(rows[:, :dim]).view(np.uint8).data)
-            biases.append(rows[:, dim:].tobytes())
+            file.write(np.ascontiguousarray(rows[:, :width]).view(np.uint8).data)
+            biases.append(rows[:, width:].tobytes())
         file.writelines(biases)
         file.flush()
         os.fsync(file.fileno())
@@ -195,12 +229,13 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
-def _open_parts(paths: list[Path], table: ReadableTable, dim: int, key: str | None) -> list[_Part]:
+def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: str | None) -> list[_Part]:
     spec = table.spec
-    parts = [_open(path, dim, key) for path in paths]
+    parts = [_open(path, wanted, key) for path in paths]
     total = sum(part.num_rows for part in parts)
     if total != spec.num_rows:
-        listed = ", ".join(f"{part.path} [{part.num_rows}, {dim}]" for part in parts)
+        centers = "" if wanted.sub_centers == 1 else f"{wanted.sub_centers}, "
+        listed = ", ".join(f"{part.path} [{part.num_rows}, {centers}{wanted.dim}]" for part in parts)
         raise InvalidRows(
             f"{listed} {'hold' if len(parts) > 1 else 'holds'} {total:,} classes, table {spec.name!r} has "
             f"{spec.num_rows:,}; give the files of all ranks, or a head of {total:,} classes"
@@ -208,16 +243,16 @@ def _open_parts(paths: list[Path], table: ReadableTable, dim: int, key: str | No
     return parts
 
 
-def _open(path: Path, dim: int, key: str | None) -> _Part:
+def _open(path: Path, wanted: _Wanted, key: str | None) -> _Part:
     opening = {".npy": _open_npy, ".safetensors": _open_safetensors, ".pt": _open_torch, ".pth": _open_torch}
     if path.suffix not in opening:
         raise InvalidArgument(f"{path} is no weight file; its name must end in one of {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise InvalidArgument(f"{path} does not exist")
-    return opening[path.suffix](path, dim, key)
+    return opening[path.suffix](path, wanted, key)
 
 
-def _open_npy(path: Path, dim: int, key: str | None) -> _Part:  # noqa: ARG001
+def _open_npy(path: Path, wanted: _Wanted, key: str | None) -> _Part:  # noqa: ARG001
     with path.open("rb") as file:
         if (start := file.read(len(_NPY_START))) != _NPY_START:  # numpy would open archives and pickles too
             raise InvalidArgument(f"{path} is not a readable .npy file: it begins with {start!r}")
@@ -226,32 +261,32 @@ def _open_npy(path: Path, dim: int, key: str | None) -> _Part:  # noqa: ARG001
     except (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError) as exc:
         raise InvalidArgument(f"{path} is not a readable .npy file: {exc}") from exc
     native = matrix.dtype.newbyteorder("=")
-    _require_matrix(path, list(matrix.shape), matrix.dtype, native.kind == "f" and native.itemsize <= 8, dim)
-    return _Part(path, len(matrix), lambda start, stop: torch.from_numpy(np.array(matrix[start:stop], native)))
+    _require_matrix(path, list(matrix.shape), matrix.dtype, native.kind == "f" and native.itemsize <= 8, wanted)
+    return wanted.part(path, matrix.shape, lambda start, stop: torch.from_numpy(np.array(matrix[start:stop], native)))
 
 
-def _open_safetensors(path: Path, dim: int, key: str | None) -> _Part:
+def _open_safetensors(path: Path, wanted: _Wanted, key: str | None) -> _Part:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             shapes = {name: list(tensor.get_shape()) for name, tensor in tensors.items()}
-            name = _chosen(path, shapes, dim, key)
+            name = _chosen(path, shapes, wanted, key)
             dtype = tensors[name].get_dtype()
             beside = _biases_name(name)
             biases = file.get_tensor(beside) if shapes.get(beside) == shapes[name][:1] else None
     except (OSError, SafetensorError) as exc:
         raise InvalidArgument(f"{path} is not a readable safetensors file: {exc}") from exc
-    _require_matrix(path, shapes[name], dtype, dtype in ("F64", "F32", "F16", "BF16"), dim)
+    _require_matrix(path, shapes[name], dtype, dtype in ("F64", "F32", "F16", "BF16"), wanted)
 
     def read(start: int, stop: int) -> Tensor:
         with safe_open(path, framework="pt") as file:
             rows: Tensor = file.get_slice(name)[start:stop]
         return rows
 
-    return _Part(path, shapes[name][0], read, biases)
+    return wanted.part(path, shapes[name], read, biases)
 
 
-def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
+def _open_torch(path: Path, wanted: _Wanted, key: str | None) -> _Part:
     try:
         # mapped where the file allows it: files of before torch 1.6 are no archives
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -263,14 +298,14 @@ def _open_torch(path: Path, dim: int, key: str | None) -> _Part:
     tensors: dict[str, Tensor] = {"": held} if isinstance(held, Tensor) else {}
     if isinstance(held, dict):
         tensors = dict(_tensors_in(held))
-    name = _chosen(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, dim, key)
+    name = _chosen(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, wanted, key)
     matrix = tensors[name].detach()
     if matrix.layout != torch.strided or matrix.device.type != "cpu":
         raise InvalidRows(f"{path} holds a {matrix.layout} tensor on {matrix.device}; save a dense one with its values")
-    _require_matrix(path, list(matrix.shape), matrix.dtype, matrix.is_floating_point(), dim)
+    _require_matrix(path, list(matrix.shape), matrix.dtype, matrix.is_floating_point(), wanted)
     biases = tensors.get(_biases_name(name))
     biases = None if biases is None or biases.shape != matrix.shape[:1] else biases.detach()
-    return _Part(path, len(matrix), lambda start, stop: matrix[start:stop], biases)
+    return wanted.part(path, matrix.shape, lambda start, stop: matrix[start:stop], biases)
 
 
 def _tensors_in(held: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -287,27 +322,27 @@ def _biases_name(name: str) -> str:
     return name.removesuffix(EXPORTED_NAME) + EXPORTED_BIASES
 
 
-def _chosen(path: Path, shapes: dict[str, list[int]], dim: int, key: str | None) -> str:
+def _chosen(path: Path, shapes: dict[str, list[int]], wanted: _Wanted, key: str | None) -> str:
     """Name of the matrix: ``key``, or the only one [n, D], or of several the one called "weight"."""
     held = ", ".join(f"{name or 'a tensor'} {shape}" for name, shape in shapes.items()) or "no tensor"
     if key is not None and "" not in shapes:
         if key not in shapes:
             raise InvalidRows(f"{path} has no tensor {key!r}; it holds {held}")
         return key
-    fitting = [name for name, shape in shapes.items() if len(shape) == 2 and shape[1] == dim]
+    fitting = [name for name, shape in shapes.items() if wanted.fits(shape)]
     if len(fitting) > 1 and EXPORTED_NAME in fitting:
         return EXPORTED_NAME
     if len(fitting) > 1:
         found = ", ".join(f"{name} {shapes[name]}" for name in fitting)
         raise InvalidRows(f"{path} holds {found}; name one with key=")
     if not fitting:
-        raise InvalidRows(f"{path} holds {held}; the head needs a matrix [n, {dim}]")
+        raise InvalidRows(f"{path} holds {held}; the head needs a matrix {wanted}")
     return fitting[0]
 
 
-def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, dim: int) -> None:
-    if len(shape) != 2 or shape[1] != dim:
-        raise InvalidRows(f"{path} has shape {shape}; the head needs [n, {dim}], a row for each class")
+def _require_matrix(path: Path, shape: list[int], dtype: Any, is_float: bool, wanted: _Wanted) -> None:
+    if not wanted.fits(shape):
+        raise InvalidRows(f"{path} has shape {shape}; the head needs {wanted}")
     if not is_float:
         raise InvalidRows(f"{path} is of {dtype}; weights must be float16, bfloat16, float32 or float64")
 

@@ -47,12 +47,13 @@ class MarginTwin:
         *,
         step: int = 0,
     ) -> Tensor:
-        """Mean loss of a training batch; ``targets`` are places of the labels among the active rows [A, D], ``weights``
-        [A] multiply the exponentials."""
+        """Mean loss of a training batch; ``targets`` are places of the labels among the active rows [A, D] (or, of K
+        centers each, [A, K, D]), ``weights`` [A] multiply the exponentials."""
         margin, above = _at(self.margin, step), 2.0
         if isinstance(margin, gt.FilteredMargin):
             margin, above = _at(margin.margin, step), margin.above
-        cos = F.normalize(features) @ F.normalize(rows).t()
+        cos = torch.einsum("bd,...d->b...", F.normalize(features), F.normalize(rows, dim=-1))
+        cos = cos.amax(2) if rows.ndim == 3 else cos
         is_filtered = (cos.detach() > above).scatter(1, targets[:, None], False)
         own = cos.gather(1, targets[:, None]).squeeze(1)
         theta = torch.acos(own.clamp(-COS_LIMIT, COS_LIMIT))

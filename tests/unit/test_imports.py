@@ -46,7 +46,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "ams/client/embedded.py": ("server", "scheduler"),  # the services on threads of the client's process
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
     "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
-    "bridge/head/class_changes.py": ("tables",),
+    "bridge/head/sub_centers.py": ("tables",),  # what rows are before anything is written
     "bridge/checkpoint/*": ("storage", "observe"),  # rows of a saved model are snapshots
     "bridge/rows/tables.py": ("rpc",),
     "bridge/gear/*": ("storage",),  # cached features

@@ -67,7 +67,7 @@ def find_rate(
     stop: Callable[[], bool],
     say: Callable[[str], None],
 ) -> list[Trial]:
-    """Try the rates of :data:`RATES`; the backbone and ``rows_CD`` [C, D], from which each begins, stay as they are.
+    """Try the rates of :data:`RATES`; the backbone and ``rows_CD`` of a head, from which each begins, stay.
 
     Ends at a rate at which training diverges, and when ``stop`` says so.
     """
@@ -111,7 +111,7 @@ def _loss_after(
     """Loss on the validation after a trial; None if it was stopped."""
     with local(num_shards=1, models=hosted_models()) as cluster:
         head = head_of(recipe, cluster, "trial", len(rows_CD))
-        head.table.assign(np.arange(len(rows_CD)), as_numpy(rows_CD))
+        head.table.assign(np.arange(len(rows_CD)), as_numpy(rows_CD.flatten(1)))
         trainer = Trainer(
             backbone=copy.deepcopy(backbone),
             head=head,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.models.saved_model import Model
@@ -81,8 +82,8 @@ def answer_of_model(model: Model, images: Images, device: torch.device) -> Answe
 
 
 def scoring_centers(model: Model) -> Tensor:
-    """The centers [C, D] as :func:`best_classes` takes them."""
-    return torch.nn.functional.normalize(model.centers, dim=1) if model.is_cosine else model.centers
+    """The centers [C, D] (of several a class [C, K, D]) as :func:`best_classes` takes them."""
+    return torch.nn.functional.normalize(model.centers, dim=-1) if model.is_cosine else model.centers
 
 
 @torch.no_grad()
@@ -90,7 +91,9 @@ def best_classes(model: Model, features_ND: Tensor, centers_CD: Tensor, k: int) 
     """Scores [N, k] and classes [N, k] that fit each feature best (:func:`scoring_centers`); of equal ones the lower
     class."""
     compared_ND = torch.nn.functional.normalize(features_ND, dim=1) if model.is_cosine else features_ND
-    scores, order = (compared_ND @ centers_CD.T).sort(dim=1, descending=True, stable=True)
+    centers_SD = centers_CD.flatten(0, -2)
+    scores_NC = scores_of_classes(compared_ND @ centers_SD.T, len(centers_SD) // len(centers_CD))
+    scores, order = scores_NC.sort(dim=1, descending=True, stable=True)
     return scores[:, :k], order[:, :k]
 
 

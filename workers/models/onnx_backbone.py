@@ -1,7 +1,8 @@
 """A backbone as ONNX: exported with the classes beside it, compared with onnxruntime, and run by it.
 
     FOLDER/backbone.onnx           images [N, …] -> features [N, D], any N
-    FOLDER/centers.safetensors     centers [C, D] and, where there are some, biases [C], float32
+    FOLDER/centers.safetensors     centers [C, D], of several a class [C, K, D], and, where there are some, biases [C],
+                                   float32
     FOLDER/classes.json            name of each class
     FOLDER/config.json             kind, how pictures become tensors, checksums (XXH3) of the others
 

@@ -2,8 +2,9 @@
 
     model/config.json             backbone, preprocessing, class count, checksums (XXH3) of all the files
     model/backbone.safetensors    parameters
-    model/centers.safetensors     class centers [C, D]; a class's score is their cosine with the feature, or, without a
-                                  margin, their product: "score" in config.json says which
+    model/centers.safetensors     class centers [C, D], of several a class [C, K, D]; a class's score is their cosine
+                                  with the feature, or, without a margin, their product: "score" in config.json says
+                                  which
     model/classes.json            name of each class
 
 The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
@@ -52,7 +53,7 @@ class Model:
     backbone_settings: dict[str, Any]
     """Keyword arguments of the backbone's constructor."""
     centers: Tensor
-    """[C, D] float32."""
+    """[C, D] float32; [C, K, D] of several centers a class, of which the best one counts."""
     class_names: list[str]
     preprocessing: Preprocessing
     is_cosine: bool = True
@@ -70,7 +71,7 @@ def save_model(folder: Path, model: Model) -> None:
         "backbone": {"name": model.backbone_name, "settings": model.backbone_settings},
         "preprocessing": model.preprocessing.to_json(),
         "num_classes": len(model.class_names),
-        "dim": model.centers.shape[1],
+        "dim": model.centers.shape[-1],
         "score": COSINE if model.is_cosine else PRODUCT,
         "training": model.training,
     }

@@ -62,7 +62,7 @@ def verify_templates(model: Model, folder: Path, media: Path, pairs: Path, *, mi
     """
     found = read_media(media)
     first_P, second_P, same_P = read_template_pairs(pairs, found.templates)
-    width = model.centers.shape[1]
+    width = model.centers.shape[-1]
     sums_MD = torch.zeros(len(found.template_of_media), width, dtype=torch.float64)
     for start in range(0, len(found.pictures), _AT_ONCE):
         names = found.pictures[start : start + _AT_ONCE]

@@ -23,6 +23,7 @@ from geartrain.ams.values.arguments import integer, path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, SpecMismatch
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.checkpoint.folder import MODEL, ModelRecord, read_record, read_state
+from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 from geartrain.workers.data.bitmaps import Preprocessing, open_picture
 from geartrain.workers.models import onnx_backbone
@@ -44,7 +45,7 @@ class TrainedModel:
     backbone: nn.Module
     """Images [N, …] -> features [N, D]."""
     centers: Tensor
-    """[C, D] float32."""
+    """[C, D] float32; [C, K, D] of a head with K ``sub_centers``, of which the best one counts."""
     biases: Tensor | None
     """[C] float32, of a head with ``bias=True``."""
     class_names: list[str]
@@ -55,7 +56,7 @@ class TrainedModel:
 
     def __repr__(self) -> str:
         """What it is, without its tensors and names."""
-        classes, width = self.centers.shape
+        classes, width = len(self.centers), self.centers.shape[-1]
         takes = "tensors" if self.preprocessing is None else "pictures"
         return f"TrainedModel({type(self.backbone).__name__} of {takes}, {classes} classes, dim {width})"
 
@@ -69,10 +70,10 @@ class TrainedModel:
         """
         device = next((one.device for one in self.backbone.parameters()), torch.device("cpu"))
         found = [self.backbone(batch.to(device)).float().cpu() for batch in self._batches(images)]
-        features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[1])
-        if features_ND.ndim != 2 or features_ND.shape[1] != self.centers.shape[1]:
+        features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[-1])
+        if features_ND.ndim != 2 or features_ND.shape[1] != self.centers.shape[-1]:
             raise InvalidRows(
-                f"the backbone gives features {list(features_ND.shape)}; the centers need [N, {self.centers.shape[1]}]"
+                f"the backbone gives features {list(features_ND.shape)}; the centers need [N, {self.centers.shape[-1]}]"
             )
         return features_ND
 
@@ -80,7 +81,9 @@ class TrainedModel:
     def scores(self, features_ND: Tensor) -> Tensor:
         """Score [N, C] of each class: cosines, 1 at best, or products (:attr:`is_cosine`)."""
         if self.is_cosine:
-            return functional.normalize(features_ND, dim=1) @ functional.normalize(self.centers, dim=1).T
+            centers_SD = functional.normalize(self.centers, dim=-1).flatten(0, -2)
+            cosines_NS = functional.normalize(features_ND, dim=1) @ centers_SD.T
+            return scores_of_classes(cosines_NS, len(centers_SD) // len(self.centers))
         products_NC = features_ND @ self.centers.T
         return products_NC if self.biases is None else products_NC + self.biases
 
@@ -245,10 +248,10 @@ def _of_saved(
     _fill(folder, backbone, state)
     living = LiveClasses(num_classes, said["retired_runs"]).all_ids
     rows_CD = _rows(folder, record, name, living)
-    dim = int(said["dim"])
+    dim, sub_centers = int(said["dim"]), int(said.get("sub_centers", 1))
     return TrainedModel(
         backbone=backbone.eval(),
-        centers=rows_CD[:, :dim].contiguous(),
+        centers=rows_CD.view(-1, sub_centers, dim) if sub_centers > 1 else rows_CD[:, :dim].contiguous(),
         biases=rows_CD[:, dim].contiguous() if said.get("bias") else None,
         class_names=[names[label] for label in living.tolist()],
         is_cosine=said["margin"] != repr(None),

@@ -17,7 +17,9 @@ from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
+from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.rows.tables import HeadCluster
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.recipes.margins import margin_of
@@ -71,6 +73,8 @@ class Recipe:
     shards; features travel) or ``ranks`` (the ranks hold them, and there is no cluster)."""
     margin: str = "cosface:24,0.15"
     """The loss: ``none``, or a margin's name with its numbers (:func:`margin_of`)."""
+    sub_centers: int = 1
+    """Centers of a class, of which the nearest one counts and learns; with a margin, and not with ``knn``."""
     dim: int = 128
     """Width of features and class centers."""
     width: int = 64
@@ -123,6 +127,8 @@ class Recipe:
             )
         if self.rebuild not in ("epoch", "background") and not (self.rebuild.isdecimal() and int(self.rebuild) >= 1):
             raise ConfigError(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number of steps")
+        check_sub_centers(self.sub_centers, self.dim, selection_of(self), LossSettings())
+        require_margin(margin_of(self.margin), self.sub_centers)
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
 
@@ -185,6 +191,7 @@ def head_of(
         dim=recipe.dim,
         select=selection_of(recipe),
         margin=margin_of(recipe.margin),
+        sub_centers=recipe.sub_centers,
         optimizer=row_optimizer_of(recipe),
         initializer=Normal(),
         rows=recipe.rows,

@@ -49,6 +49,8 @@ class HeadSettings:
     """Width of features."""
     bias: bool
     """Whether rows have one more column."""
+    sub_centers: int
+    """Centers of a class, one after the other in its row."""
     select: Selection
     margin: AnyMargin | None
     loss: LossSettings
@@ -68,7 +70,7 @@ class HeadSettings:
     @property
     def width(self) -> int:
         """Of a row."""
-        return self.dim + self.bias
+        return self.dim * self.sub_centers + self.bias
 
 
 def logits_bytes(given: int | None, otherwise: int) -> int:

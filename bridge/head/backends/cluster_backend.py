@@ -23,13 +23,13 @@ from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState
-from geartrain.bridge.head.batch import normalise_
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.selection.served_graph import TableGraphs
+from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.row_update import RowUpdate
@@ -148,11 +148,9 @@ class ClusterBackend(ABC):
     def _target_cos(self, unit_BD: Tensor, labels_B: Ids, required: SyncGroup | None) -> Tensor:
         """Cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
         ids, places = np.unique(labels_B, return_inverse=True)
-        rows_ND = torch.empty(len(ids), self._settings.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
+        rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
         self.table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
-        unit_ND = rows_ND.to(unit_BD)
-        normalise_(unit_ND)
-        return (unit_BD * unit_ND[upload(places, unit_BD.device)]).sum(1)
+        return largest_cosines(unit_BD, rows_ND.to(unit_BD)[upload(places, unit_BD.device)])
 
     @abstractmethod
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -193,7 +191,7 @@ class ClusterBackend(ABC):
     def _said(self) -> str:
         """The settings that decide which collectives a pass has, and what it is the loss of."""
         own = self._settings
-        parts = {"margin": self.margins.margin, "select": own.select, "loss": own.loss}
+        parts = {"margin": self.margins.margin, "select": own.select, "loss": own.loss, "sub_centers": own.sub_centers}
         said = (f"{name} {_named(value)}" for name, value in parts.items())
         return f"{self.summary}, {', '.join(said)}"
 

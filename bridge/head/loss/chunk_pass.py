@@ -5,12 +5,14 @@ The second follows from what the first learned. With g_bj = dloss/dcos_bj (formu
 :class:`CompiledPass` is one walk of C++ (``class_pass_kernels.cpp``) over the chunk, for float32 on a CPU
 (``docs/decisions/0007``) and for products in bfloat16 on one with AMX; :class:`TensorPass` is PyTorch, for every other
 type and device. Threads may share a pass.
-Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk.
+Of a class with several centers, each is treated as a row whose logits count where it is the nearest one
+(``sub_centers.py``).
+Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk, S rows of their centers, each [D].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ from geartrain.ams.programs.class_head import LOG2_E
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, Workspace, chunk_rows_for, inverse_lengths
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
 
 
 class ChunkPass(Protocol):
@@ -110,6 +113,7 @@ class CompiledPass:
             normalised=batch.margin is not None,
             bfloat16=batch.arithmetic.matmul == torch.bfloat16,
             weights=None if weights_B is None else weights_B.numpy(),
+            centers=batch.centers,
         )
 
     @property
@@ -247,10 +251,12 @@ class TensorPass:
         """See :func:`pass_for`."""
         self._batch = batch
         self._weights_B = weights_B
+        self._dim = batch.features_BD.shape[1]
         self._common_D = batch.common_gradient(weights_B)
         arithmetic = batch.arithmetic
         self._lifts = arithmetic.matmul == torch.float16 and batch.size > 0
-        self.chunk_rows = chunk_rows_for(batch.size, batch.features_BD.shape[1], arithmetic.device)
+        self._centers = batch.centers
+        self.chunk_rows = max(1, chunk_rows_for(batch.size, self._dim, arithmetic.device) // batch.centers)
         self._negatives_margin = batch.negatives_margin
         can_keep = arithmetic.matmul == arithmetic.compute and self._negatives_margin is None
         self.keeps_logits = can_keep and batch.size > 0
@@ -260,20 +266,23 @@ class TensorPass:
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :class:`ChunkPass`."""
-        unit_ND, _ = self._unit_rows(work, rows_ND)
-        operand_ND = work.narrow("narrow rows", unit_ND)
-        logits_NB = work.product("logits", operand_ND, self._query_BD.t())
+        unit_SD, _ = self._unit_rows(work, rows_ND.view(-1, self._dim))
+        operand_SD = work.narrow("narrow rows", unit_SD)
+        logits_SB = work.product("logits", operand_SD, self._query_BD.t())
+        if self._centers > 1 and kept_NB is not None:
+            kept_NB.view_as(logits_SB).copy_(logits_SB)
+        logits_NB, chosen_NB = self._nearest(logits_SB)
         if sums.row_sum_D is not None:
-            stood_for_N = self._stood_for(start, unit_ND)
-            sums.row_sum_D += unit_ND.sum(0) if stood_for_N is None else stood_for_N @ unit_ND
+            stood_for_N = self._stood_for(start, unit_SD)
+            sums.row_sum_D += unit_SD.sum(0) if stood_for_N is None else stood_for_N @ unit_SD
         found = self._targets(start, len(rows_ND))
         if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
-            found.note_rows(unit_ND, sums.target_rows_BD)
+            found.at_centers(chosen_NB, self._centers).note_rows(unit_SD, sums.target_rows_BD)
             found.fill(logits_NB, -torch.inf)
         if sums.highest_B is not None:
             torch.maximum(sums.highest_B, logits_NB.amax(0), out=sums.highest_B)
         slopes_NB = self._change(logits_NB, start, found)
-        if kept_NB is not None:
+        if self._centers == 1 and kept_NB is not None:
             kept_NB.copy_(logits_NB)
         if sums.shift_B is not None:
             highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
@@ -286,25 +295,27 @@ class TensorPass:
             return
         if slopes_NB is not None:
             logits_NB.mul_(slopes_NB)
-        operand_NB = work.narrow("narrow exponentials", logits_NB)
-        if operand_NB.dtype == sums.weighted_BD.dtype:
-            sums.weighted_BD.addmm_(operand_NB.t(), operand_ND)
+        operand_SB = work.narrow("narrow exponentials", self._at_centers(logits_NB, chosen_NB))
+        if operand_SB.dtype == sums.weighted_BD.dtype:
+            sums.weighted_BD.addmm_(operand_SB.t(), operand_SD)
         else:
-            sums.weighted_BD.add_(work.product("part", operand_NB.t(), operand_ND), alpha=undone)
+            sums.weighted_BD.add_(work.product("part", operand_SB.t(), operand_SD), alpha=undone)
 
     def overwrite(
         self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
     ) -> Tensor:
         """See :class:`ChunkPass`."""
-        batch = self._batch
-        unit_ND, inverse_N = self._unit_rows(work, rows_ND)
+        batch, rows_SD = self._batch, rows_ND.view(-1, self._dim)
+        unit_SD, inverse_S = self._unit_rows(work, rows_SD)
         slopes_NB = None
         if kept_NB is None:
-            operand_ND = work.narrow("narrow rows", unit_ND)
-            logits_NB = work.product("logits", operand_ND, self._query_BD.t())
-            slopes_NB = self._change(logits_NB, start, None)
+            operand_SD = work.narrow("narrow rows", unit_SD)
+            logits_SB = work.product("logits", operand_SD, self._query_BD.t())
         else:
-            logits_NB = kept_NB
+            logits_SB = kept_NB.view(len(rows_SD), batch.size)
+        logits_NB, chosen_NB = self._nearest(logits_SB)
+        if kept_NB is None or self._centers > 1:
+            slopes_NB = self._change(logits_NB, start, None)
         logits_NB.sub_(batch.lse2_B)
         if slopes_NB is not None:  # rounding may carry a cosine across a margin's threshold, past what the sum holds
             logits_NB.clamp_(max=0.0)
@@ -314,38 +325,46 @@ class TensorPass:
         found = self._targets(start, len(rows_ND))
         if found is not None:
             found.fill(logits_NB, 0.0)
-        operand_NB, lift_N = self._lifted(work, logits_NB)
-        gradient_ND = work.product("unit gradient", operand_NB, self._key_BD)
+        operand_SB, lift_S = self._lifted(work, self._at_centers(logits_NB, chosen_NB))
+        gradient_SD = work.product("unit gradient", operand_SB, self._key_BD)
         if found is not None:  # by itself and in the compute dtype: it is the largest part by far
             weight_B = batch.target_weight_B if self._weights_B is None else batch.target_weight_B * self._weights_B
-            found.add_weighted(gradient_ND, batch.features_BD, weight_B, lift_N)
+            nearest = found.at_centers(chosen_NB, self._centers)
+            nearest.add_weighted(gradient_SD, batch.features_BD, weight_B, lift_S)
         if self._common_D is not None:
-            stood_for_N = self._stood_for(start, unit_ND)
-            factors = [one for one in (stood_for_N, lift_N) if one is not None]
-            times_N = torch.stack(factors).prod(0) if factors else torch.ones_like(gradient_ND[:, 0])
-            gradient_ND.addr_(times_N, self._common_D)
-        if inverse_N is None:
-            factor_N = factor if lift_N is None else (factor / lift_N).unsqueeze(1)
-            return torch.mul(gradient_ND, factor_N, out=rows_ND).sum()
-        weight_N = inverse_N * factor if lift_N is None else inverse_N / lift_N * factor
-        along_N = torch.mul(gradient_ND, unit_ND, out=work.empty("product", *unit_ND.shape)).sum(1)
-        torch.mul(unit_ND, (-along_N * weight_N).unsqueeze(1), out=rows_ND)
-        return rows_ND.addcmul_(gradient_ND, weight_N.unsqueeze(1)).sum()
+            stood_for_N = self._stood_for(start, unit_SD)
+            factors = [one for one in (stood_for_N, lift_S) if one is not None]
+            times_N = torch.stack(factors).prod(0) if factors else torch.ones_like(gradient_SD[:, 0])
+            gradient_SD.addr_(times_N, self._common_D)
+        if inverse_S is None:
+            factor_S = factor if lift_S is None else (factor / lift_S).unsqueeze(1)
+            return torch.mul(gradient_SD, factor_S, out=rows_SD).sum()
+        weight_S = inverse_S * factor if lift_S is None else inverse_S / lift_S * factor
+        along_S = torch.mul(gradient_SD, unit_SD, out=work.empty("product", *unit_SD.shape)).sum(1)
+        torch.mul(unit_SD, (-along_S * weight_S).unsqueeze(1), out=rows_SD)
+        return rows_SD.addcmul_(gradient_SD, weight_S.unsqueeze(1)).sum()
 
-    def _unit_rows(self, work: Workspace, rows_ND: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(unit rows [N, D], inverse lengths [N]); without a margin the rows themselves and None."""
+    def _unit_rows(self, work: Workspace, rows_SD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(unit rows [S, D], inverse lengths [S]); without a margin the rows themselves and None."""
         if self._batch.margin is None:
-            return rows_ND, None
-        inverse_N = inverse_lengths(rows_ND)
-        return torch.mul(rows_ND, inverse_N.unsqueeze(1), out=work.empty("unit rows", *rows_ND.shape)), inverse_N
+            return rows_SD, None
+        inverse_S = inverse_lengths(rows_SD)
+        return torch.mul(rows_SD, inverse_S.unsqueeze(1), out=work.empty("unit rows", *rows_SD.shape)), inverse_S
 
-    def _lifted(self, work: Workspace, probability_NB: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(operand [N, B] of a product, what its rows were multiplied by [N]; None: nothing)."""
+    def _nearest(self, logits_SB: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(logits of classes [N, B], whose center each is [N, B]; the same tensor and None where they have one)."""
+        return (logits_SB, None) if self._centers == 1 else nearest_centers(logits_SB, self._centers)
+
+    def _at_centers(self, values_NB: Tensor, chosen_NB: Tensor | None) -> Tensor:
+        return values_NB if chosen_NB is None else at_centers(values_NB, chosen_NB, self._centers)
+
+    def _lifted(self, work: Workspace, probability_SB: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(operand [S, B] of a product, what its rows were multiplied by [S]; None: nothing)."""
         if not self._lifts:
-            return work.narrow("narrow exponentials", probability_NB), None
-        lift_N = 2.0**_LIFT / probability_NB.amax(1).clamp_(min=_LEAST_PROBABILITY)
-        operand_NB = work.empty("narrow exponentials", *probability_NB.shape, dtype=torch.float16)
-        return torch.mul(probability_NB, lift_N.unsqueeze(1), out=operand_NB), lift_N
+            return work.narrow("narrow exponentials", probability_SB), None
+        lift_S = 2.0**_LIFT / probability_SB.amax(1).clamp_(min=_LEAST_PROBABILITY)
+        operand_SB = work.empty("narrow exponentials", *probability_SB.shape, dtype=torch.float16)
+        return torch.mul(probability_SB, lift_S.unsqueeze(1), out=operand_SB), lift_S
 
     def _change(self, logits_NB: Tensor, start: int, left_out: _Found | None) -> Tensor | None:
         """Make of plain logits to base 2 [N, B] those of the margin, with offsets; targets that are left out stay −∞.
@@ -393,6 +412,12 @@ class _Found:
     samples: Tensor
     rows: Tensor
     here: Tensor | None
+
+    def at_centers(self, chosen_NB: Tensor | None, centers: int) -> _Found:
+        """The same in numbers of the centers, of each target that which was chosen (None: they are the rows)."""
+        if chosen_NB is None:
+            return self
+        return replace(self, rows=self.rows * centers + chosen_NB[self.rows, self.samples])
 
     def note_rows(self, unit_ND: Tensor, target_rows_BD: Tensor) -> None:
         """Copy the targets' rows."""

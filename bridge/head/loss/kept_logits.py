@@ -1,6 +1,6 @@
 """Logits of a forward pass that its second half uses instead of making them again.
 
-Legend: B samples, K rows whose logits are kept, the first ones, N rows of a chunk.
+Legend: B samples (times the centers of a class), K rows whose logits are kept, the first ones, N rows of a chunk.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class KeptLogits:
     def reserve(self, batch: Batch, num_rows: int, chunk_rows: int, keep_bytes: int) -> None:
         """Make room, uninitialised, for those of as many of the rows as :func:`kept_rows` says."""
         arithmetic = batch.arithmetic
-        row_bytes = batch.size * arithmetic.compute.itemsize
+        width = batch.size * batch.centers
+        row_bytes = width * arithmetic.compute.itemsize
         num_kept = kept_rows(num_rows, chunk_rows, row_bytes, keep_bytes)
         if num_kept > 0:
             self._buffer = self._pool.take(num_kept * row_bytes, arithmetic.device)
-            self.all_KB = self._buffer.tensor((num_kept, batch.size), arithmetic.compute)
+            self.all_KB = self._buffer.tensor((num_kept, width), arithmetic.compute)
 
     def chunk(self, start: int, stop: int) -> Tensor | None:
         """Those of a chunk [N, B], if all of them are kept."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ class KNNSoftmax(Selection):
     taken into use by the first step after it is there."""
     seed: int = 0
     """Key of the filling, with the step; an unsigned 64-bit integer."""
+    takes_sub_centers: ClassVar = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.active <= 1.0:

@@ -55,7 +55,7 @@ def _export_model(model: Path, out: Path, backbone: str | None, as_json: bool) -
 
     loaded = load_model(model, backbone=backbone)
     parity = loaded.export_onnx(out)
-    num_classes, dim = loaded.centers.shape
+    num_classes, dim = len(loaded.centers), loaded.centers.shape[-1]
     facts = {"folder": str(out), "classes": num_classes, "dim": dim, "largest_distance": parity.largest_distance}
     print(
         json.dumps(facts)

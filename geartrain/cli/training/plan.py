@@ -16,6 +16,7 @@ _DTYPE = "float32, float16 or bfloat16."
 def plan(
     classes: Annotated[int, typer.Option("--classes", help="Number of classes.")],
     dim: Annotated[int, typer.Option("--dim", help="Width of features and class centers.")],
+    sub_centers: Annotated[int, typer.Option("--sub-centers", help="Centers of a class.")] = 1,
     rows: Annotated[str, typer.Option("--rows", help="Where the rows are: pull, hosted or ranks.")] = "pull",
     dtype: Annotated[str, typer.Option("--dtype", help=f"Storage type of the rows: {_DTYPE}")] = "float32",
     slot_dtype: Annotated[
@@ -54,6 +55,7 @@ def plan(
     report = memory_report(
         num_classes=classes,
         dim=dim,
+        sub_centers=sub_centers,
         rows=cast(Any, rows),
         dtype=cast(Any, dtype),
         slot_dtype=cast(Any, slot_dtype or "float32"),

@@ -127,6 +127,7 @@ def classify(
     imprint: option.Imprint = None,
     dtype: option.DType = "auto",
     margin: option.Margin = None,
+    sub_centers: option.SubCenters = None,
     augment: option.Augment = None,
     held_out: option.HeldOut = None,
     look: option.Look = None,
@@ -168,6 +169,7 @@ def classify(
         "optimizer": optimizer,
         "imprint": imprint,
         "margin": margin,
+        "sub_centers": sub_centers,
         "augment": augment,
     }
     of_images: dict[str, Any] = {

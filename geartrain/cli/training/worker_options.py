@@ -178,6 +178,15 @@ Margin = Annotated[
         show_default="cosface:24,0.15",
     ),
 ]
+SubCenters = Annotated[
+    int | None,
+    typer.Option(
+        "--sub-centers",
+        help="Centers of each class, of which the one nearest to an image counts and learns: room for wrong labels. "
+        "With a margin only; the class centers take so many times the memory.",
+        show_default="1",
+    ),
+]
 Augment = Annotated[
     str | None,
     typer.Option(

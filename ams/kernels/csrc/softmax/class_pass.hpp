@@ -4,7 +4,10 @@
 // and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no part of
 // the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
 //
-// Legend: N rows of a chunk, B samples, D width. Formulas: bridge/head/loss/softmax.py and chunk_pass.py, whose TensorPass
+// A class may have K centers: K rows, one after the other, of which the largest logit of each sample is the class's and
+// takes its gradient (sub-center ArcFace, Deng et al. 2020, section 3.2).
+//
+// Legend: N rows of a chunk, K of each class, B samples, D width. Formulas: bridge/head/loss/softmax.py and chunk_pass.py, whose TensorPass
 // does the same in tensor operations. The plain reference in float64: tests/unit/ams/kernels/test_class_pass.py.
 #pragma once
 
@@ -13,10 +16,13 @@
 
 namespace geartrain {
 
+constexpr int64_t kMostCenters = 32;  // a tile holds all rows of a class
+
 // Both operands of the products, in panels: of the samples for the logits, of the width for the row gradients.
 struct PackedBatch {
   int64_t batch;
   int64_t dim;
+  int64_t centers;  // K, at most kMostCenters
   const float* features;  // x̂ [B, D] times what each sample counts in the gradients of rows
   const float* query;  // x̂ times what makes logits to base 2; as `pack` wrote it, at a multiple of 64 bytes
   const float* key;    // `features`, the same
@@ -24,25 +30,26 @@ struct PackedBatch {
 
 // Which cells of the chunk belong to a sample's own class.
 struct Targets {
-  const int64_t* rows;  // as counted in what the chunk is a part of
+  const int64_t* rows;  // classes, as counted in what the chunk is a part of
   const int64_t* samples;
   int64_t count;
-  int64_t first_row = 0;  // the chunk's first row, in that count
+  int64_t first_row = 0;  // the chunk's first class, in that count
 };
 
 struct ForwardChunk {
   const float* rows;  // [N, D]
-  int64_t num_rows;
+  int64_t num_rows;   // N, whole classes
   bool normalised;  // whether rows count by their direction only
   Targets targets;
-  const float* offsets;  // [N] added to the logits of each row but in the targets' cells; null: 0
-  float* target_rows;  // [B, D]: the (unit) rows of the targets found here
+  const float* offsets;  // [N / K] added to the logits of each class but in the targets' cells; null: 0
+  float* target_rows;  // [B, D]: the (unit) rows of the targets found here, of several centers the nearest
   float* shift;        // [B] finite; raised to the largest logit but the targets; null: exponentials need none
   double* sum;         // [B] += exp2(logit - shift), targets left out
   float* weighted;     // [B, D] += exp2(logit - shift) * unit row, targets left out; or null
-  float* kept;         // [N, B] logits, or with no shift their exponentials; or null
+  float* kept;         // [N, B] logits, or with no shift their exponentials; -infinity and 0 of centers that were not
+                       // chosen and of the targets, of whose centers the chosen one has 1; or null
   float* highest;      // [B] raised to the largest logit without offsets, targets left out; or null
-  double* row_sum;     // [D] += 2^offset * unit row; or null
+  double* row_sum;     // [D] += 2^offset * unit row; null, as it must be where classes have several centers
 };
 
 struct GradientChunk {
@@ -56,7 +63,7 @@ struct GradientChunk {
   const float* kept;           // [N, B] of the forward pass, or null: made again
   bool kept_exponentials;      // whether those are exponentials
   float factor;                // multiplies everything
-  const float* common;         // [D] added, times 2^offset, to what each unit row gets; or null
+  const float* common;         // [D] added, times 2^offset, to what each unit row gets; or null, as `row_sum`
 };
 
 struct ClassPass {

@@ -45,6 +45,7 @@ void store(float* at, Vector value) { *reinterpret_cast<Unaligned*>(at) = value;
 #include "softmax/class_pass_products_float32.hpp"
 #endif
 static_assert(kFewestRows % kRowStep == 0 && kMostRows % kRowStep == 0, "products write whole steps of rows");
+static_assert(kFewestRows >= kMostCenters, "a tile holds whole classes");
 
 // 2^x within 2e-7, 0 below about 2^-126, infinity from about 2^127.5 on; NaN stays. Minimax polynomial on [-1/2, 1/2].
 Vector exp2(Vector x) {
@@ -125,11 +126,13 @@ void copy(const float* in, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = in[i];
 }
 
-// Calls visit(row within the tile, sample) for the targets in rows first .. first + count - 1 and the block's samples.
+// Calls visit(first row of the class within the tile, sample) for the targets whose `centers` rows are among
+// first .. first + count - 1, and the block's samples.
 template <class Visit>
-void for_targets(const Targets& targets, int64_t first, int64_t count, int64_t sample, int64_t samples, Visit visit) {
+void for_targets(const Targets& targets, int64_t centers, int64_t first, int64_t count, int64_t sample, int64_t samples,
+                 Visit visit) {
   for (int64_t i = 0; i < targets.count; ++i) {
-    const int64_t row = targets.rows[i] - targets.first_row - first, at = targets.samples[i];
+    const int64_t row = (targets.rows[i] - targets.first_row) * centers - first, at = targets.samples[i];
     if (row >= 0 && row < count && at >= sample && at < sample + samples) visit(row, at);
   }
 }
@@ -138,12 +141,42 @@ void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sa
   tile.products.logits(batch, tile.unit, tile.stride, count, sample, samples, tile.logits, kLogitStride);
 }
 
-// `offsets` are those of the tile's rows, or null.
-void add_offsets(Tile& tile, int64_t count, int64_t samples, const float* offsets) {
+// Leaves each sample the largest logit of a class, the first of equal ones; those of its other centers become -infinity.
+void choose_centers(Tile& tile, int64_t count, int64_t samples, int64_t centers) {
+  const Vector none = Vector{} - __builtin_inff();
+  for (int64_t r = 0; r < count; r += centers)
+    for (int64_t at = 0; at < samples; at += kLanes) {
+      float* const logits = tile.logits + r * kLogitStride + at;
+      Vector best = load(logits);
+      for (int64_t k = 1; k < centers; ++k) {
+        const Vector value = load(logits + k * kLogitStride);
+        best = best < value ? value : best;
+      }
+      Integers taken = {};
+      for (int64_t k = 0; k < centers; ++k) {
+        const Vector value = load(logits + k * kLogitStride);
+        const Integers left_out = (value < best) | taken;  // a NaN is not left out
+        taken |= ~left_out;
+        store(logits + k * kLogitStride, left_out ? none : value);
+      }
+    }
+}
+
+// Which of the values at intervals of `stride` is the largest, the first of equal ones.
+int64_t largest_of(const float* values, ptrdiff_t stride, int64_t count) {
+  int64_t largest = 0;
+  for (int64_t k = 1; k < count; ++k)
+    if (values[largest * stride] < values[k * stride]) largest = k;
+  return largest;
+}
+
+// `offsets` are those of the tile's classes, or null.
+void add_offsets(Tile& tile, int64_t count, int64_t samples, const float* offsets, int64_t centers) {
   if (offsets == nullptr) return;
   for (int64_t r = 0; r < count; ++r) {
     float* const logits = tile.logits + r * kLogitStride;
-    for (int64_t at = 0; at < samples; at += kLanes) store(logits + at, load(logits + at) + offsets[r]);
+    const float offset = offsets[r / centers];
+    for (int64_t at = 0; at < samples; at += kLanes) store(logits + at, load(logits + at) + offset);
   }
 }
 
@@ -261,29 +294,37 @@ void keep(const Tile& tile, const ForwardChunk& chunk, int64_t first, int64_t co
 
 void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch) {
   Tile tile(batch.dim, scratch);
-  const int64_t dim = batch.dim;
-  for (int64_t first = 0; first < chunk.num_rows; first += tile.rows) {
-    const int64_t count = least(tile.rows, chunk.num_rows - first);
+  const int64_t dim = batch.dim, centers = batch.centers, most = tile.rows / centers * centers;
+  uint8_t own[kSamples] = {};  // which center of its own class each sample has chosen, if that is in the tile
+  for (int64_t first = 0; first < chunk.num_rows; first += most) {
+    const int64_t count = least(most, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
     tile.products.take_units(tile.unit, tile.stride, count, true, chunk.weighted != nullptr);
     if (chunk.row_sum != nullptr) add_rows(tile, count, dim, from(chunk.offsets, first), chunk.row_sum);
-    const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
+    const NextRows next(chunk.rows, first + count, chunk.num_rows, most, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
       make_logits(batch, tile, count, sample, samples);
+      if (centers > 1) choose_centers(tile, count, samples, centers);
       const bool keeps = chunk.kept != nullptr, shifts = chunk.shift != nullptr;
       // The targets are in no sum, so that they must not raise the shift: the others might vanish beside them.
-      for_targets(chunk.targets, first, count, sample, samples, [&](int64_t row, int64_t b) {
-        copy(tile.unit + row * tile.stride, dim, chunk.target_rows + b * dim);
-        tile.logits[row * kLogitStride + b - sample] = -__builtin_inff();
+      for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
+        float* const logits = tile.logits + row * kLogitStride + b - sample;
+        const int64_t center = largest_of(logits, kLogitStride, centers);
+        own[b - sample] = static_cast<uint8_t>(center);
+        copy(tile.unit + (row + center) * tile.stride, dim, chunk.target_rows + b * dim);
+        for (int64_t k = 0; k < centers; ++k) logits[k * kLogitStride] = -__builtin_inff();
       });
       if (chunk.highest != nullptr) note_highest(tile, count, samples, chunk.highest + sample);
-      add_offsets(tile, count, samples, from(chunk.offsets, first));
+      add_offsets(tile, count, samples, from(chunk.offsets, first / centers), centers);
       if (keeps && shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
       if (shifts) raise_shift(chunk, tile, count, sample, samples, dim);
       exponentiate(tile, count, tile.logits, kLogitStride, shifts ? chunk.shift + sample : nullptr, chunk.sum + sample,
                    samples, next);
       if (keeps && !shifts) keep(tile, chunk, first, count, sample, samples, batch.batch);
+      if (keeps && centers > 1)
+        for_targets(chunk.targets, centers, first, count, sample, samples,
+                    [&](int64_t row, int64_t b) { chunk.kept[(first + row + own[b - sample]) * batch.batch + b] = 1.0f; });
       if (chunk.weighted != nullptr)
         tile.products.add_weighted(tile.logits, kLogitStride, tile.unit, tile.stride, count, samples, dim,
                                    chunk.weighted + sample * dim);
@@ -316,35 +357,40 @@ float fold_row(const float* gradient, const float* unit, float inverse, const Gr
 
 float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scratch) {
   Tile tile(batch.dim, scratch);
-  const int64_t dim = batch.dim;
+  const int64_t dim = batch.dim, centers = batch.centers, most = tile.rows / centers * centers;
+  uint8_t own[kSamples] = {};  // as in the forward pass
   float check = 0;
-  for (int64_t first = 0; first < chunk.num_rows; first += tile.rows) {
-    const int64_t count = least(tile.rows, chunk.num_rows - first);
+  for (int64_t first = 0; first < chunk.num_rows; first += most) {
+    const int64_t count = least(most, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
     tile.products.take_units(tile.unit, tile.stride, count, chunk.kept == nullptr, false);
-    const NextRows next(chunk.rows, first + count, chunk.num_rows, tile.rows, dim);
+    const NextRows next(chunk.rows, first + count, chunk.num_rows, most, dim);
     for (int64_t sample = 0; sample < batch.batch; sample += kSamples) {
       const int64_t samples = least(kSamples, batch.batch - sample);
       if (chunk.kept == nullptr) {
         make_logits(batch, tile, count, sample, samples);
-        add_offsets(tile, count, samples, from(chunk.offsets, first));
+        if (centers > 1) choose_centers(tile, count, samples, centers);
+        add_offsets(tile, count, samples, from(chunk.offsets, first / centers), centers);
       }
       const float* logits = chunk.kept == nullptr ? tile.logits : chunk.kept + first * batch.batch + sample;
       const ptrdiff_t stride = chunk.kept == nullptr ? kLogitStride : batch.batch;
+      if (centers > 1)
+        for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
+          own[b - sample] = static_cast<uint8_t>(largest_of(logits + row * stride + b - sample, stride, centers));
+        });
       if (chunk.kept != nullptr && chunk.kept_exponentials)
         weigh(tile, count, logits, stride, chunk.log_sum + sample, samples, next);
       else
         exponentiate(tile, count, logits, stride, chunk.log_sum + sample, nullptr, samples, next);
-      for_targets(chunk.targets, first, count, sample, samples,
-                  [&](int64_t row, int64_t b) {
-                    tile.logits[row * kLogitStride + b - sample] = Products::kRounds ? 0.0f : chunk.target_weight[b];
-                  });
+      for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
+        tile.logits[(row + own[b - sample]) * kLogitStride + b - sample] = Products::kRounds ? 0.0f : chunk.target_weight[b];
+      });
       tile.products.gradients(batch, tile.logits, kLogitStride, count, sample, samples, tile.gradient, tile.stride, sample > 0);
       // The targets' part is the largest by far, and most of it goes with the direction of the row: it is not rounded.
       if (Products::kRounds)
-        for_targets(chunk.targets, first, count, sample, samples, [&](int64_t row, int64_t b) {
+        for_targets(chunk.targets, centers, first, count, sample, samples, [&](int64_t row, int64_t b) {
           for (int64_t d = 0; d < dim; ++d)
-            tile.gradient[row * tile.stride + d] += chunk.target_weight[b] * batch.features[b * dim + d];
+            tile.gradient[(row + own[b - sample]) * tile.stride + d] += chunk.target_weight[b] * batch.features[b * dim + d];
         });
     }
     if (chunk.common != nullptr) add_common(tile, count, dim, from(chunk.offsets, first), chunk.common);

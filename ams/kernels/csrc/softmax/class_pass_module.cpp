@@ -48,11 +48,14 @@ const ClassPass& pass_in(bool bfloat16) { return bfloat16 ? bfloat16_class_pass(
 class PackedClassPass {
  public:
   // `weights` [B] multiply what each sample adds to the gradients of rows; none: 1.
-  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16, const std::optional<Floats>& weights)
+  PackedClassPass(const FloatRows& features, float logit_factor, bool normalised, bool bfloat16, const std::optional<Floats>& weights,
+                  int64_t centers)
       : pass_(pass_in(bfloat16)),
         batch_(static_cast<int64_t>(features.shape(0))),
         dim_(static_cast<int64_t>(features.shape(1))),
+        centers_(centers),
         normalised_(normalised) {
+    require(centers >= 1 && centers <= kMostCenters, "centers must lie in [1, 32]");
     require(batch_ >= 1 && dim_ >= 1, "features must be [B, D], neither 0");
     require(!weights || static_cast<int64_t>(weights->size()) == batch_, "weights must be [B]");
     features_.assign(features.data(), features.data() + batch_ * dim_);
@@ -63,6 +66,8 @@ class PackedClassPass {
       for (int64_t i = 0; i < batch_ * dim_; ++i) features_[static_cast<size_t>(i)] *= weights->data()[i / dim_];
     pass_.pack(features_.data(), batch_, dim_, dim_, 1, 1.0f, key_.get());
   }
+
+  // Below, a row of an array is a class: its K centers, one after the other, and what is kept of them.
 
   // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
   void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
@@ -83,6 +88,7 @@ class PackedClassPass {
             "highest must be [P, B]");
     require(!row_sum || (static_cast<int64_t>(row_sum->shape(0)) == parts && static_cast<int64_t>(row_sum->shape(1)) == dim_),
             "row_sum must be [P, D]");
+    require(!row_sum || centers_ == 1, "classes of several centers have no row_sum");
     float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const float* const offset_data = checked_offsets(offsets, num_rows);
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
@@ -95,8 +101,8 @@ class PackedClassPass {
       const auto add = [&](int64_t first, int64_t last, float* logits) {
         if (first >= last) return;
         pass_.forward(view(),
-                             {.rows = rows.data() + first * dim_,
-                              .num_rows = last - first,
+                             {.rows = rows.data() + first * row_width(),
+                              .num_rows = (last - first) * centers_,
                               .normalised = normalised_,
                               .targets = from_row(targets, first),
                               .offsets = offset_data == nullptr ? nullptr : offset_data + first,
@@ -111,7 +117,7 @@ class PackedClassPass {
       };
       const int64_t first = num_rows * part / parts, last = num_rows * (part + 1) / parts;
       const int64_t middle = std::clamp(num_kept, first, last);
-      add(first, middle, kept_data == nullptr ? nullptr : kept_data + first * batch_);
+      add(first, middle, kept_data == nullptr ? nullptr : kept_data + first * kept_width());
       add(middle, last, nullptr);
     });
   }
@@ -122,6 +128,7 @@ class PackedClassPass {
                   int64_t threads, const std::optional<Floats>& offsets, const std::optional<Floats>& common) const {
     const int64_t num_rows = checked_rows(rows);
     require(!common || static_cast<int64_t>(common->size()) == dim_, "common must be [D]");
+    require(!common || centers_ == 1, "classes of several centers have nothing in common");
     const float* const offset_data = checked_offsets(offsets, num_rows);
     const Targets targets = checked_targets(target_rows, target_samples, rows);
     const float* const log_sums = checked_samples(log_sum);
@@ -129,8 +136,9 @@ class PackedClassPass {
     const float* const kept_data = kept ? checked_logits(*kept, rows) : nullptr;
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
     require(threads >= 1, "threads must be at least 1");
-    const int64_t kept_pieces = (num_kept + kPieceRows - 1) / kPieceRows;
-    const int64_t pieces = kept_pieces + (num_rows - num_kept + kPieceRows - 1) / kPieceRows;
+    const int64_t at_once = kPieceRows / centers_;
+    const int64_t kept_pieces = (num_kept + at_once - 1) / at_once;
+    const int64_t pieces = kept_pieces + (num_rows - num_kept + at_once - 1) / at_once;
     const int64_t room = scratch_room();
     threads = std::min(threads, std::max<int64_t>(pieces, 1));
     nb::gil_scoped_release release;
@@ -139,18 +147,18 @@ class PackedClassPass {
     deal_out(pieces, threads, [&](int64_t piece, int64_t thread) {
       FlushDenormals float_mode;
       const bool is_kept = piece < kept_pieces;
-      const int64_t first = is_kept ? piece * kPieceRows : num_kept + (piece - kept_pieces) * kPieceRows;
-      const int64_t last = std::min(first + kPieceRows, is_kept ? num_kept : num_rows);
+      const int64_t first = is_kept ? piece * at_once : num_kept + (piece - kept_pieces) * at_once;
+      const int64_t last = std::min(first + at_once, is_kept ? num_kept : num_rows);
       checks[static_cast<size_t>(thread)] +=
           pass_.gradient(view(),
-                                {.rows = rows.data() + first * dim_,
-                                 .num_rows = last - first,
+                                {.rows = rows.data() + first * row_width(),
+                                 .num_rows = (last - first) * centers_,
                                  .normalised = normalised_,
                                  .targets = from_row(targets, first),
                                  .offsets = offset_data == nullptr ? nullptr : offset_data + first,
                                  .log_sum = log_sums,
                                  .target_weight = target_weights,
-                                 .kept = is_kept ? kept_data + first * batch_ : nullptr,
+                                 .kept = is_kept ? kept_data + first * kept_width() : nullptr,
                                  .kept_exponentials = kept_exponentials,
                                  .factor = factor,
                                  .common = common ? common->data() : nullptr},
@@ -162,10 +170,14 @@ class PackedClassPass {
   }
 
  private:
-  PackedBatch view() const { return {.batch = batch_, .dim = dim_, .features = features_.data(), .query = query_.get(), .key = key_.get()}; }
+  PackedBatch view() const {
+    return {.batch = batch_, .dim = dim_, .centers = centers_, .features = features_.data(), .query = query_.get(), .key = key_.get()};
+  }
+  int64_t row_width() const { return dim_ * centers_; }
+  int64_t kept_width() const { return batch_ * centers_; }
 
   int64_t checked_rows(const FloatRows& rows) const {
-    require(static_cast<int64_t>(rows.shape(1)) == dim_, "rows must be as wide as the features");
+    require(static_cast<int64_t>(rows.shape(1)) == row_width(), "rows must be as wide as the features, for each center");
     return static_cast<int64_t>(rows.shape(0));
   }
   Targets checked_targets(const IdArray& rows, const IdArray& samples, const FloatRows& chunk) const {
@@ -195,14 +207,15 @@ class PackedClassPass {
     return offsets ? offsets->data() : nullptr;
   }
   float* checked_logits(const FloatRows& kept, const FloatRows& rows) const {
-    require(kept.shape(0) <= rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == batch_,
-            "kept must be [K, B] of at most as many rows as there are");
+    require(kept.shape(0) <= rows.shape(0) && static_cast<int64_t>(kept.shape(1)) == kept_width(),
+            "kept must be [n, K * B] of at most as many rows as there are");
     return kept.data();
   }
 
   const ClassPass& pass_;
   int64_t batch_;
   int64_t dim_;
+  int64_t centers_;
   bool normalised_;
   std::vector<float> features_;
   AlignedFloats query_;
@@ -214,8 +227,9 @@ class PackedClassPass {
 void bind_class_pass(nb::module_& m) {
   m.def("has_bfloat16_class_pass", &has_bfloat16_unit);
   nb::class_<PackedClassPass>(m, "ClassPass")
-      .def(nb::init<const FloatRows&, float, bool, bool, const std::optional<Floats>&>(), nb::arg("features").noconvert(),
-           nb::arg("logit_factor"), nb::arg("normalised"), nb::arg("bfloat16") = false, nb::arg("weights").noconvert() = nb::none())
+      .def(nb::init<const FloatRows&, float, bool, bool, const std::optional<Floats>&, int64_t>(), nb::arg("features").noconvert(),
+           nb::arg("logit_factor"), nb::arg("normalised"), nb::arg("bfloat16") = false, nb::arg("weights").noconvert() = nb::none(),
+           nb::arg("centers") = 1)
       .def("forward", &PackedClassPass::forward, nb::arg("rows").noconvert(), nb::arg("target_rows").noconvert(),
            nb::arg("target_samples").noconvert(), nb::arg("target_out").noconvert(), nb::arg("shift").noconvert().none(),
            nb::arg("sum").noconvert(), nb::arg("weighted").noconvert().none(), nb::arg("kept").noconvert().none(),

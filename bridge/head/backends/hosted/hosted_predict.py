@@ -19,7 +19,7 @@ _BYTES_PER_ANSWER = 12
 
 
 def hosted_top_classes(
-    calls: HeadCalls, features: Tensor, k: int, *, living: LiveClasses, normalised: bool
+    calls: HeadCalls, features: Tensor, k: int, *, living: LiveClasses, normalised: bool, centers: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, k] (computed in float32; float64 for float64 features) and class ids [B, k] of the best living
     classes.
@@ -32,7 +32,7 @@ def hosted_top_classes(
         normalise_(own_BD)
     width = max(4 * own_BD.shape[1], _BYTES_PER_ANSWER * k)
     at_once = max(1, min(calls.part_bytes // width, MOST_ANSWERS // k))
-    settings = {"normalised": float(normalised), "k": float(k)}
+    settings = {"normalised": float(normalised), "sub_centers": float(centers), "k": float(k)}
     retired = {} if living.are_all else {"retired_runs": living.retired_runs.ravel()}
     scores, ids = [torch.empty(0, k, dtype=compute)], [torch.empty(0, k, dtype=torch.int64)]
     for part_BD in torch.split(own_BD.float().cpu().contiguous(), at_once) if len(own_BD) else ():

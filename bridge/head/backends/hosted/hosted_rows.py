@@ -89,6 +89,7 @@ class RowsOnShards:
         chosen: Chosen,
         required_sync: SyncGroup | None,
         smoothing: float = 0.0,
+        centers: int = 1,
     ) -> None:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
@@ -96,6 +97,7 @@ class RowsOnShards:
         self.batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic, smoothing)
         self.batch.shifted = True  # a shard that needs no shift answers with 0
         self.batch.shifts_by_highest = False
+        self.batch.centers = centers
         self._calls = calls
         self._labels_B = labels_B
         self._chosen = chosen
@@ -186,6 +188,7 @@ class RowsOnShards:
                         settings={
                             "logit_factor": batch.logit_factor,
                             "normalised": float(batch.margin is not None),
+                            "sub_centers": float(batch.centers),
                             **chosen,
                             **settings,
                         },

@@ -52,10 +52,10 @@ class HeldRows:
     @staticmethod
     def memory(plan: MemoryPlan, keep_bytes: int) -> tuple[tuple[int, str], int, int]:
         """(bytes of the rows and where they come from, bytes of kept logits, sums kept apart) of such a pass."""
-        spec, width = plan.spec, plan.batch * COMPUTE_BYTES
+        spec, width = plan.spec, plan.batch * plan.sub_centers * COMPUTE_BYTES
         walks = plan.device.type == "cpu" and spec.dtype == "float32"  # one call of C++ goes through all rows
-        chunk_rows = 1 if walks else chunk_rows_on(plan.device, plan.batch, spec.dim)
-        sums = parts_for(plan.active, plan.batch, spec.dim) if walks else PARTS
+        chunk_rows = 1 if walks else chunk_rows_on(plan.device, plan.batch, plan.dim)
+        sums = parts_for(plan.active, plan.batch, plan.dim) if walks else PARTS
         kept = kept_rows(plan.active, chunk_rows, width, keep_bytes) * width
         return (plan.active * spec.row_bytes, f"A·D·{spec.numpy_dtype.itemsize}"), kept, sums
 

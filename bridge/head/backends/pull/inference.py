@@ -1,6 +1,6 @@
 """Best classes of a feature over all rows, streamed.
 
-Legend: B samples, D width, k answers, N rows of a chunk.
+Legend: B samples, D width, k answers, N rows of a chunk, S centers of theirs, each [D].
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from geartrain.bridge.head.backends.pull.stream import Block, RowStream
 from geartrain.bridge.head.batch import Arithmetic, Workspace, chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.scratch import BufferPool, Scratch
+from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.rows.tables import ReadableTable
 
 SAMPLES_AT_ONCE = 1024
@@ -25,6 +26,7 @@ def top_classes(
     k: int,
     *,
     normalised: bool,
+    centers: int,
     arithmetic: Arithmetic,
     pool: BufferPool,
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +39,7 @@ def top_classes(
     if normalised:
         normalise_(own_BD)
     parts = [
-        _top_of_part(table, active, query_BD, k, normalised, arithmetic, pool)
+        _top_of_part(table, active, query_BD, k, normalised, centers, arithmetic, pool)
         for query_BD in torch.split(own_BD, SAMPLES_AT_ONCE)
     ]
     return torch.cat([scores for scores, _ in parts]), torch.cat([ids for _, ids in parts])
@@ -49,6 +51,7 @@ def _top_of_part(
     query_BD: Tensor,
     k: int,
     normalised: bool,
+    centers: int,
     arithmetic: Arithmetic,
     pool: BufferPool,
 ) -> tuple[Tensor, Tensor]:
@@ -59,10 +62,11 @@ def _top_of_part(
     def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> tuple[Tensor, Tensor]:
         block, (low, high) = item
         work = Workspace(arithmetic, scratch)
-        unit_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+        unit_SD = work.load_rows(block.rows_ND[low:high], blocking=True).view(-1, query_BD.shape[1])
         if normalised:
-            normalise_(unit_ND)
-        scores, columns = work.product("logits", query_BD, unit_ND.t()).topk(min(k, high - low), dim=1)
+            normalise_(unit_SD)
+        scores_BN = scores_of_classes(work.product("logits", query_BD, unit_SD.t()), centers)
+        scores, columns = scores_BN.topk(min(k, high - low), dim=1)
         return scores, columns + (block.start + low)
 
     best_scores = query_BD.new_empty(batch, 0)

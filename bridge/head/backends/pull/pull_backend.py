@@ -65,7 +65,7 @@ class PullBackend(ClusterBackend):
             *plan.batch_parts(
                 plan.batch,
                 sums,
-                chunk_rows_on(plan.device, plan.batch, plan.spec.dim),
+                chunk_rows_on(plan.device, plan.batch, plan.dim),
                 row_copies=0 if plan.spec.dtype == "float32" else 1,
                 others=_WIDTHS,
             ),
@@ -88,6 +88,7 @@ class PullBackend(ClusterBackend):
         smoothing = self._settings.loss.label_smoothing
         batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
         batch.num_active = active.num
+        batch.centers = self._settings.sub_centers
         batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
         batch.take_offsets(None if correction is None else correction.offsets(active))
         if self.select.budget(living.num_living) * table.spec.row_bytes <= self._rows_cache_bytes:
@@ -104,6 +105,7 @@ class PullBackend(ClusterBackend):
             features,
             k,
             normalised=self.margins.margin is not None,
+            centers=self._settings.sub_centers,
             arithmetic=Arithmetic.of(features),
             pool=self._pool,
         )

@@ -1,6 +1,7 @@
 """Best classes of a feature over rows that lie on several ranks.
 
-Legend: B samples of all ranks, S of this one, D width, k answers, N rows of a chunk.
+Legend: B samples of all ranks, S of this one, D width, k answers, N rows of a chunk, S
+centers here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.batch import Arithmetic, Workspace, chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.head.sub_centers import scores_of_classes
 
 
 def top_classes_on_ranks(
-    table: RankTable, active: ActiveClasses, features_SD: Tensor, k: int, *, normalised: bool, arithmetic: Arithmetic
+    table: RankTable,
+    active: ActiveClasses,
+    features_SD: Tensor,
+    k: int,
+    *,
+    normalised: bool,
+    centers: int,
+    arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor]:
     """Scores [S, k] (compute dtype) and class ids [S, k] of the best ``active`` rows, best first, for the rank's own.
 
@@ -29,7 +38,9 @@ def top_classes_on_ranks(
     own_BD = link.gather(features_SD.detach().to(arithmetic.compute, copy=True).contiguous(), sizes)
     if normalised:
         normalise_(own_BD)
-    scores, ids = _top_here(table, HostActive.of(active, table.first, table.stop), own_BD, k, normalised, arithmetic)
+    scores, ids = _top_here(
+        table, HostActive.of(active, table.first, table.stop), own_BD, k, normalised, centers, arithmetic
+    )
     most = [len(scores)] * link.world_size
     all_scores = link.gather(scores, most).view(link.world_size, -1, k)
     all_ids = link.gather(ids, most).view(link.world_size, -1, k)
@@ -42,7 +53,13 @@ def top_classes_on_ranks(
 
 
 def _top_here(
-    table: RankTable, active: HostActive, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic
+    table: RankTable,
+    active: HostActive,
+    query_BD: Tensor,
+    k: int,
+    normalised: bool,
+    centers: int,
+    arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor]:
     """The best of the rows here, filled up to k with scores of −inf."""
     batch, places = len(query_BD), active.places(table.device)
@@ -50,12 +67,13 @@ def _top_here(
     def top_of_chunk(scratch: Scratch, chunk: tuple[int, int]) -> tuple[Tensor, Tensor]:
         work = Workspace(arithmetic, scratch)
         place = places.chunk(*chunk)
-        unit_ND = table.load(work, place, name="rows")
+        unit_SD = table.load(work, place, name="rows").view(-1, query_BD.shape[1])
         if normalised:
-            normalise_(unit_ND)
+            normalise_(unit_SD)
         query_NB = work.narrow("narrow queries", query_BD)
-        logits_BN = work.product("logits", query_NB, work.narrow("narrow rows", unit_ND).t())
-        scores, columns = logits_BN.topk(min(k, len(unit_ND)), dim=1)
+        logits_BS = work.product("logits", query_NB, work.narrow("narrow rows", unit_SD).t())
+        logits_BN = scores_of_classes(logits_BS, centers)
+        scores, columns = logits_BN.topk(min(k, logits_BN.shape[1]), dim=1)
         numbers = columns + place.start if isinstance(place, slice) else place[columns]
         return scores, numbers + table.first
 

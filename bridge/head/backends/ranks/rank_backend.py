@@ -68,15 +68,15 @@ class RankBackend:
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
         self.margins = HeadMargin(settings.margin)
-        self._bias = settings.bias
+        self._bias, self._sub_centers = settings.bias, settings.sub_centers
         self._loss = settings.loss
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
         """Features are gathered, gradients made and used chunk by chunk."""
         joint = plan.batch * plan.ranks
-        chunk_rows = chunk_rows_on(plan.device, plan.batch, plan.spec.dim)
-        row_bytes = joint * COMPUTE_BYTES
+        chunk_rows = chunk_rows_on(plan.device, plan.batch, plan.dim)
+        row_bytes = joint * plan.sub_centers * COMPUTE_BYTES
         keep_bytes = logits_bytes(plan.logits_cache_bytes, LOGITS_CACHE_BYTES)
         kept = kept_rows(-(-plan.active // plan.ranks), chunk_rows, row_bytes, keep_bytes) * row_bytes
         copies = RankTable.chunk_copies(plan.spec, plan.device, picked=plan.active < plan.num_classes)
@@ -169,6 +169,7 @@ class RankBackend:
             living=self.living,
             margins=self.margins,
             bias=self._bias,
+            centers=self._sub_centers,
             loss=self._loss,
             training=want_rows,
             adapts=in_training,
@@ -189,7 +190,15 @@ class RankBackend:
         normalised = self.margins.margin is not None
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
         arithmetic = Arithmetic.of(features)
-        return top_classes_on_ranks(self.table, active, features, k, normalised=normalised, arithmetic=arithmetic)
+        return top_classes_on_ranks(
+            self.table,
+            active,
+            features,
+            k,
+            normalised=normalised,
+            centers=self._sub_centers,
+            arithmetic=arithmetic,
+        )
 
 
 class _RankRows(RowKeeper):
@@ -240,6 +249,7 @@ def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
         "margin": named(settings.margin),
         "loss": repr(settings.loss),
         "num_living": settings.num_living,
+        "sub_centers": settings.sub_centers,
     }
     link.require_equal(said, f"table {settings.name!r}")
     return RankTable(spec, link, link.device)

@@ -28,12 +28,13 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.batch import Arithmetic, Batch, normalise_
+from geartrain.bridge.head.batch import Arithmetic, Batch
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
+from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import Readback, upload
@@ -120,6 +121,8 @@ class RankStep:
     living: LiveClasses
     margins: HeadMargin
     bias: bool
+    centers: int
+    """Of each class."""
     loss: LossSettings
     training: bool
     """Whether row gradients will follow."""
@@ -156,7 +159,7 @@ class RankStep:
         )
         targets, smoothing = here.targets(numbers_B), self.loss.label_smoothing
         batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
-        batch.num_active = num_active
+        batch.num_active, batch.centers = num_active, self.centers
         is_alone_on_host = link.world_size == 1 and features.device.type == "cpu"
         batch.looks_for_highest = is_alone_on_host or self.update.step % LOOKS_EVERY == 0
         return RankRows(table, here, batch, numbers_B, sizes, agreed.want_gradient, weight)
@@ -227,7 +230,7 @@ class RankStep:
         )
 
     def _checked(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> CountedSamples:
-        dim = self.update.table.spec.dim - self.bias
+        dim = self.update.table.spec.dim // self.centers - self.bias
         check_features(features, dim)
         if features.device != self.update.table.device:
             raise InvalidArgument(
@@ -246,7 +249,6 @@ def _target_cos(table: RankTable, unit_BD: Tensor, numbers_B: Ids) -> Tensor:
     places = np.flatnonzero((numbers_B >= 0) & (numbers_B < table.num_local))
     here = upload(places, unit_BD.device)
     rows_ND = table.current_rows(upload(numbers_B[places], table.device)).to(unit_BD)
-    normalise_(rows_ND)
     cos_B = torch.zeros_like(unit_BD[:, 0])
-    cos_B[here] = (unit_BD[here] * rows_ND).sum(1)
+    cos_B[here] = largest_cosines(unit_BD[here], rows_ND)
     return table.link.sum(cos_B)

@@ -22,17 +22,23 @@ Floats = npt.NDArray[Any]
 FACTOR = 12.0
 NO_TARGETS = {"target_rows": np.empty(0, np.int64), "target_samples": np.empty(0, np.int64)}
 SHAPES = [(128, 128, 400), (1, 1, 1), (7, 5, 13), (300, 33, 201), (33, 520, 250), (513, 16, 97)]
+SEVERAL = [(7, 5, 13, 2), (300, 33, 201, 3), (20, 130, 40, 7), (3, 16, 9, 32)]
+"""The last is the number of centers of each class."""
 WIDE = [(40, 737, 130), (300, 1024, 100), (20, 2048, 200)]  # of which a tile holds the fewest rows
 
 
 class Case:
-    """One batch of B samples and one chunk of N rows of width D, with what the formulas give for them."""
+    """One batch of B samples and one chunk of N rows of width D, with what the formulas give for them.
+
+    Of several centers a class each is a row, whose logits are −∞ where another one of its class is nearer.
+    """
 
     def __init__(
         self,
         batch: int,
         dim: int,
-        num_rows: int,
+        num_classes: int,
+        centers: int = 1,
         *,
         normalised: bool,
         shifted: bool,
@@ -42,16 +48,31 @@ class Case:
         random = np.random.default_rng(seed)
         self.features = random.standard_normal((batch, dim)).astype(np.float32)
         self.features /= np.linalg.norm(self.features, axis=1, keepdims=True)
+        num_rows, self.centers = num_classes * centers, centers
         self.rows = (random.standard_normal((num_rows, dim)) * 0.3).astype(np.float32)
+        self.rows[centers - 1 :: centers] = self.rows[::centers]  # of equal ones the first is chosen
         self.samples = np.arange(0, batch, 3)
-        self.targets = random.integers(num_rows, size=len(self.samples))
+        self.classes = random.integers(num_classes, size=len(self.samples))
         self.normalised, self.shifted = normalised, shifted
         self.bfloat16 = bfloat16
         wide = self.rows.astype(np.float64)
         self.inverse = 1 / np.linalg.norm(wide, axis=1) if normalised else np.ones(num_rows)
         self.unit = wide * self.inverse[:, None]
         self.logits = self.features.astype(np.float64) @ self.unit.T * FACTOR
+        chosen = self._chosen()
+        self.logits[chosen.repeat(centers, 1) != np.tile(np.arange(centers), num_classes)] = -np.inf
+        self.targets = self.classes * centers + chosen[self.samples, self.classes]
         self.target_weight = random.standard_normal(batch).astype(np.float32)
+
+    def _chosen(self) -> npt.NDArray[np.int64]:
+        """Center of each class [B, C] with the largest logit: of rounded operands, where the products are of such."""
+        logits = self.logits
+        if self.bfloat16:
+            factors = (self.features * np.float32(FACTOR), (self.rows * self.inverse[:, None].astype(np.float32)))
+            query, unit = (one.astype(ml_dtypes.bfloat16).astype(np.float64) for one in factors)
+            logits = query @ unit.T
+        chosen: npt.NDArray[np.int64] = logits.reshape(len(logits), -1, self.centers).argmax(2)
+        return chosen
 
     def compiled(self, weights: Floats | None = None) -> ops.ClassPass:
         return ops.ClassPass(
@@ -60,6 +81,7 @@ class Case:
             normalised=self.normalised,
             bfloat16=self.bfloat16,
             weights=weights,
+            centers=self.centers,
         )
 
     def forward(
@@ -71,13 +93,14 @@ class Case:
         sums = {"sum": np.zeros((parts, batch)), "weighted": np.zeros((parts, batch, dim), np.float32)}
         target_out = np.zeros((batch, dim), np.float32)
         highest = np.full((parts, batch), -1e37, np.float32)
-        kept = np.zeros((len(self.rows) if num_kept is None else num_kept, batch), np.float32)
+        rows = self.rows.reshape(-1, dim * self.centers)
+        kept = np.zeros((len(rows) if num_kept is None else num_kept, batch * self.centers), np.float32)
         compiled = self.compiled()
-        for low, high in itertools.pairwise(np.linspace(0, len(self.rows), chunks + 1).astype(int)):
-            here = (self.targets >= low) & (self.targets < high)
+        for low, high in itertools.pairwise(np.linspace(0, len(rows), chunks + 1).astype(int)):
+            here = (self.classes >= low) & (self.classes < high)
             compiled.forward(
-                self.rows[low:high],
-                target_rows=self.targets[here] - low,
+                rows[low:high],
+                target_rows=self.classes[here] - low,
                 target_samples=self.samples[here],
                 target_out=target_out,
                 shift=shift,
@@ -103,15 +126,20 @@ class Case:
         with np.errstate(over="ignore"):  # where all of a sample's rows are targets
             exponentials = np.exp2(self.logits - shift[:, None])
         exponentials[self.samples, self.targets] = 0
-        num_kept = len(out["kept"])
+        found = out["kept"].copy().reshape(-1, len(self.features))
+        num_kept = len(found)
+        if self.centers > 1:  # the nearest center of a target is told from the others by a one
+            samples, targets = self.samples[self.targets < num_kept], self.targets[self.targets < num_kept]
+            assert (found[targets, samples] == 1).all()
+            found[targets, samples] = -np.inf if self.shifted else 0
         others = self.logits.copy()
         others[self.samples, self.targets] = -np.inf
         kept = (others.T if self.shifted else exponentials.T)[:num_kept]
         is_target = np.isinf(kept)
-        assert np.array_equal(np.isneginf(out["kept"]), is_target)
+        assert np.array_equal(np.isneginf(found), is_target)
         magnitudes = np.abs(self.features) @ np.abs(self.unit.T) * FACTOR
         terms = np.where(is_target, 0, magnitudes.T[:num_kept]) if self.shifted else None
-        self.close(np.where(is_target, 0, out["kept"]), np.where(is_target, 0, kept), terms)
+        self.close(np.where(is_target, 0, found), np.where(is_target, 0, kept), terms)
         self.close(out["highest"], np.maximum(others.max(1), np.float32(-1e37)), magnitudes)
         self.close(out["sum"], exponentials.sum(1))
         self.close(out["weighted"], exponentials @ self.unit, exponentials @ np.abs(self.unit))
@@ -139,8 +167,8 @@ class Case:
         rows = self.rows.copy()
         compiled = self.compiled(weights)
         check = compiled.overwrite(
-            rows,
-            target_rows=self.targets,
+            rows.reshape(-1, self.rows.shape[1] * self.centers),
+            target_rows=self.classes,
             target_samples=self.samples,
             log_sum=log_sum,
             target_weight=self.target_weight,
@@ -160,7 +188,7 @@ def close(found: Floats, expected: Floats, scale: Floats | None = None) -> None:
 
 
 def check_all(*, bfloat16: bool = False) -> None:
-    for shape in SHAPES + WIDE:
+    for shape in SHAPES + WIDE + SEVERAL:
         for normalised in (True, False):
             for shifted in (True, False):
                 case = Case(*shape, normalised=normalised, shifted=shifted, bfloat16=bfloat16)
@@ -198,7 +226,7 @@ def test_products_in_bfloat16_are_those_of_rounded_operands() -> None:
     case = Case(96, 80, 500, normalised=False, shifted=True, bfloat16=True)
     case.features = case.features.astype(ml_dtypes.bfloat16).astype(np.float32)
     case.rows = case.rows.astype(ml_dtypes.bfloat16).astype(np.float32)
-    case.samples = case.targets = np.empty(0, np.int64)
+    case.samples = case.targets = case.classes = np.empty(0, np.int64)
     query = (case.features * np.float32(FACTOR)).astype(ml_dtypes.bfloat16).astype(np.float64)
     close(case.forward()["kept"], case.rows.astype(np.float64) @ query.T)
 
@@ -239,7 +267,8 @@ def test_the_matrix_unit_is_left_as_it_was_found() -> None:
     bfloat16=st.booleans(),
     batch=st.integers(1, 70),
     dim=st.integers(1, 70),
-    num_rows=st.integers(1, 260),
+    num_classes=st.integers(1, 260),
+    centers=st.integers(1, 4),
     normalised=st.booleans(),
     shifted=st.booleans(),
     chunks=st.integers(1, 5),
@@ -251,7 +280,8 @@ def test_sums_over_chunks_and_parts_are_those_over_all_rows(
     bfloat16: bool,
     batch: int,
     dim: int,
-    num_rows: int,
+    num_classes: int,
+    centers: int,
     normalised: bool,
     shifted: bool,
     chunks: int,
@@ -259,18 +289,21 @@ def test_sums_over_chunks_and_parts_are_those_over_all_rows(
     threads: int,
     kept: float,
 ) -> None:
-    case = Case(batch, dim, num_rows, normalised=normalised, shifted=shifted, bfloat16=bfloat16)
-    out = case.forward(chunks=chunks, parts=parts, num_kept=int(kept * num_rows), threads=threads)
+    if bfloat16 and normalised:  # a unit row may be rounded otherwise here, to another nearest center
+        centers = 1
+    case = Case(batch, dim, num_classes, centers, normalised=normalised, shifted=shifted, bfloat16=bfloat16)
+    out = case.forward(chunks=chunks, parts=parts, num_kept=int(kept * num_classes), threads=threads)
     case.check_forward(out)
     case.check_gradient(out["kept"], threads=threads)
 
 
 def test_sums_and_gradients_do_not_depend_on_the_number_of_threads() -> None:
-    case = Case(37, 24, 9000, normalised=True, shifted=False)  # more rows than are dealt out at a time
-    alone, four = (case.forward(parts=16, num_kept=5000, threads=threads) for threads in (1, 4))
-    for name, array in alone.items():
-        np.testing.assert_array_equal(four[name], array, err_msg=name)
-    case.check_gradient(alone["kept"], threads=4)
+    for classes, centers in ((9000, 1), (1900, 3)):
+        case = Case(37, 24, classes, centers, normalised=True, shifted=False)  # more rows than are dealt out at a time
+        alone, four = (case.forward(parts=16, num_kept=classes // 2, threads=threads) for threads in (1, 4))
+        for name, array in alone.items():
+            np.testing.assert_array_equal(four[name], array, err_msg=name)
+        case.check_gradient(alone["kept"], threads=4)
 
 
 def test_a_shift_keeps_exponentials_in_range() -> None:
@@ -347,6 +380,14 @@ def test_sums_of_another_shape_are_refused() -> None:
         "kept": np.zeros((31, 4), np.float32),
         "threads": 0,
     }
+    several = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True, centers=3)
+    with pytest.raises(ValueError, match="for each center"):
+        several.forward(case.rows, **NO_TARGETS, **fine)
+    with pytest.raises(ValueError, match="no row_sum"):
+        several.forward(case.rows.reshape(10, 18), **NO_TARGETS, **{**fine, "kept": None}, row_sum=np.zeros((2, 6)))
+    for centers in (0, 33):
+        with pytest.raises(ValueError, match="centers"):
+            ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True, centers=centers)
     compiled.forward(case.rows, **NO_TARGETS, **fine)
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):

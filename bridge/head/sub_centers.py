@@ -1,0 +1,101 @@
+"""Classes of several centers: each is one row of the table, its K centers one after the other (sub-center ArcFace, Deng
+et al. 2020, section 3.2).
+
+The cosine of a class is the largest of those of its centers, the first of equal ones; that center alone takes the
+gradient.
+Legend: N classes, K centers of each, D width of a feature, B samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_head import MOST_SUB_CENTERS
+from geartrain.ams.programs.selection import Selection
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.specs import MAX_DIM, Ids, TableSpec
+from geartrain.bridge.head.batch import NORM_FLOOR
+from geartrain.bridge.head.biases import with_zeros
+from geartrain.bridge.head.loss.margins.margin import AnyMargin
+from geartrain.bridge.head.loss.samples import LossSettings
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+
+_LEAST_DIM = 2
+"""A feature of one number has two directions only, and its row would look like one with a bias."""
+
+
+def check_sub_centers(sub_centers: int, dim: int, select: Selection, loss: LossSettings) -> int:
+    """Return K. Raises InvalidArgument for a number out of range, and for what knows classes of one center only."""
+    centers = integer("sub_centers", sub_centers, 1, max(1, min(MOST_SUB_CENTERS, MAX_DIM // dim)))
+    if centers == 1:
+        return centers
+    if dim < _LEAST_DIM:
+        raise InvalidArgument(f"dim is {dim} and sub_centers is {centers}; give features of two numbers or more")
+    if not select.takes_sub_centers:
+        raise InvalidArgument(
+            f"select is {select!r} and sub_centers is {centers}; its graph compares whole rows, not their centers: "
+            "use FullSoftmax() or PartialFC(sample_rate=...)"
+        )
+    if loss.label_smoothing:
+        raise InvalidArgument(
+            f"label_smoothing is {loss.label_smoothing!r} and sub_centers is {centers}; leave one of them out"
+        )
+    return centers
+
+
+def require_margin(margin: AnyMargin | None, sub_centers: int) -> None:
+    """Raise InvalidArgument: the nearest of several centers is that of the largest cosine."""
+    if sub_centers > 1 and margin is None:
+        raise InvalidArgument(
+            f"margin is None and sub_centers is {sub_centers}; sub-centers are compared by cosines: give a margin, "
+            "such as ArcFace(), or leave sub_centers out"
+        )
+
+
+def nearest_centers(values_SB: Tensor, centers: int) -> tuple[Tensor, Tensor]:
+    """Of values [N · K, B] the largest of each class [N, B], and which center has it [N, B]: the first of equals."""
+    largest = values_SB.view(len(values_SB) // centers, centers, values_SB.shape[1]).max(dim=1)
+    return largest.values, largest.indices
+
+
+def scores_of_classes(scores_BS: Tensor, centers: int) -> Tensor:
+    """Scores [B, N] of classes from those of their centers [B, N · K]."""
+    return scores_BS if centers == 1 else scores_BS.view(len(scores_BS), scores_BS.shape[1] // centers, centers).amax(2)
+
+
+def largest_cosines(unit_BD: Tensor, rows_BD: Tensor) -> Tensor:
+    """Cosine [B] of each unit feature with the nearest center of the row [K · D] beside it."""
+    centers_BKD = rows_BD.view(len(rows_BD), rows_BD.shape[1] // unit_BD.shape[1], unit_BD.shape[1])
+    unit_BKD = torch.nn.functional.normalize(centers_BKD, dim=2, eps=NORM_FLOOR)
+    return (unit_BKD * unit_BD.unsqueeze(1)).sum(2).amax(1)
+
+
+def at_centers(values_NB: Tensor, chosen_NB: Tensor, centers: int) -> Tensor:
+    """[N · K, B]: the values [N, B] at the chosen centers, zeros at the others."""
+    num_rows, batch = values_NB.shape
+    spread_NKB = values_NB.new_zeros(num_rows, centers, batch)
+    return spread_NKB.scatter_(1, chosen_NB.unsqueeze(1), values_NB.unsqueeze(1)).view(num_rows * centers, batch)
+
+
+def initial_rows(spec: TableSpec, ids: Ids) -> np.ndarray:
+    """What these ids had before anything was written: an id may have been another class."""
+    out = np.empty((len(ids), spec.dim), spec.numpy_dtype)
+    RowTable(spec, np.arange(NUM_BUCKETS, dtype=np.int64)).pull(ids, out)
+    return out
+
+
+def whole_rows(spec: TableSpec, ids: Ids, centers_ND: Tensor) -> np.ndarray:
+    """Rows as the table has them, of given centers [N, D] in its dtype: with a bias of zero where rows have biases;
+    where they have several centers these are the first, and the others have their initial values."""
+    dim = centers_ND.shape[1]
+    if spec.dim <= dim + 1:
+        return as_numpy(with_zeros(centers_ND, spec.dim))
+    rows = torch.empty(len(ids), spec.dim, dtype=TORCH_DTYPES[spec.dtype])
+    as_numpy(rows)[:] = initial_rows(spec, ids)
+    rows[:, :dim] = centers_ND
+    return as_numpy(rows)
