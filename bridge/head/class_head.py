@@ -28,12 +28,12 @@ from geartrain.bridge.head.checks import FIXED_SETTINGS, check_features, check_m
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
 from geartrain.bridge.head.head_state import HeadSize, require_loadable, resume_state, state_of
-from geartrain.bridge.head.imprint import imprint_rows
+from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.head.loss.samples import LossSettings, Reduction
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
-from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
+from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_centers, require_margin
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -356,6 +356,26 @@ class ClassHead(nn.Module):
         return imprint_rows(
             self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.living, self.dim
         )
+
+    @torch.no_grad()
+    def dominant_centers(self, loader: Iterable[tuple[Tensor, Tensor]], backbone: nn.Module) -> Tensor:
+        """The number [C] int64 of each class's center that is nearest to most of its images; 0 without images.
+
+        What other centers have drawn to themselves is mostly mislabelled or hard (sub-center ArcFace, section 3.3).
+        ``gt.export_class_weights(head, path, dominant=...)`` writes these centers alone, for a head with one a class.
+        ``loader`` and ``backbone`` are those of :meth:`imprint`. Pulls the rows of each batch's classes; memory 4
+        bytes a center. No ranks take part: it is of the images that this process gives. Raises InvalidIds,
+        InvalidRows, and InvalidArgument for rows that lie on several ranks (save the model, and load it on one).
+        """
+        peers = self._backend.peers
+        if self._backend.reads_together and peers is not None and peers.world_size > 1:
+            raise InvalidArgument(
+                f"the rows of {self.name!r} lie on {peers.world_size} ranks; save the model (geartrain.save), and ask "
+                "for its dominant centers in one process that has loaded it"
+            )
+        with in_eval_mode(backbone):
+            batches = features_of(loader, backbone, self.dim, self._backend.living)
+            return dominant_centers(self.table, batches, self.sub_centers)
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:

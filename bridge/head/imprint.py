@@ -50,7 +50,7 @@ def imprint_rows(
     num_classes = living.num_classes
     imprinted = 0
     with (
-        _in_eval_mode(backbone),
+        in_eval_mode(backbone),
         _reporting(progress) as report,
         ClassSums(num_classes, dim, memory_bytes) as sums,
     ):
@@ -90,7 +90,7 @@ def _read_all(
     report: Callable[[int], None],
 ) -> None:
     images_read = 0
-    for features_ND, labels_N in _features(loader, backbone, dim, living):
+    for features_ND, labels_N in features_of(loader, backbone, dim, living):
         bad_N = ~torch.isfinite(features_ND).all(1)
         if bool(bad_N.any()):
             raise NonFinite(
@@ -107,13 +107,13 @@ def _read_all(
 def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int) -> Tensor:
     """Sum [C, D] of the features of each of ``num_classes`` classes; ``backbone`` runs as in :func:`imprint_rows`."""
     sums_CD = torch.zeros(num_classes, dim)
-    with _in_eval_mode(backbone):
-        for features_ND, labels_N in _features(loader, backbone, dim, LiveClasses(num_classes)):
+    with in_eval_mode(backbone):
+        for features_ND, labels_N in features_of(loader, backbone, dim, LiveClasses(num_classes)):
             sums_CD.index_add_(0, labels_N, features_ND)
     return sums_CD
 
 
-def _features(loader: Loader, backbone: nn.Module, dim: int, living: LiveClasses) -> Iterator[tuple[Tensor, Tensor]]:
+def features_of(loader: Loader, backbone: nn.Module, dim: int, living: LiveClasses) -> Iterator[tuple[Tensor, Tensor]]:
     """Features [N, D] float32 and labels [N], on the host, batch after batch."""
     parameter = next(backbone.parameters(), None)
     for images, labels in loader:
@@ -139,7 +139,8 @@ def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, *, writes: bool) ->
 
 
 @contextmanager
-def _in_eval_mode(backbone: nn.Module) -> Iterator[None]:
+def in_eval_mode(backbone: nn.Module) -> Iterator[None]:
+    """Its modules are put back in their modes afterwards."""
     modes = [(module, module.training) for module in backbone.modules()]
     backbone.eval()
     try:

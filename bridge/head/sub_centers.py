@@ -8,9 +8,12 @@ Legend: N classes, K centers of each, D width of a feature, B samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from geartrain.ams.programs.class_head import MOST_SUB_CENTERS
 from geartrain.ams.programs.selection import Selection
@@ -19,11 +22,12 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import MAX_DIM, Ids, TableSpec
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.batch import NORM_FLOOR
 from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.samples import LossSettings
-from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _LEAST_DIM = 2
 """A feature of one number has two directions only, and its row would look like one with a bias."""
@@ -71,8 +75,35 @@ def scores_of_classes(scores_BS: Tensor, centers: int) -> Tensor:
 def largest_cosines(unit_BD: Tensor, rows_BD: Tensor) -> Tensor:
     """Cosine [B] of each unit feature with the nearest center of the row [K · D] beside it."""
     centers_BKD = rows_BD.view(len(rows_BD), rows_BD.shape[1] // unit_BD.shape[1], unit_BD.shape[1])
-    unit_BKD = torch.nn.functional.normalize(centers_BKD, dim=2, eps=NORM_FLOOR)
+    unit_BKD = normalize(centers_BKD, dim=2, eps=NORM_FLOOR)
     return (unit_BKD * unit_BD.unsqueeze(1)).sum(2).amax(1)
+
+
+def dominant_centers(table: ReadableTable, batches: Iterable[tuple[Tensor, Tensor]], sub_centers: int) -> Tensor:
+    """See ``ClassHead.dominant_centers``; ``batches`` are features [N, D] float32 and labels [N], on the host."""
+    num_classes = table.spec.num_rows or 0
+    counts_CK = np.zeros((num_classes, sub_centers), np.int32)
+    for features_ND, labels_N in batches:
+        ids, places = np.unique(labels_N.numpy(), return_inverse=True)
+        rows = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype])
+        table.pull_into(ids, as_numpy(rows))
+        unit_NKD = normalize(rows.float().view(len(ids), sub_centers, features_ND.shape[1]), dim=2)[places]
+        chosen_N = (unit_NKD * features_ND.unsqueeze(1)).sum(2).argmax(1)
+        np.add.at(counts_CK, (labels_N.numpy(), chosen_N.numpy()), 1)
+    return torch.from_numpy(counts_CK.argmax(1))
+
+
+def check_dominant(dominant: Tensor, num_classes: int, sub_centers: int) -> Tensor:
+    """Return numbers of centers [C]. Raises InvalidArgument unless there is one for each class."""
+    is_whole = isinstance(dominant, Tensor) and dominant.dtype == torch.int64 and dominant.shape == (num_classes,)
+    if not is_whole or bool(((dominant < 0) | (dominant >= sub_centers)).any()):
+        found = f"{dominant.dtype} {list(dominant.shape)}" if isinstance(dominant, Tensor) else quoted(dominant)
+        more = f" with {int(dominant.min())} … {int(dominant.max())}" if is_whole else ""
+        raise InvalidArgument(
+            f"dominant is {found}{more}; it must be torch.int64 [{num_classes}] with 0 … {sub_centers - 1}, as "
+            "head.dominant_centers(...) returns it"
+        )
+    return dominant.cpu()
 
 
 def at_centers(values_NB: Tensor, chosen_NB: Tensor, centers: int) -> Tensor:

@@ -30,6 +30,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
 from geartrain.bridge.head.biases import with_zeros
+from geartrain.bridge.head.sub_centers import check_dominant
 from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
@@ -118,24 +119,35 @@ def import_class_weights(
     return [(part.path, part.num_rows) for part in parts]
 
 
-def export_class_weights(head: ClassHead, path: str | Path) -> Path:
+def export_class_weights(head: ClassHead, path: str | Path, *, dominant: Tensor | None = None) -> Path:
     """Write all class centers to one safetensors file, tensor ``weight`` [C, D] of the table's dtype; return the path.
 
-    Biases are the tensor ``bias`` [C] there; of K centers a class ``weight`` is [C, K, D].
-    Memory O(1) but for these: C · D may exceed it. The file appears whole
-    or not at all; rows that are pushed meanwhile are in it from before or after. Costs one pull per 8 MiB and
-    shard. With ranks, one of them calls it. Rows that lie on ranks every rank hands in, and the first one writes:
-    one all-reduce per 8 MiB. Raises OSError, and SyncError on the other ranks then.
+    Biases are the tensor ``bias`` [C] there. Of K centers a class ``weight`` is [C, K, D]; or [C, D], those with the
+    numbers ``dominant`` [C] alone (:meth:`ClassHead.dominant_centers`). Memory O(1) but for biases: C · D may exceed
+    it. The file appears whole or not at all; rows that are pushed meanwhile are in it from before or after. Costs one
+    pull per 8 MiB and shard. With ranks, one of them calls it. Rows that lie on ranks every rank hands in, and the
+    first one writes: one all-reduce per 8 MiB. Raises InvalidArgument, OSError, and SyncError on the other ranks then.
     """
     table, peers = head.table, head.backend.peers
-    if peers is None or not head.backend.reads_together:
-        return export_rows(table, _path(path), head.dim, head.sub_centers)
+    chosen_C = None if dominant is None else check_dominant(dominant, head.num_classes, head.sub_centers)
     blocks = _blocks(table)
+
+    def write(file: Path) -> None:
+        check_export_path(file)
+        if chosen_C is not None:
+            _write_file(table.spec, file, _picked(blocks, chosen_C, head.dim), [head.num_classes, head.dim])
+            return
+        centers = [head.sub_centers] if head.sub_centers > 1 else []
+        _write_file(table.spec, file, blocks, [head.num_classes, *centers, head.dim], has_biases=head.bias)
+
+    if peers is None or not head.backend.reads_together:
+        write(_path(path))
+        return Path(path)
     failure: Exception | None = None
     try:
-        path = _path(path)
+        file = _path(path)
         if peers.rank == 0:
-            _write_file(table.spec, path, blocks, head.dim, head.sub_centers)
+            write(file)
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     for _ in blocks:  # every rank takes part in every pull, be the file written or not
@@ -150,13 +162,13 @@ def check_export_path(path: Path) -> None:
         raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
 
 
-def export_rows(table: ReadableTable, path: Path, dim: int | None = None, sub_centers: int = 1) -> Path:
-    """:func:`export_class_weights` of any dense table: centers of width ``dim``, then biases."""
+def export_rows(table: ReadableTable, path: Path) -> Path:
+    """:func:`export_class_weights` of the rows of any dense table, as they are."""
     spec = table.spec
     check_export_path(path)
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
-    _write_file(spec, path, _blocks(table), spec.dim if dim is None else dim, sub_centers)
+    _write_file(spec, path, _blocks(table), [spec.num_rows, spec.dim])
     return path
 
 
@@ -171,14 +183,30 @@ def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
         yield rows[: len(ids)]
 
 
-def _write_file(spec: TableSpec, path: Path, blocks: Iterator[npt.NDArray[Any]], dim: int, sub_centers: int) -> None:
-    num_rows, kind, itemsize = spec.num_rows or 0, _SAFETENSORS_DTYPES[spec.dtype], spec.numpy_dtype.itemsize
-    width = dim * sub_centers
-    middle, end = num_rows * width * itemsize, num_rows * spec.row_bytes
-    shape = [num_rows, dim] if sub_centers == 1 else [num_rows, sub_centers, dim]
-    tensors = {EXPORTED_NAME: {"dtype": kind, "shape": shape, "data_offsets": [0, middle]}}
-    if width < spec.dim:
-        tensors[EXPORTED_BIASES] = {"dtype": kind, "shape": [num_rows], "data_offsets": [middle, end]}
+def _picked(blocks: Iterator[npt.NDArray[Any]], numbers_C: Tensor, dim: int) -> Iterator[npt.NDArray[Any]]:
+    """Of each row [K · D] the center with its number."""
+    start = 0
+    for rows in blocks:
+        numbers = numbers_C[start : start + len(rows)].numpy()
+        start += len(rows)
+        yield rows.reshape(len(rows), -1, dim)[np.arange(len(rows)), numbers]
+
+
+def _write_file(
+    spec: TableSpec,
+    path: Path,
+    blocks: Iterator[npt.NDArray[Any]],
+    shape: Sequence[int],
+    *,
+    has_biases: bool = False,
+) -> None:
+    """Write ``blocks`` of rows as a tensor of ``shape``; one more column of theirs is biases."""
+    kind, itemsize = _SAFETENSORS_DTYPES[spec.dtype], spec.numpy_dtype.itemsize
+    width, middle = math.prod(shape[1:]), math.prod(shape) * itemsize
+    tensors = {EXPORTED_NAME: {"dtype": kind, "shape": list(shape), "data_offsets": [0, middle]}}
+    if has_biases:
+        end = middle + shape[0] * itemsize
+        tensors[EXPORTED_BIASES] = {"dtype": kind, "shape": [shape[0]], "data_offsets": [middle, end]}
     header = json.dumps({"__metadata__": {"table": spec.name}, **tensors}).encode()
     header += b" " * (-len(header) % 8)
     with _replacing(path) as temporary, temporary.open("wb") as file:

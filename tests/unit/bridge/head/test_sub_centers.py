@@ -264,6 +264,28 @@ def test_centers_go_out_to_a_file_and_come_back(rows: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
+def test_the_dominant_centers_make_a_head_of_one_each(rows: str, tmp_path: Path) -> None:
+    with gt.local(num_shards=2) as cluster:
+        head, single = made(cluster, rows=rows), made(cluster, 1, "one", rows=rows)
+        with torch.no_grad():
+            centers, wanted = head.weights(), torch.arange(CLASSES) % 3
+            wanted[50:] = 0  # of which there are no images
+            labels = torch.arange(50).repeat(3)
+            drawn = torch.cat([wanted[:50], wanted[:50], (wanted[:50] + 1) % 3])  # two of three by the dominant one
+            features = centers[labels, drawn] * 7 + 0.01 * torch.randn(150, DIM)
+        order = torch.randperm(150)
+        loader = [(features[part], labels[part]) for part in order.split(40)]
+        found = head.dominant_centers(loader, nn.Identity())
+        assert torch.equal(found, wanted)
+        gt.import_class_weights(single, gt.export_class_weights(head, tmp_path / "w.safetensors", dominant=found))
+        assert torch.equal(single.weights(), centers[torch.arange(CLASSES), wanted])
+        assert not single.dominant_centers(loader, nn.Identity()).any()
+        for wrong in (found[:5], found + 1, found.float()):
+            with pytest.raises(gt.errors.InvalidArgument, match=r"dominant is torch.*; it must be .* with 0 … 2"):
+                gt.export_class_weights(head, tmp_path / "w.safetensors", dominant=wrong)
+
+
+@pytest.mark.parametrize("rows", ["pull", "ranks"])
 def test_imprinted_and_new_classes_begin_with_one_known_center(rows: str) -> None:
     with gt.local(num_shards=2) as cluster:
         head = made(cluster, rows=rows, num_living=50)
