@@ -62,6 +62,8 @@ $(EXAMPLES_STAMP): $(STAMP)
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
 
+# Compiled modules are kept, also where the environment says that they are not: a run starts hundreds of processes.
+test: export PYTHONDONTWRITEBYTECODE =
 test: dev links  ## every test, a process for each core and one more (TEST_JOBS=0: in one process)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

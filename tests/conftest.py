@@ -14,6 +14,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+# Before torch is loaded, here and in what tests start: its idle threads sleep. As a rule they spin for a while,
+# which takes the cores from the other processes of a run: threefold the time of some files.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # No test is about speed: on a busy machine an example takes as long as it takes.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
