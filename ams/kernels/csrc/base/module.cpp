@@ -115,6 +115,7 @@ NB_MODULE(_core, m) {
   bind_memory_budget(m);
   bind_fault(m);
   bind_frames(m);
+  bind_carriers(m);
   bind_row_store(m);
   bind_given_rows(m);
   bind_class_pass(m);

@@ -31,6 +31,7 @@ DType checked_dtype(const Array& array, int code) {
   return dtype;
 }
 
+void bind_carriers(nb::module_& m);
 void bind_fault(nb::module_& m);
 void bind_frames(nb::module_& m);
 void bind_row_store(nb::module_& m);

@@ -537,11 +537,12 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
   const FrameHeader header = parse_header(data, FrameKind::reply);
   require_frame(header.body_bytes == bytes - sizeof(FrameHeader), "its header tells another size");
   require_frame(header.number == number, "it answers another call");
-  require_frame(header.num_operations == rows.size(), "it answers another number of operations");
-  const size_t first = sizeof(FrameHeader) + rows.size() * sizeof(OperationReply);
+  const size_t count = header.num_operations;
+  require_frame(count == rows.size() || count == 1, "it answers another number of operations");
+  const size_t first = sizeof(FrameHeader) + count * sizeof(OperationReply);
   require_frame(first <= bytes, "an operation's reply is not there");
-  std::vector<ParsedReply> replies(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) {
+  std::vector<ParsedReply> replies(count);
+  for (size_t i = 0; i < count; ++i) {
     const auto reply = copied<OperationReply>(data + sizeof(FrameHeader) + i * sizeof(OperationReply));
     require_frame(reply.check == checksum_of(number, reply), "a reply's checksum is wrong");
     require_frame(reply.offset >= first && reply.offset <= bytes && reply.bytes <= bytes - reply.offset,
@@ -558,6 +559,7 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
       replies[i].outcome = std::move(fault);
       continue;
     }
+    require_frame(count == rows.size(), "it answers another number of operations");
     require_frame(reply.bytes == rows[i].rows_bytes + rows[i].present_bytes &&
                       ((reply.flags & kHasPresent) != 0) == (rows[i].present_bytes != 0),
                   "other rows came than were asked for");
@@ -565,6 +567,7 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
     replies[i].rows = begin;
     replies[i].present = rows[i].present_bytes != 0 ? reinterpret_cast<const uint8_t*>(begin) + rows[i].rows_bytes : nullptr;
   }
+  replies.resize(rows.size(), replies.front());  // the frame was refused as a whole
   return replies;
 }
 

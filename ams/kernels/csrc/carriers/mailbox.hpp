@@ -1,0 +1,69 @@
+// Memory that a client and a shard of one machine share: mailboxes, each of which carries one call at a time.
+//
+// A mailbox is a file in memory that the client makes: a page of control, the place of the request, the place of the reply. It has
+// no name in any file system, has all its memory from the first, and is sealed: by the client against any change of its size, by the
+// shard against giving memory back, for a page that is not there comes into being at the expense of whoever touches it next.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "carriers/forks.hpp"
+
+namespace geartrain {
+
+inline constexpr size_t kPageBytes = 4096;
+inline constexpr size_t kMostMailboxes = 64;  // of one client: as many as a word has bits
+inline constexpr size_t kMostPoolBytes = size_t{256} << 20;
+
+enum class MailboxState : uint32_t { free = 0, request = 1, busy = 2, reply = 3 };
+
+// The first page of a mailbox. Either side believes the other nothing.
+struct MailboxControl {
+  std::atomic<MailboxState> state;
+  std::atomic<uint32_t> is_awaited;  // the client sleeps on `state`
+  std::atomic<uint64_t> request_bytes, reply_bytes;
+};
+
+// The client's page: which of its mailboxes hold requests.
+struct RequestedPage {
+  std::atomic<uint64_t> requested;  // a bit for each
+};
+
+// The shard's page, which clients can only read.
+struct SleepPage {
+  std::atomic<uint32_t> is_asleep;  // wake it by a Notice
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<MailboxState>::is_always_lock_free);
+
+// Packets on the socket between them, after the hello. `added` comes with the mailbox's descriptor and is answered by the same
+// packet, or by `refused`.
+enum class NoticeKind : uint32_t { wake = 1, added = 2, closed = 3, refused = 4 };
+struct Notice {
+  NoticeKind kind = NoticeKind::wake;
+  uint32_t mailbox = 0;
+  uint64_t request_bytes = 0, reply_bytes = 0;  // of their places
+  uint64_t number = 0;                          // of an `added`; the answer repeats it
+};
+
+// Sleeps while `word` holds `value`, at most so long; wakes whoever sleeps on it. In any process.
+void futex_wait(const std::atomic<MailboxState>& word, MailboxState value, int64_t nanoseconds);
+void futex_wake(const std::atomic<MailboxState>& word);
+
+// A new file in memory of so many bytes, all of them taken, sealed against any change of its size. Throws std::system_error.
+OwnedFd make_shared_file(size_t bytes);
+// Maps a file that somebody else has made, and seals it. Throws std::runtime_error if it is not as make_shared_file makes it.
+SharedMapping map_their_file(int fd, size_t bytes);
+
+// Sends or receives one packet with at most one descriptor. Of send: false if it could not be taken now; throws std::system_error.
+// Of receive: bytes, 0 at the end of the connection, -1 if there is none now.
+bool send_packet(int socket, const void* data, size_t bytes, int fd = -1);
+struct Packet {
+  long bytes = -1;
+  OwnedFd fd;
+};
+Packet receive_packet(int socket, void* data, size_t most_bytes);
+
+}  // namespace geartrain

@@ -1,0 +1,122 @@
+#include "carriers/served_call.hpp"
+
+#include <new>
+#include <utility>
+
+namespace geartrain {
+namespace {
+
+Fault fault_of(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const Fault& fault) {
+    return fault;
+  } catch (const std::bad_alloc&) {
+    return Fault("OutOfMemory", "the shard is out of memory: the system gives it no more; the call changed nothing");
+  } catch (const std::exception& other) {
+    return Fault("InternalError", other.what());
+  } catch (...) {
+    return Fault("InternalError", "an unknown error");
+  }
+}
+
+}  // namespace
+
+ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, char* reply, size_t room, Answer answer)
+    : handler_(std::move(handler)), header_(header), reply_(reply), room_(room), answer_(std::move(answer)) {}
+
+void ServedCall::perform(const char* frame, size_t bytes) {
+  try {
+    request_ = parse_request(frame, bytes);
+    if (request_.header.check != header_.check) throw Fault("ProtocolError", "the frame was changed while it was read");
+    for (size_t i = 0; i < request_.operations.size(); ++i) {
+      const auto* pull = std::get_if<PullRequest>(&request_.operations[i].request);
+      rows_.push_back(pull != nullptr ? reply_rows(*pull, request_.wants_present[i]) : ReplyRows{});
+      has_writes_ |= pull == nullptr;
+    }
+    layout_ = lay_out_reply(rows_);
+    if (layout_.end > room_)
+      throw Fault("ProtocolError", "the reply takes " + std::to_string(layout_.end) + " bytes; there is room for " + std::to_string(room_));
+    outcomes_.resize(request_.operations.size());
+    num_due_ = outcomes_.size() + 1;  // and one for this thread, so that no outcome answers before all are begun
+  } catch (...) {
+    refuse(fault_of(std::current_exception()));
+    return;
+  }
+  for (size_t i = 0; i < request_.operations.size(); ++i) {
+    try {
+      perform_one(i, request_.operations[i]);
+    } catch (...) {
+      settle(i, fault_of(std::current_exception()));
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (--num_due_ != 0 || std::exchange(is_answered_, true)) return;
+  }
+  write_answer();
+}
+
+void ServedCall::perform_one(size_t index, Operation& operation) {
+  const auto later = [self = shared_from_this(), index](const Outcome& outcome) { self->settle(index, outcome); };
+  if (auto* pull = std::get_if<PullRequest>(&operation.request)) {
+    pull->rows = reply_ + layout_.rows[index];
+    if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
+    handler_->pull(operation.context, operation.table, *pull);
+    settle(index, Done{});
+  } else if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
+    handler_->push(operation.context, operation.table, *push, later);
+  } else {
+    handler_->assign(operation.context, operation.table, std::get<AssignRequest>(operation.request), later);
+  }
+}
+
+void ServedCall::settle(size_t index, Outcome outcome) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_answered_ || outcomes_[index]) return;
+    outcomes_[index] = std::move(outcome);
+    if (--num_due_ != 0) return;
+    is_answered_ = true;
+  }
+  write_answer();
+}
+
+bool ServedCall::is_waiting() {
+  const std::lock_guard lock(mutex_);
+  return !is_answered_;
+}
+
+void ServedCall::answer_now() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(is_answered_, true)) return;
+    for (auto& outcome : outcomes_)
+      if (!outcome) outcome = Fault("StepPending", "other ranks of the sync group have not pushed yet; ask again");
+  }
+  write_answer();
+}
+
+void ServedCall::refuse(const Fault& fault) {
+  is_answered_ = true;
+  rows_.assign(1, {});
+  layout_ = lay_out_reply(rows_);
+  outcomes_.assign(1, fault);
+  write_answer();
+}
+
+// By whoever has set is_answered_, without the mutex: it may wait for the interpreter lock (armed failpoints), whose holder may wait
+// for the mutex.
+void ServedCall::write_answer() {
+  std::vector<ReplyResult> results;
+  try {
+    handler_->before_reply(has_writes_);
+    for (size_t i = 0; i < outcomes_.size(); ++i) results.push_back({std::move(*outcomes_[i]), rows_[i]});
+  } catch (...) {
+    results.assign(outcomes_.size(), {fault_of(std::current_exception()), {}});
+  }
+  answer_(write_reply(reply_, room_, layout_, header_.number, results));
+  answer_ = nullptr;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,52 @@
+// The way of a client to one shard, whatever carries it.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <stdexcept>
+
+namespace geartrain {
+
+using SteadyTime = std::chrono::steady_clock::time_point;
+
+// There is no connection any more. A call that was sent may have been done.
+struct Lost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The connection has no room for this call now: it can go another way. Nothing was sent.
+struct Full : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Thread-safe.
+class Connection {
+ public:
+  virtual ~Connection() = default;
+
+  // A call under way, of one thread. Destroyed before its reply came, it is given up: nobody sees that reply.
+  class Call {
+   public:
+    virtual ~Call() = default;
+    // Where the frame is to be written, of the size that was asked for. At a multiple of 64.
+    virtual char* request() = 0;
+    // Once. Throws Lost.
+    virtual void send() = 0;
+    // Waits until the reply is there (true), `deadline` is over, or `look` says true; `look` may throw. It is asked about every
+    // 100 ms and never in the first. Throws Lost.
+    virtual bool wait(SteadyTime deadline, const std::function<bool()>& look) = 0;
+    // The reply's whole frame, at a multiple of 64. Who sent it can change it still.
+    virtual std::span<const char> reply() = 0;
+  };
+
+  // For a frame of `request_bytes` whose reply has at most `most_reply_bytes`. Throws Lost or Full.
+  virtual std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes) = 0;
+  virtual bool is_lost() const = 0;
+  // Calls under way end soon, as lost. Idempotent.
+  virtual void close() = 0;
+};
+
+}  // namespace geartrain

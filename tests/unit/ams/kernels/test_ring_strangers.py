@@ -1,0 +1,365 @@
+"""Either end of a shared-memory connection against one that does not keep to it: everything is spoken by hand here."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from geartrain.ams.kernels import _core
+from geartrain.ams.values.errors import ProtocolError
+from tests.support import frame_codec
+from tests.support.ring_talk import ask, expected, pull, push
+
+PAGE = 4096
+WAKE, ADDED, CLOSED, REFUSED = 1, 2, 3, 4
+FREE, REQUEST, REPLY = 0, 1, 3
+NOTICE = struct.Struct("<IIQQQ")
+CONTROL = struct.Struct("<IIQQ")
+"""State, whether it is awaited, bytes of request and reply."""
+SIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FUTURE_WRITE = 0x10
+PUNCH_HOLE = 3
+SOON = 10.0
+
+
+def file_of(size: int, *, seals: int = SIZES, holes: bool = False) -> int:
+    descriptor = os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    if not holes:
+        os.posix_fallocate(descriptor, 0, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+class Stranger:
+    """A client of the data plane, which may do what no other does."""
+
+    def __init__(self, server: _core.DataServer) -> None:
+        name, secret = server.offer()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.connect("\0" + name)
+        self.socket.settimeout(SOON)
+        page = file_of(PAGE)
+        self.page = mmap.mmap(page, PAGE)
+        socket.send_fds(self.socket, [frame_codec.header(3, 0, 0, 32) + secret], [page])
+        os.close(page)
+        answer, (self.sleep,), *_ = socket.recv_fds(self.socket, 64, 1)
+        assert answer == frame_codec.header(3, 0, 0, 0)
+
+    def add(self, index: int, request: int, reply: int, descriptor: int | None) -> int:
+        """Offer a mailbox; what the shard says."""
+        notice = NOTICE.pack(ADDED, index, request, reply, 7)
+        if descriptor is None:
+            self.socket.send(notice)
+        else:
+            socket.send_fds(self.socket, [notice], [descriptor])
+        kind, found, *_, number = NOTICE.unpack(self.socket.recv(64))
+        assert (found, number) == (index, 7)
+        return int(kind)
+
+    def mailbox(self, index: int = 0) -> mmap.mmap:
+        descriptor = file_of(3 * PAGE)
+        memory = mmap.mmap(descriptor, 3 * PAGE)
+        assert self.add(index, PAGE, PAGE, descriptor) == ADDED
+        os.close(descriptor)
+        return memory
+
+    def send(
+        self, memory: mmap.mmap, frame: bytes, num_bytes: int | None = None, bits: int = 1, state: int = REQUEST
+    ) -> None:
+        memory[PAGE : PAGE + len(frame)] = frame
+        memory[: CONTROL.size] = CONTROL.pack(state, 0, len(frame) if num_bytes is None else num_bytes, 0)
+        self.page[:8] = struct.pack("<Q", bits)
+        self.socket.send(NOTICE.pack(WAKE, 0, 0, 0, 0))
+
+    def has_ended(self) -> bool:
+        try:
+            return self.socket.recv(64) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture
+def server() -> Iterator[_core.DataServer]:
+    one = _core.DataServer(_core.ToyHandler())
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def other(server: _core.DataServer) -> _core.RingConnection:
+    return _core.connect_ring(*server.offer(), SOON)
+
+
+FRAME = frame_codec.request(5, 0, [pull("rows", [3])])
+
+
+def reply_in(memory: mmap.mmap) -> list[frame_codec.Described]:
+    while CONTROL.unpack(memory[: CONTROL.size])[0] != REPLY:
+        pass
+    size = CONTROL.unpack(memory[: CONTROL.size])[3]
+    return frame_codec.parsed_reply(memory[2 * PAGE : 2 * PAGE + size], 5, [16])
+
+
+def test_a_call_by_hand_is_answered(server: _core.DataServer) -> None:
+    ours = Stranger(server)
+    memory = ours.mailbox(63)
+    ours.send(memory, FRAME, bits=1 << 63)
+    assert reply_in(memory)[0]["rows"] == expected([3])
+
+
+@pytest.mark.parametrize(
+    ("parts", "file"),
+    [
+        ((PAGE, PAGE), lambda: file_of(3 * PAGE, seals=fcntl.F_SEAL_GROW)),
+        ((PAGE, PAGE), lambda: file_of(3 * PAGE, seals=SIZES | fcntl.F_SEAL_WRITE)),
+        ((PAGE, PAGE), lambda: file_of(3 * PAGE, seals=SIZES | fcntl.F_SEAL_SEAL)),
+        ((PAGE, PAGE), lambda: file_of(3 * PAGE, holes=True)),
+        ((PAGE, PAGE), lambda: file_of(2 * PAGE)),
+        ((PAGE, 2 * PAGE), lambda: file_of(3 * PAGE)),
+        ((PAGE, PAGE), lambda: os.open("/dev/zero", os.O_RDWR)),
+        ((PAGE, PAGE), lambda: None),
+        ((PAGE, 0), lambda: file_of(2 * PAGE)),
+        ((PAGE, 5), lambda: file_of(2 * PAGE + 5)),
+        ((1 << 40, 1 << 40), lambda: file_of(3 * PAGE)),
+        ((2**64 - PAGE, 3 * PAGE), lambda: file_of(3 * PAGE)),
+        ((256 << 20, PAGE), lambda: file_of(3 * PAGE)),
+    ],
+)
+def test_memory_that_is_not_as_it_must_be_is_refused(
+    server: _core.DataServer, parts: tuple[int, int], file: Callable[[], int | None]
+) -> None:
+    ours = Stranger(server)
+    descriptor = file()
+    assert ours.add(0, *parts, descriptor) == REFUSED
+    if descriptor is not None:
+        os.close(descriptor)
+    assert server.num_mailboxes == 0
+    memory = ours.mailbox()
+    assert ours.add(0, PAGE, PAGE, file_of(3 * PAGE)) == REFUSED  # there is one of this number
+    assert ours.add(64, PAGE, PAGE, file_of(3 * PAGE)) == REFUSED
+    ours.send(memory, FRAME)
+    assert reply_in(memory)[0]["rows"] == expected([3])
+
+
+def test_memory_cannot_be_taken_back_once_the_shard_has_it(server: _core.DataServer) -> None:
+    ours = Stranger(server)
+    descriptor = file_of(3 * PAGE)
+    assert ours.add(0, PAGE, PAGE, descriptor) == ADDED
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(descriptor, PAGE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.fallocate(descriptor, PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(3 * PAGE)) == -1
+
+
+def test_the_page_of_the_shard_can_only_be_read(server: _core.DataServer) -> None:
+    ours = Stranger(server)
+    mmap.mmap(ours.sleep, PAGE, prot=mmap.PROT_READ)
+    with pytest.raises(PermissionError):
+        mmap.mmap(ours.sleep, PAGE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(ours.sleep, 0)
+    with pytest.raises(PermissionError):
+        os.write(ours.sleep, b"x")
+
+
+@pytest.mark.parametrize(
+    "packet", [NOTICE.pack(9, 0, 0, 0, 0), NOTICE.pack(CLOSED, 64, 0, 0, 0), NOTICE.pack(REFUSED, 0, 0, 0, 0), b"short"]
+)
+def test_an_unknown_packet_ends_the_connection(
+    server: _core.DataServer, other: _core.RingConnection, packet: bytes
+) -> None:
+    ours = Stranger(server)
+    ours.mailbox()
+    ours.socket.send(packet)
+    assert ours.has_ended()
+    assert ask(other, pull("rows", [1]))[0]["rows"] == expected([1])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 63, PAGE + 1, 2**32, 2**63, 2**64 - 1])
+def test_a_size_beyond_the_mailbox_ends_the_connection(
+    server: _core.DataServer, other: _core.RingConnection, num_bytes: int
+) -> None:
+    ours = Stranger(server)
+    ours.send(ours.mailbox(), FRAME, num_bytes)
+    assert ours.has_ended()
+    assert ask(other, pull("rows", [1]))[0]["rows"] == expected([1])
+
+
+@pytest.mark.parametrize("hello", [b"", b"x", FRAME, frame_codec.header(3, 0, 0, 32) + bytes(32)])
+def test_who_greets_otherwise_is_sent_away(server: _core.DataServer, hello: bytes) -> None:
+    name, _ = server.offer()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
+        ours.connect("\0" + name)
+        ours.settimeout(SOON)
+        ours.send(hello)
+        with suppress(ConnectionResetError):
+            assert ours.recv(64) == b""
+
+
+def test_requests_that_are_not_there_are_passed_over(server: _core.DataServer, other: _core.RingConnection) -> None:
+    ours = Stranger(server)
+    memory = ours.mailbox()
+    for state in (FREE, 2, REPLY, 77, 2**32 - 1):
+        ours.send(memory, FRAME, bits=2**64 - 1, state=state)
+        assert ask(other, pull("rows", [1]))[0]["rows"] == expected([1])
+    ours.send(memory, FRAME)
+    assert reply_in(memory)[0]["rows"] == expected([3])
+
+
+def test_memory_that_changes_while_it_is_read_harms_nobody(
+    server: _core.DataServer, other: _core.RingConnection
+) -> None:
+    """A thread scribbles over request, headers and sizes all the while."""
+    random = np.random.default_rng(5)
+    frame = frame_codec.request(5, 0, [pull("rows", range(20)), push("rows", range(40)), pull("rows", [1, 2])])
+    over = threading.Event()
+    for _ in range(4):
+        ours = Stranger(server)
+        memory = ours.mailbox()
+        over.clear()
+
+        def scribble(memory: mmap.mmap = memory) -> None:
+            view = np.frombuffer(memory, np.uint8)
+            while not over.is_set():
+                at = PAGE + int(random.integers(64, len(frame)))
+                before = view[at]
+                view[at] = random.integers(256)
+                view[at] = before
+
+        thread = threading.Thread(target=scribble)
+        thread.start()
+        try:
+            for _ in range(100):
+                ours.send(memory, frame)
+                ask(other, pull("rows", [1]))
+        except OSError:  # sent away
+            pass
+        finally:
+            over.set()
+            thread.join()
+    assert ask(other, pull("rows", [1]))[0]["rows"] == expected([1])
+
+
+class Impostor:
+    """A shard's end, which greets as it is told and answers nothing by itself."""
+
+    def __init__(self, greet: Callable[[socket.socket, Impostor], None]) -> None:
+        self.name = f"impostor-{secrets.token_hex(8)}"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind("\0" + self.name)
+        self.listener.listen()
+        self.mailboxes: list[mmap.mmap] = []
+        self.thread = threading.Thread(target=self._serve, args=(greet,))
+        self.thread.start()
+
+    def _serve(self, greet: Callable[[socket.socket, Impostor], None]) -> None:
+        connected, _ = self.listener.accept()
+        with connected, suppress(OSError):
+            connected.settimeout(SOON)
+            _, descriptors, *_ = socket.recv_fds(connected, 128, 1)
+            os.close(descriptors[0])
+            greet(connected, self)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.thread.join()
+
+
+HELLO = frame_codec.header(3, 0, 0, 0)
+
+
+def greeting(hello: bytes, descriptor: Callable[[], int]) -> Callable[[socket.socket, Impostor], None]:
+    return lambda connected, _: (socket.send_fds(connected, [hello], [descriptor()]), None)[1]
+
+
+@pytest.mark.parametrize(
+    ("greet", "says"),
+    [
+        (lambda connected, _: connected.close(), "refuses the connection"),
+        (lambda connected, _: connected.send(HELLO), "refuses the connection"),
+        (greeting(FRAME[:64], lambda: file_of(PAGE)), "another kind"),
+        (greeting(HELLO, lambda: file_of(PAGE, seals=0)), "no shard"),
+        (greeting(HELLO, lambda: file_of(2 * PAGE)), "no shard"),
+        (greeting(HELLO, lambda: os.open("/dev/null", os.O_RDWR)), "no shard"),
+    ],
+)
+def test_who_is_no_shard_is_not_connected_to(greet: Callable[[socket.socket, Impostor], None], says: str) -> None:
+    there = Impostor(greet)
+    try:
+        with pytest.raises(RuntimeError, match=says):
+            _core.connect_ring(there.name, bytes(32), SOON)
+    finally:
+        there.close()
+
+
+def test_a_shard_that_does_not_greet_is_not_waited_for() -> None:
+    go_on = threading.Event()
+    there = Impostor(lambda *_: (go_on.wait(SOON), None)[1])
+    try:
+        with pytest.raises(RuntimeError, match="does not greet"):
+            _core.connect_ring(there.name, bytes(32), 0.05)
+    finally:
+        go_on.set()
+        there.close()
+    with pytest.raises(OSError, match="refused"):
+        _core.connect_ring(there.name, bytes(32), SOON)
+
+
+@pytest.mark.parametrize("size", [0, 64, 2**20, 2**64 - 1])
+def test_a_reply_is_never_longer_than_its_place(size: int) -> None:
+    def lie(connected: socket.socket, _: Impostor) -> None:
+        socket.send_fds(connected, [HELLO], [file_of(PAGE)])
+        notice, (descriptor,), *_ = socket.recv_fds(connected, 64, 1)
+        memory = mmap.mmap(descriptor, 0)
+        connected.send(notice)
+        while CONTROL.unpack(memory[: CONTROL.size])[0] != REQUEST:
+            pass
+        memory[: CONTROL.size] = CONTROL.pack(REPLY, 0, 0, size)
+        connected.recv(64)
+
+    there = Impostor(lie)
+    try:
+        ours = _core.connect_ring(there.name, bytes(32), SOON)
+        call = ours.begin(len(FRAME), 1000)
+        call.send()
+        assert call.wait(SOON)
+        assert len(call.reply()) <= 64 << 10
+        with pytest.raises(ProtocolError, match=r"shorter than its header|does not begin with"):
+            _core.parse_reply_frame(call.reply(), 5, [(16, 0)])
+        ours.close()
+    finally:
+        there.close()
+
+
+def test_a_mailbox_that_is_not_taken_in_time_is_not_waited_for() -> None:
+    def ignore(connected: socket.socket, _: Impostor) -> None:
+        socket.send_fds(connected, [HELLO], [file_of(PAGE)])
+        late, descriptors, *_ = socket.recv_fds(connected, 64, 1)
+        assert NOTICE.unpack(connected.recv(64))[0] == CLOSED
+        connected.send(late)  # too late
+        again, descriptors, *_ = socket.recv_fds(connected, 64, 1)
+        assert descriptors
+        connected.send(again)
+        connected.recv(64)
+
+    there = Impostor(ignore)
+    try:
+        ours = _core.connect_ring(there.name, bytes(32), SOON, answer_seconds=0.05)
+        with pytest.raises(_core.ConnectionFull):
+            ours.begin(64, 64)
+        assert ours.begin(64, 64) is not None
+        ours.close()
+    finally:
+        there.close()
