@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+import tests.faults  # noqa: F401  (loads the core without what GEARTRAIN_TEST_REMOVE names, before anything else does)
+
 # Before torch is loaded, here and in what tests start: its idle threads sleep. As a rule they spin for a while,
 # which takes the cores from the other processes of a run: threefold the time of some files.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

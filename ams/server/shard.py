@@ -14,10 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
-from geartrain.ams.kernels.engine import Lease
+from geartrain.ams.kernels.engine import CompletedWrites, Lease
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores

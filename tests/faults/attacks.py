@@ -59,6 +59,14 @@ def bulk_connections(seed: int, folder: Path, *, pushes: int = 20) -> None:  # n
     np.testing.assert_array_equal(rows, expected)
 
 
+def scenario(seed: int, folder: Path, *, name: str) -> None:
+    """What happens at a failpoint; see ``scenarios.py``."""
+    from tests.faults.scenarios import run_scenario
+
+    outcome = run_scenario(name, seed, folder)
+    assert outcome.held, f"fired: {outcome.fired}, wrong rows: {outcome.wrong_rows > 0}"
+
+
 def damage(seed: int, folder: Path, *, times: int = 40) -> None:
     """Damage a snapshot so many times, each time in one way; it must be found and named."""
     whole = take_snapshot(folder, "whole", step=1)

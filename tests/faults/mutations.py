@@ -1,52 +1,37 @@
 """The suite's own mutations: each takes one mechanism out of the product, so that the attacks can show that they bite.
 
-Monkeypatches only; the product has no such switches. ``GEARTRAIN_TEST_REMOVE=dedup make test`` runs every test without
-one (this process only: not the roles that a test starts), and so does ``make campaign``.
+The product has no such switches: what is Python is patched, what is compiled is compiled anew with other words in it
+(``mutated_core.py``), and only a process that begins can load that. ``GEARTRAIN_TEST_REMOVE=dedup make test`` runs
+every test without one (this process only: not the roles that a test starts), and so does ``make campaign``.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
 
 from geartrain.ams.rpc.payload.shared_memory import HeldSegments
-from geartrain.ams.server import completed_writes
-from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot import folder as snapshot_folder
-from geartrain.ams.values.shard_messages import CallContext, Done
-
-
-def _dedup(patch: pytest.MonkeyPatch) -> None:
-    """A shard forgets what it applied."""
-    whole = CompletedWrites.applied
-
-    def forgetting(self: CompletedWrites, context: CallContext, done: Done, table: str) -> None:
-        whole(self, context, done, table)
-        self._streams[context.stream].done.clear()
-
-    patch.setattr(CompletedWrites, "applied", forgetting)
+from tests.faults.mutated_core import MODULE, VARIABLE
+from tests.faults.mutated_core import REMOVALS as COMPILED_REMOVALS
 
 
 def _shard_fence(patch: pytest.MonkeyPatch) -> None:
     """A shard answers calls that mean the one before it."""
     patch.setattr(Shard, "check_fence", lambda *_: None)
-
-
-def _client_fence(patch: pytest.MonkeyPatch) -> None:
-    """A shard takes writes of a process that was replaced."""
-
-    def unfenced(self: CompletedWrites, context: CallContext) -> Any:
-        return self._streams.setdefault(context.stream, completed_writes._WriteStream())
-
-    patch.setattr(CompletedWrites, "_current", unfenced)
 
 
 class _EqualToAll(str):
@@ -105,11 +90,8 @@ def _one_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HeldSegments, "claim", lambda self, name, _: self._held[name].memory)
 
 
-VARIABLE = "GEARTRAIN_TEST_REMOVE"
-REMOVALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "dedup": _dedup,
+PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "shard fence": _shard_fence,
-    "client fence": _client_fence,
     "one use": _one_use,
     "checksum": _checksum,
     "rename last": _rename_last,
@@ -119,22 +101,64 @@ REMOVALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@contextmanager
-def removed(name: str) -> Iterator[None]:
-    """Take one mechanism out while the block runs. Raises KeyError for an unknown name."""
-    with pytest.MonkeyPatch.context() as patch:
-        REMOVALS[name](patch)
-        yield
+REMOVALS = (*COMPILED_REMOVALS, *PATCHES)
+_HELD, _CAUGHT = 0, 3
+"""Exit codes."""
+
+
+def attack_without(mechanism: str, attack: Callable[..., None], seed: int, folder: Path) -> None:
+    """Run an attack, a function of a module or a partial of one, with one mechanism taken out.
+
+    Raises what it raises, AssertionError for that of a compiled mechanism. Raises KeyError for an unknown mechanism.
+    """
+    if mechanism not in COMPILED_REMOVALS:
+        with pytest.MonkeyPatch.context() as patch:
+            PATCHES[mechanism](patch)
+            attack(seed, folder)
+        return
+    plain = attack.func if isinstance(attack, partial) else attack
+    options = attack.keywords if isinstance(attack, partial) else {}
+    told = json.dumps([plain.__module__, plain.__qualname__, seed, str(folder), options])
+    code = "import sys; from tests.faults.mutations import attack_in_this_process as attack; attack(sys.argv[1])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, told],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, VARIABLE: mechanism},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode == _CAUGHT:
+        raise AssertionError(ended.stderr[-4000:])
+    if ended.returncode != _HELD:
+        raise RuntimeError(ended.stderr[-4000:])
+
+
+def attack_in_this_process(told: str) -> None:
+    """Run the attack that :func:`attack_without` tells of, without what the environment names."""
+    module, name, seed, folder, options = json.loads(told)
+    with removed_by_environment():
+        try:
+            getattr(importlib.import_module(module), name)(seed, Path(folder), **options)
+        except (AssertionError, BaseExceptionGroup):
+            traceback.print_exc()
+            sys.exit(_CAUGHT)
 
 
 @contextmanager
 def removed_by_environment() -> Iterator[None]:
-    """Take out what ``GEARTRAIN_TEST_REMOVE`` names, separated by commas. Raises ValueError for an unknown name."""
+    """Take out what ``GEARTRAIN_TEST_REMOVE`` names, separated by commas. Raises ValueError for an unknown name.
+
+    What is compiled was taken out when this process loaded the core.
+    """
     names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
     unknown = [name for name in names if name not in REMOVALS]
     if unknown:
         raise ValueError(f"{VARIABLE} names {unknown[0]!r}; it can be {', '.join(REMOVALS)}")
-    with ExitStack() as stack:
+    if any(name in COMPILED_REMOVALS for name in names):
+        assert "/mutants/" in str(importlib.import_module(MODULE).__file__), "the whole core was loaded first"
+    with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            stack.enter_context(removed(name))
+            if name in PATCHES:
+                PATCHES[name](patch)
         yield

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from geartrain.ams.observe.failpoints import FAILPOINTS
-from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.storage.snapshot import store as snapshot_store
 from geartrain.ams.storage.snapshot.manifest import MANIFEST
-from geartrain.ams.values.shard_messages import CallContext, Done
+from tests.faults import attacks
+from tests.faults.mutations import attack_without
 from tests.faults.scenarios import ELSEWHERE, PLACES, actions_of, run_scenario
 
 KILL, OTHER = 0, 1
@@ -36,21 +37,12 @@ def test_nothing_is_lost_or_doubled_when_something_fails_or_stalls_at(name: str,
     assert outcome.held, outcome
 
 
-def test_the_scenarios_find_a_shard_that_forgets_what_it_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = CompletedWrites.applied
-
-    def forgetting(self: CompletedWrites, context: CallContext, done: Done, table: str) -> None:
-        whole(self, context, done, table)
-        self._streams[context.stream].done.clear()
-
-    monkeypatch.setattr(CompletedWrites, "applied", forgetting)
-    outcome = run_scenario("client.reply.after", OTHER, tmp_path / "answered")
-    assert outcome.held, outcome  # what was answered is not sent again
-    outcome = run_scenario("shard.reply.before", OTHER, tmp_path / "unanswered")
-    assert outcome.fired
-    assert outcome.wrong_rows > 0
+def test_the_scenarios_find_a_shard_that_forgets_what_it_applied(tmp_path: Path) -> None:
+    answered = partial(attacks.scenario, name="client.reply.after")
+    attack_without("dedup", answered, OTHER, tmp_path / "answered")  # what was answered is not sent again
+    unanswered = partial(attacks.scenario, name="shard.reply.before")
+    with pytest.raises(AssertionError, match="fired: True, wrong rows: True"):
+        attack_without("dedup", unanswered, OTHER, tmp_path / "unanswered")
 
 
 def test_the_scenarios_find_a_snapshot_that_appears_before_it_is_whole(

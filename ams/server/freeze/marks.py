@@ -21,16 +21,32 @@ had those steps without a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrites, StreamWrites
+from geartrain.ams.kernels.engine import CompletedWrites
 from geartrain.ams.server.sync_groups import GroupStep, SyncGroups
 from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
 _STEPS = TypeAdapter(TableSteps)
+
+
+class CompletedWrite(NamedTuple):
+    """A write that was applied."""
+
+    sequence: int
+    created: int
+    table: str
+
+
+class StreamWrites(NamedTuple):
+    """What a shard knows of a stream."""
+
+    incarnation: int
+    oldest_unacknowledged: int
+    done: list[CompletedWrite]
 
 
 class ShardMarks(BaseModel):
@@ -55,7 +71,10 @@ def held_marks(
 ) -> dict[str, Any]:
     """Return the marks and numbers of writes to ``tables``, and the steps of those that count them, as JSON values."""
     held = ShardMarks(
-        streams=completed_writes.streams(tables),
+        streams={
+            name: StreamWrites(incarnation, oldest, [CompletedWrite(*write) for write in done])
+            for name, (incarnation, oldest, done) in completed_writes.streams(tables).items()
+        },
         groups=[step for step in groups.steps() if step.table in tables],
         steps=dict(steps or {}),
         writes=dict(writes or {}),

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.kernels._core import Turn
+from geartrain.ams.kernels.engine import CompletedWrites
 from geartrain.ams.observe import failpoints
-from geartrain.ams.server.completed_writes import CompletedWrites
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
 from geartrain.ams.server.sync_groups import SyncGroups

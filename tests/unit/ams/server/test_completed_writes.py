@@ -6,7 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from geartrain.ams.server.completed_writes import CompletedWrite, CompletedWrites, StreamWrites
+from geartrain.ams.kernels.engine import CompletedWrites
+from geartrain.ams.server.freeze.marks import CompletedWrite, StreamWrites
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, StaleClient
 from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Reply
 
@@ -72,6 +73,7 @@ def test_a_superseded_process_is_fenced() -> None:
 
 
 def test_a_client_may_not_run_further_ahead_than_the_window() -> None:
+    assert CompletedWrites().admit(context(WRITE_WINDOW), future())
     with pytest.raises(InvalidArgument, match=str(WRITE_WINDOW)):
         CompletedWrites().admit(context(WRITE_WINDOW + 1), future())
 
@@ -184,4 +186,4 @@ def test_a_stream_that_goes_on_writing_is_not_forgotten_for_others() -> None:
         writes.applied(named("mine", number + 2, incarnation=1), Done(), "t")
     assert not writes.admit(named("mine", 1, incarnation=1), again)
     assert again.result(0) == Done(created=4, duplicate=True)
-    assert len(writes._forgotten_streams) <= 6
+    assert writes.num_forgotten_streams <= 6

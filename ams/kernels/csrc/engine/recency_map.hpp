@@ -1,0 +1,96 @@
+// Values by name, in the order in which they were used: so that whoever keeps a bounded number of them can forget the one that
+// was not used for the longest. Every call is O(1), whatever the number of entries.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <list>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "base/fingerprint.hpp"
+#include "base/keyed_hash.hpp"
+
+namespace geartrain {
+
+// Keyed, or whoever makes up names could make up those that fall into one place.
+struct NameHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view name) const { return murmur3(name.data(), name.size(), {hash_seed, hash_seed}).low; }
+};
+
+template <class Value>
+using ByName = std::unordered_map<std::string, Value, NameHash, std::equal_to<>>;
+
+// An entry is idle or held; only an idle one is the oldest. Entries stay where they are in memory until they are erased.
+template <class Value>
+class RecencyMap {
+ public:
+  struct Entry {
+    std::string name;
+    Value value;
+    bool is_held = false;
+    typename std::list<Entry>::iterator self = {};
+  };
+
+  size_t size() const { return places_.size(); }
+
+  Entry* find(std::string_view name) const {
+    const auto found = places_.find(name);
+    return found == places_.end() ? nullptr : &*found->second;
+  }
+
+  // Adds an idle entry as the one used last. There is none of the name.
+  Entry& add(std::string_view name, Value value) {
+    const auto place = idle_.insert(idle_.end(), Entry{std::string(name), std::move(value)});
+    place->self = place;
+    try {
+      places_.emplace(place->name, place);
+    } catch (...) {
+      idle_.erase(place);
+      throw;
+    }
+    return *place;
+  }
+
+  // It is used now. A held entry keeps its place among those held, which is that of when it was held.
+  void touch(Entry& entry) {
+    if (!entry.is_held) idle_.splice(idle_.end(), idle_, entry.self);
+  }
+  void hold(Entry& entry) {
+    if (!std::exchange(entry.is_held, true)) held_.splice(held_.end(), idle_, entry.self);
+  }
+  // It is idle again, as the one used last.
+  void release(Entry& entry) {
+    if (std::exchange(entry.is_held, false)) idle_.splice(idle_.end(), held_, entry.self);
+  }
+
+  // The idle entry that was not used for the longest, and the one that has been held for the longest; null if there is none.
+  Entry* oldest() { return idle_.empty() ? nullptr : &idle_.front(); }
+  Entry* first_held() { return held_.empty() ? nullptr : &held_.front(); }
+
+  void erase(Entry& entry) {
+    places_.erase(entry.name);
+    (entry.is_held ? held_ : idle_).erase(entry.self);
+  }
+
+  // Of each entry, which the visitor may erase.
+  template <class Visit>
+  void for_each(const Visit& visit) {
+    for (std::list<Entry>* entries : {&idle_, &held_})
+      for (auto next = entries->begin(); next != entries->end();) visit(*next++);
+  }
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for (const std::list<Entry>* entries : {&idle_, &held_})
+      for (const Entry& entry : *entries) visit(entry);
+  }
+
+ private:
+  std::list<Entry> idle_, held_;
+  std::unordered_map<std::string_view, typename std::list<Entry>::iterator, NameHash> places_;
+};
+
+}  // namespace geartrain
