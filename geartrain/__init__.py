@@ -173,7 +173,11 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("geartrain.ams.values.errors")
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module 'geartrain' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+        import difflib
+
+        close = difflib.get_close_matches(name, __all__, 1)
+        names = f"did you mean {close[0]!r}?" if close else f"its public names are {', '.join(__all__)}"
+        raise AttributeError(f"module 'geartrain' has no attribute {name!r}; {names}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value  # found once, then an ordinary attribute
     return value

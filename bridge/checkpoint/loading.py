@@ -174,6 +174,21 @@ def _require_same_tables(snapshot: Snapshot, keepers: list[RowKeeper]) -> None:
         if (found := saved[spec.name]) == spec:
             continue
         raise SpecMismatch(
-            f"table {spec.name!r} of the saved model differs from this one's: {found.unlike(spec)}. Make it with the "
-            "saved settings (num_rows is a head's num_classes); nothing was changed"
+            f"table {spec.name!r} of the saved model differs from this one's: {found.unlike(spec)}. "
+            f"{_remedy(found, spec)}; nothing was changed"
         )
+
+
+def _remedy(saved: TableSpec, mine: TableSpec) -> str:
+    """What to do about what differs, in the words of who makes a head."""
+    remedies = ["Make it with the saved settings"]
+    if saved.num_rows != mine.num_rows:
+        remedies.append(
+            "num_rows is a head's num_classes; for more classes than were saved, geartrain.import_class_weights brings "
+            "the exported rows into a larger head"
+        )
+    if saved.dim != mine.dim:
+        remedies.append("dim is a head's dim, and one more with bias=True")
+    if saved.optimizer != mine.optimizer and type(saved.optimizer) is type(mine.optimizer):
+        remedies.append("set other numbers after the load, in optimizer.param_groups")
+    return "; ".join(remedies)

@@ -450,7 +450,7 @@ class ClassHead(nn.Module):
         """Neither copy nor pickle: rows are trained in one place."""
         raise InvalidArgument(
             f"ClassHead {self.name!r} cannot be copied or pickled: its rows are not in the module. Copy the "
-            "backbone alone (for averaged weights, too); state_dict() and a snapshot save a head"
+            "backbone alone (for averaged weights, too); geartrain.save(model, folder) saves a head with its rows"
         )
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or con
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import os
@@ -115,9 +116,12 @@ def main() -> None:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         sys.exit(exit_code(error))
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            print(f"{ERROR_PREFIX}{os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a write, which knows no name
+            print(f"{ERROR_PREFIX}{error.strerror}: free space, or give a folder on another disk", file=sys.stderr)
+        else:
             raise
-        print(f"{ERROR_PREFIX}{error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(FAILED)
 
 

@@ -135,6 +135,25 @@ def test_what_fails_at_run_time_exits_with_1(
     assert capsys.readouterr().err.startswith("error: /full")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device: free space"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", b"/run/x"), "error: /run/x: No such file"),
+    ],
+)
+def test_an_error_of_the_disk_is_one_line_whatever_it_knows(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "build_app", lambda _: fail)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.startswith(said)
+
+
 @pytest.mark.parametrize("name", ["scheduler", "server", "up"])
 def test_a_role_that_others_could_reach_refuses_to_start(name: str) -> None:
     flag = "--scheduler-listen" if name == "up" else "--listen"

@@ -83,6 +83,13 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'ClasHead'; did you mean 'ClassHead'\?"):
+        gt.ClasHead  # noqa: B018
+    with pytest.raises(AttributeError, match="its public names are"):
+        gt.xyzzy  # noqa: B018
+
+
 def test_the_public_names_are_exactly_these() -> None:
     assert set(gt.__all__) == PUBLIC_NAMES
 

@@ -38,6 +38,12 @@ class StepStatistics:
     num_active: int
     """Classes that took part."""
 
+    def __repr__(self) -> str:
+        """Its means, for print(): not a number for each sample."""
+        means = {name: getattr(self, name) for name in ("loss", "accuracy", "target", "highest_other")}
+        shown = ", ".join(f"{name}={value if value is None else f'{value:.4g}'}" for name, value in means.items())
+        return f"StepStatistics({shown}, num_samples={len(self.losses)}, num_active={self.num_active})"
+
     @property
     def loss(self) -> float:
         """Mean loss, whatever the reduction; weights play no part."""

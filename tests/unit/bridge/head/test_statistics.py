@@ -57,6 +57,7 @@ def check(head: gt.ClassHead, question: Question) -> None:
     others = cosines.scatter(1, labels[:, None], -torch.inf)[:, active].amax(1)
     stats = head.stats
     assert stats is not None and stats.highest_others is not None
+    assert repr(stats).startswith(f"StepStatistics(loss={stats.loss:.4g}, accuracy=") and "tensor" not in repr(stats)
     close(stats.targets, targets, 1e-5)
     close(stats.highest_others, others, 1e-5)
     assert stats.num_active == len(active)
