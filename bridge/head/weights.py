@@ -61,10 +61,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The matrices that a head can take."""
+    """The matrices that a head can take, and how many classes."""
 
     dim: int
     sub_centers: int
+    num_first: int | None
+    """Classes that may be given in place of all."""
 
     def fits(self, shape: Sequence[int]) -> bool:
         """[n, D]; of a head with K centers a class [n · K, D], those of a class one after the other, or [n, K, D]."""
@@ -102,12 +104,14 @@ def import_class_weights(
     with biases takes those [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class
     takes files [n · K, D], those of a class one after the other (as InsightFace has them), or [n, K, D].
 
+    The files hold all classes of the head; or, of one with ``num_living=N``, the first N: so a head is made larger.
+
     With ranks every rank calls this, and the first one writes; rows that lie on ranks each rank reads for itself, from
     files that all of them see. Everything about names, shapes and dtypes is checked before a row is written. Raises
     InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
     before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
-    backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers)
+    backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers, _first_living(head))
     table, peers, own = backend.table, backend.peers, backend.own_classes
     if peers is None:
         parts = _open_parts(_files(paths), table, wanted, key)
@@ -227,6 +231,10 @@ def _replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.replace(path)
+    except OSError as exc:
+        if exc.errno is None or exc.filename is not None:
+            raise
+        raise OSError(exc.errno, f"{exc.strerror}, and the file was not written", str(path)) from exc  # a full disk
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -257,16 +265,24 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
+def _first_living(head: ClassHead) -> int | None:
+    """N where the living classes are 0 … N − 1 and others may come after them."""
+    living = head.backend.living
+    return living.num_living if living.retired_runs.tolist() == [[living.num_living, living.num_classes]] else None
+
+
 def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: str | None) -> list[_Part]:
     spec = table.spec
     parts = [_open(path, wanted, key) for path in paths]
     total = sum(part.num_rows for part in parts)
-    if total != spec.num_rows:
+    if total not in (spec.num_rows, wanted.num_first):
         centers = "" if wanted.sub_centers == 1 else f"{wanted.sub_centers}, "
         listed = ", ".join(f"{part.path} [{part.num_rows}, {centers}{wanted.dim}]" for part in parts)
+        living = f" ({wanted.num_first:,} of them living)" if wanted.num_first is not None else ""
+        larger = f", or a larger one with num_living={total}" if total < (spec.num_rows or 0) else ""
         raise InvalidRows(
             f"{listed} {'hold' if len(parts) > 1 else 'holds'} {total:,} classes, table {spec.name!r} has "
-            f"{spec.num_rows:,}; give the files of all ranks, or a head of {total:,} classes"
+            f"{spec.num_rows:,}{living}; give the files of all ranks, or a head of {total:,} classes{larger}"
         )
     return parts
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +117,19 @@ def test_a_file_of_another_dtype_is_stored_in_the_tables(cluster: gt.Cluster, tm
     np.save(tmp_path / "w.npy", weights.numpy())
     gt.import_class_weights(head, tmp_path / "w.npy")
     assert torch.equal(head.weights(), weights.half())
+
+
+def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluster: gt.Cluster, tmp_path: Path) -> None:
+    old = head_of(cluster)
+    path = gt.export_class_weights(old, tmp_path / "w.safetensors")
+    larger = gt.ClassHead(cluster, "larger", num_classes=CLASSES + 5, dim=DIM, num_living=CLASSES)
+    assert gt.import_class_weights(larger, path) == [(path, CLASSES)]
+    assert torch.equal(larger.weights(torch.arange(CLASSES)), old.weights())
+    assert larger.add_classes(2).tolist() == [CLASSES, CLASSES + 1]
+    for settings in ({}, {"num_living": CLASSES + 1}):
+        other = gt.ClassHead(cluster, f"o{len(settings)}", num_classes=CLASSES + 5, dim=DIM, **settings)
+        with pytest.raises(InvalidRows, match=rf"or a larger one with num_living={CLASSES}$"):
+            gt.import_class_weights(other, path)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +258,19 @@ def test_an_export_that_fails_leaves_what_was_there(
         gt.export_class_weights(head, path)
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_a_full_disk_is_named_with_the_file(
+    cluster: gt.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left .*w\.safetensors") as caught:
+        gt.export_class_weights(head_of(cluster), tmp_path / "w.safetensors")
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
 
 
 ROUND_TRIP = """
