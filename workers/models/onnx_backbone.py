@@ -1,6 +1,7 @@
 """A backbone as ONNX: exported with the classes beside it, compared with onnxruntime, and run by it.
 
-    FOLDER/backbone.onnx           images [N, …] -> features [N, D], any N
+    FOLDER/backbone.onnx           images [N, …] -> features [N, D], any N; of a backbone that takes several tensors
+                                   one input for each, called as its forward calls it
     FOLDER/centers.safetensors     centers [C, D], of several a class [C, K, D], and, where there are some, biases [C],
                                    float32
     FOLDER/classes.json            name of each class
@@ -12,10 +13,11 @@ Legend: N images, C classes, D width of a feature.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamag
 from geartrain.ams.values.text import quoted
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""What a backbone takes: its only argument; all of them; or all of them by name."""
 FORMAT = 1
 KIND = "onnx"
 TOLERANCE = 1e-3
@@ -38,6 +42,8 @@ TOLERANCE = 1e-3
 _BACKBONE, _CENTERS, _CLASSES, _CONFIG = "backbone.onnx", "centers.safetensors", "classes.json", "config.json"
 _FILES = (_BACKBONE, _CENTERS, _CLASSES)
 _INPUT, _OUTPUT = "images", "features"
+_IDS = (torch.int32, torch.int64)
+"""Of such a tensor, as of words or letters, other sizes than N differ from batch to batch, too."""
 _REMEDY = "export the model again"
 
 
@@ -74,19 +80,42 @@ class OnnxBackbone(nn.Module):
         except Exception as exc:  # its errors have no base but this
             raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """Images [N, …] -> features [N, D]. Raises InvalidArgument for images of another shape or type."""
+        names = [one.name for one in self._session.get_inputs()]
+        given = {**dict(zip(names, inputs, strict=False)), **named}
         try:
-            (features,) = self._session.run([_OUTPUT], {_INPUT: images.detach().cpu().contiguous().numpy()})
+            arrays = {name: one.detach().cpu().contiguous().numpy() for name, one in given.items()}
+            (features,) = self._session.run([_OUTPUT], arrays)
         except Exception as exc:
-            raise InvalidArgument(f"onnxruntime refuses images {images.dtype} {list(images.shape)}: {exc}") from exc
+            found = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in given.items())
+            raise InvalidArgument(f"onnxruntime refuses {found}; it takes {', '.join(names)}: {exc}") from exc
         return torch.from_numpy(features)
+
+
+def run(backbone: nn.Module, inputs: Inputs) -> Tensor:
+    """Features [N, D] of ``inputs``. Raises InvalidArgument for other arguments than the backbone's."""
+    if isinstance(inputs, Tensor):
+        return backbone(inputs)  # type: ignore[no-any-return]
+    bound = _bound(backbone, inputs)
+    return backbone(*bound.args, **bound.kwargs)  # type: ignore[no-any-return]
+
+
+def _bound(backbone: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> inspect.BoundArguments:
+    try:
+        signature = inspect.signature(backbone.forward)
+        return signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+    except TypeError as exc:
+        raise InvalidArgument(
+            f"{type(backbone).__name__} does not take these inputs: {exc}. A tuple holds the arguments of its forward, "
+            "(argument,) where the only one is a tuple itself; a dict holds them by name"
+        ) from exc
 
 
 def export(
     folder: Path,
     backbone: nn.Module,
-    example: Tensor,
+    example: Inputs,
     *,
     tensors: Mapping[str, Tensor],
     class_names: Sequence[str],
@@ -97,9 +126,7 @@ def export(
     _require_ours(folder)
     for library in ("onnx", "onnxscript", "onnxruntime"):
         _needed(library)
-    if not isinstance(example, Tensor) or example.ndim < 1 or len(example) < 2:
-        found = list(example.shape) if isinstance(example, Tensor) else quoted(example)
-        raise InvalidArgument(f"example is {found}; it must be a tensor of 2 or more images [N, ...]")
+    example = _batch(backbone, example)
     was_training = backbone.training
     backbone.eval()
     try:
@@ -115,6 +142,31 @@ def export(
     finally:
         backbone.train(was_training)
     return parity
+
+
+def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
+    """The only input, or all by the names that forward gives them. Raises InvalidArgument unless each is [N, …]."""
+    several = isinstance(example, tuple | Mapping)
+    tensors: dict[str, Any] = {_INPUT: example}
+    if isinstance(example, tuple | Mapping):
+        tensors = dict(_bound(backbone, example).arguments)
+    sizes = set()
+    for name, one in tensors.items():
+        if not isinstance(one, Tensor) or one.ndim < 1 or len(one) < 2:
+            found = list(one.shape) if isinstance(one, Tensor) else quoted(one)
+            raise InvalidArgument(
+                f"example{f'[{name!r}]' if several else ''} is {found}; it must be a tensor of 2 or more images "
+                "[N, ...], or a tuple or dict of such, as the backbone takes them. Texts of several lengths in one "
+                "batch are padded to one: [N, L]"
+            )
+        sizes.add(len(one))
+    if len(sizes) != 1:
+        raise InvalidArgument(f"example has tensors of {sorted(sizes)} images; each must be [N, ...] of one N")
+    return tensors if several else tensors[_INPUT]
+
+
+def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> Tensor | dict[str, Tensor]:
+    return change(batch) if isinstance(batch, Tensor) else {name: change(one) for name, one in batch.items()}
 
 
 def _require_ours(folder: Path) -> None:
@@ -153,7 +205,13 @@ def read(folder: Path) -> Exported:
     return Exported(backbone=OnnxBackbone(folder / _BACKBONE), tensors=tensors, class_names=names, config=config)
 
 
-def _write_onnx(backbone: nn.Module, example: Tensor, path: Path) -> None:
+def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:
+    size = torch.export.Dim(_INPUT, min=1)
+
+    def sizes(one: Tensor) -> dict[int, Any]:
+        lengths = range(1, one.ndim) if one.dtype in _IDS else ()
+        return {0: size, **dict.fromkeys(lengths, torch.export.Dim.AUTO)}
+
     exporting = logging.getLogger("torch.onnx")
     level = exporting.level
     exporting.setLevel(logging.ERROR)
@@ -162,11 +220,14 @@ def _write_onnx(backbone: nn.Module, example: Tensor, path: Path) -> None:
             warnings.simplefilter("ignore")  # of the exporter about itself
             torch.onnx.export(
                 backbone,
-                (example,),
+                (example,) if isinstance(example, Tensor) else (),
                 str(path),
-                input_names=[_INPUT],
+                kwargs=None if isinstance(example, Tensor) else example,
+                input_names=[_INPUT] if isinstance(example, Tensor) else list(example),
                 output_names=[_OUTPUT],
-                dynamic_shapes=({0: torch.export.Dim("images", min=1)},),
+                dynamic_shapes=(sizes(example),)
+                if isinstance(example, Tensor)
+                else {name: sizes(one) for name, one in example.items()},
                 dynamo=True,
                 external_data=False,
                 verbose=False,
@@ -174,23 +235,24 @@ def _write_onnx(backbone: nn.Module, example: Tensor, path: Path) -> None:
     except Exception as exc:  # of many unrelated kinds
         raise InvalidArgument(
             f"{type(backbone).__name__} cannot be exported to ONNX: {type(exc).__name__}: {_first_line(exc)}. Its "
-            "forward must take one tensor [N, ...] of any N, without branches that look at values"
+            "forward must take tensors [N, ...] of any N, without branches that look at values"
         ) from exc
     finally:
         exporting.setLevel(level)
 
 
 @torch.no_grad()
-def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor) -> Parity:
+def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dict[str, Tensor]) -> Parity:
     """Compare all of the example, its first image alone, and it twice over. Raises InvalidArgument."""
     largest, num_images = 0.0, 0
-    for images in (example, example[:1], torch.cat([example, example.flip(0)])):
-        mine, theirs = backbone(images).float().cpu(), exported(images).float()
+    first, doubled = _each(example, lambda one: one[:1]), _each(example, lambda one: torch.cat([one, one.flip(0)]))
+    for images in (example, first, doubled):
+        mine, theirs = run(backbone, images).float().cpu(), run(exported, images).float()
         if mine.shape != theirs.shape:
             raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
         lengths = mine.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         largest = max(largest, float(((mine - theirs).norm(dim=1) / lengths).max()))
-        num_images += len(images)
+        num_images += len(mine)
     if not largest <= TOLERANCE:
         raise InvalidArgument(
             f"features of onnxruntime are {largest:.2g} of their length from the backbone's, more than {TOLERANCE:g}; "

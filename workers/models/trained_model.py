@@ -30,7 +30,7 @@ from geartrain.workers.models import onnx_backbone
 from geartrain.workers.models.saved_model import Model
 from geartrain.workers.models.saved_model import load_model as load_worker_model
 
-Images = Tensor | str | Path | Image.Image | Iterable[str | Path | Image.Image]
+Images = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
 AT_ONCE = 256
 _ROWS_AT_ONCE = 65_536
 
@@ -64,12 +64,14 @@ class TrainedModel:
     def embed(self, images: Images) -> Tensor:
         """Features [N, D] float32 of images, on the host.
 
-        ``images`` is a tensor as the backbone takes it, [N, …]; or, of a model that 'geartrain worker' saved, one or
-        several pictures: paths, or PIL images. Works on 256 at a time. Raises InvalidArgument (not a picture),
-        InvalidRows.
+        ``images`` is a tensor as the backbone takes it, [N, …]; a tuple of the arguments of its forward, or a dict of
+        them by name, if it takes several (texts and their masks, pieces of texts and where each text begins); or, of a
+        model that 'geartrain worker' saved, one or several pictures: paths, or PIL images. Works on 256 at a time; what
+        a tuple or a dict holds is one batch. Raises InvalidArgument (not a picture, other arguments), InvalidRows.
         """
         device = next((one.device for one in self.backbone.parameters()), torch.device("cpu"))
-        found = [self.backbone(batch.to(device)).float().cpu() for batch in self._batches(images)]
+        batches = (_moved(batch, device) for batch in self._batches(images))
+        found = [onnx_backbone.run(self.backbone, batch).float().cpu() for batch in batches]
         features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[-1])
         if features_ND.ndim != 2 or features_ND.shape[1] != self.centers.shape[-1]:
             raise InvalidRows(
@@ -100,13 +102,15 @@ class TrainedModel:
                 answers.append([(self.class_names[label], score) for label, score in zip(ids, row, strict=True)])
         return answers
 
-    def export_onnx(self, folder: str | Path, example: Tensor | None = None) -> onnx_backbone.Parity:
+    def export_onnx(self, folder: str | Path, example: onnx_backbone.Inputs | None = None) -> onnx_backbone.Parity:
         """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.
 
         ``folder`` is replaced as a whole: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
         ``centers.safetensors``, ``classes.json``, ``config.json`` with checksums. :func:`load_model` reads it.
-        ``example`` is a batch of 2 or more images; a model of pictures needs none. Nothing is written unless
-        onnxruntime gives the same features, on batches of several sizes, to 1e-3 of their length.
+        ``example`` is a batch of 2 or more images; a model of pictures needs none. Several inputs are a tuple or dict
+        as :meth:`embed` takes them, each a tensor [N, …], and keep the names that forward gives them. Of integers, such
+        as the letters of texts, sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same
+        features, on batches of several sizes, to 1e-3 of their length.
 
         Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
         or the features differ).
@@ -130,14 +134,17 @@ class TrainedModel:
             },
         )
 
-    def _batches(self, images: Images) -> Iterator[Tensor]:
+    def _batches(self, images: Images) -> Iterator[onnx_backbone.Inputs]:
         if isinstance(images, Tensor):
             yield from torch.split(images, AT_ONCE)
             return
         if self.preprocessing is None:
+            if isinstance(images, tuple | Mapping):
+                yield images
+                return
             raise InvalidArgument(
-                f"images are {quoted(images)}; this model takes tensors [N, ...]: how pictures become tensors was not "
-                "saved with it"
+                f"images are {quoted(images)}; this model takes tensors [N, ...], or a tuple or dict of what its "
+                "backbone takes: how anything else becomes tensors was not saved with it"
             )
         pictures = iter([images] if isinstance(images, str | Path | Image.Image) else images)
         while several := list(islice(pictures, AT_ONCE)):
@@ -146,6 +153,15 @@ class TrainedModel:
     @staticmethod
     def _bitmap(look: Preprocessing, picture: str | Path | Image.Image) -> Any:
         return look.bitmap(picture if isinstance(picture, Image.Image) else open_picture(Path(picture)))
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    """The same with its tensors on ``device``."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, Mapping):
+        return {name: _moved(one, device) for name, one in inputs.items()}
+    return tuple(_moved(one, device) for one in inputs) if isinstance(inputs, tuple) else inputs
 
 
 def load_model(

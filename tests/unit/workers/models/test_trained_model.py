@@ -140,6 +140,84 @@ def test_a_model_of_tensors_is_exported_with_its_biases(tmp_path: Path) -> None:
     torch.testing.assert_close(again.scores(again.embed(images)), model.scores(model.embed(images)))
 
 
+class Reading(nn.Module):
+    """Takes letters and how much each counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(9, DIM)
+
+    def forward(self, letters: Tensor, counts: Tensor | None = None) -> Tensor:
+        rows = self.letters(letters)
+        return rows.sum(1) if counts is None else (rows * counts[..., None]).sum(1)
+
+
+class Bags(nn.Module):
+    """Takes one argument, which is a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = nn.EmbeddingBag(9, DIM, mode="sum")
+
+    def forward(self, texts: tuple[Tensor, Tensor]) -> Tensor:
+        pieces, begins = texts
+        return self.pieces(pieces, begins)  # type: ignore[no-any-return]
+
+
+def reader(network: nn.Module, folder: Path) -> gt.TrainedModel:
+    with gt.local() as cluster:
+        head = gt.ClassHead(cluster, "words", num_classes=CLASSES, dim=DIM)
+        gt.save(nn.ModuleList([network, head]), folder)
+    return gt.load_model(folder, backbone=type(network)())
+
+
+def test_a_backbone_of_several_tensors_takes_them_as_its_arguments(tmp_path: Path) -> None:
+    network = Reading()
+    model = reader(network, tmp_path / "model")
+    letters, counts = torch.randint(9, (300, 4)), torch.rand(300, 4)
+    features = network(letters, counts)
+    torch.testing.assert_close(model.embed((letters, counts)), features)
+    torch.testing.assert_close(model.embed({"counts": counts, "letters": letters}), features)
+    torch.testing.assert_close(model.embed((letters,)), network(letters))
+    assert len(model.predict((letters, counts), k=2)) == 300
+    for wrong in ((letters, counts, counts), {"letter": letters}):
+        with pytest.raises(InvalidArgument, match="Reading does not take these inputs"):
+            model.predict(wrong)
+    bags = Bags()
+    texts = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2])
+    torch.testing.assert_close(reader(bags, tmp_path / "bags").embed((texts,)), bags(texts))
+    with pytest.raises(InvalidArgument, match=r"\(argument,\) where the only one is a tuple"):
+        model_of_bags = gt.load_model(tmp_path / "bags", backbone=Bags())
+        model_of_bags.embed(texts)
+
+
+def test_several_tensors_are_exported_by_name_for_texts_of_any_length(tmp_path: Path) -> None:
+    require_onnx()
+    model = reader(Reading(), tmp_path / "model")
+    parity = model.export_onnx(tmp_path / "exported", (torch.randint(9, (3, 4)), torch.ones(3, 4, dtype=torch.int64)))
+    assert parity.images == 10 and parity.largest_distance < 1e-5
+    again = gt.load_model(tmp_path / "exported")
+    letters, counts = torch.randint(9, (5, 7)), torch.randint(3, (5, 7))
+    for inputs in ((letters, counts), {"counts": counts, "letters": letters}):
+        torch.testing.assert_close(again.embed(inputs), model.embed(inputs))
+    with pytest.raises(InvalidArgument, match="it takes letters, counts"):
+        again.embed((letters,))
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ((torch.ones(3, 4, dtype=torch.int64), torch.ones(2, 4)), r"tensors of \[2, 3\] images"),
+        ({"letters": [1, 2]}, r"example\['letters'\] is \[1, 2\]; it must be a tensor of 2 or more"),
+        ([1, 2], r"example is \[1, 2\]; it must be a tensor of 2 or more"),
+    ],
+)
+def test_an_example_is_tensors_of_one_size(example: Any, message: str, tmp_path: Path) -> None:
+    require_onnx()
+    with pytest.raises(InvalidArgument, match=message):
+        onnx_backbone.export(tmp_path / "exported", Reading(), example, tensors={}, class_names=[], config={})
+
+
 class Drawing(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return images + torch.rand_like(images)
