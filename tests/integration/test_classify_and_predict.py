@@ -312,6 +312,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> Non
     out = tmp_path / "run"
     command = [sys.executable, "-m", "geartrain", "worker", "classify", "--data", str(images), "--out", str(out)]
     command += ["--steps", "100000", "--image-size", "32", "--device", "cpu"]
+    command += ["--lr", "0.1", "--batch-size", "8", "--grey"]  # neither trials of rates nor long steps
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -21,6 +21,7 @@ from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import NonFinite, Unavailable
 from geartrain.cli import main as cli
 from geartrain.cli.main import COMMANDS
+from tests.support.command_line import typed
 
 TIMEOUT_SECONDS = 60
 
@@ -67,13 +68,13 @@ def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *wo
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "validate"]])
 def test_every_command_explains_itself(command: list[str]) -> None:
-    done = geartrain(*command, "--help")
+    done = typed(*command, "--help")
     assert done.returncode == 0, done.stderr
     assert "Usage: " in done.stdout
 
 
 def test_the_help_of_a_role_says_what_its_configuration_has_by_default() -> None:
-    said = geartrain("slowgear", "--help").stdout
+    said = typed("slowgear", "--help").stdout
     assert "(20.0)" in said and "(sgd:0.01)" in said and "(127.0.0.1:7000)" in said
 
 
@@ -95,7 +96,7 @@ def test_the_version_is_printed() -> None:
 
 @pytest.mark.parametrize("arguments", [["upp"], ["up", "--shard", "x"], ["status", "--nope"]])
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    assert geartrain(*arguments).returncode == 2
+    assert typed(*arguments).returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 def test_bad_input_exits_with_2(arguments: list[str], named: str, tmp_path: Path) -> None:
     if arguments[0] == "worker" and not {"--resume", "--out"} & set(arguments):
         arguments = [*arguments, "--out", str(tmp_path / "run")]
-    assert_one_line_error(geartrain(*arguments), 2, named)
+    assert_one_line_error(typed(*arguments), 2, named)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_an_error_of_the_disk_is_one_line_whatever_it_knows(
 @pytest.mark.parametrize("name", ["scheduler", "server", "up"])
 def test_a_role_that_others_could_reach_refuses_to_start(name: str) -> None:
     flag = "--scheduler-listen" if name == "up" else "--listen"
-    assert_one_line_error(geartrain(name, flag, "0.0.0.0:0"), 2, "'0.0.0.0:0'", "--insecure")
+    assert_one_line_error(typed(name, flag, "0.0.0.0:0"), 2, "'0.0.0.0:0'", "--insecure")
 
 
 def test_a_role_that_others_can_reach_starts_with_insecure_and_warns() -> None:
@@ -186,12 +187,12 @@ def test_single_roles_make_a_cluster() -> None:
         assert waiting.returncode == 1
         assert [shard["state"] for shard in json.loads(waiting.stdout)["shards"]] == ["missing"]
         with role("server", "--scheduler", address) as server:
-            ready = geartrain("status", "--scheduler", address, "--json")
+            ready = typed("status", "--scheduler", address, "--json")
             assert ready.returncode == 0
             assert [shard["address"] for shard in json.loads(ready.stdout)["shards"]] == server["addresses"]
-            assert "1 of 1 shard up" in geartrain("status", "--scheduler", address).stdout
+            assert "1 of 1 shard up" in typed("status", "--scheduler", address).stdout
             for served in (address, *server["addresses"]):
-                health = geartrain("health", served, "--json")
+                health = typed("health", served, "--json")
                 assert (health.returncode, json.loads(health.stdout)["serving"]) == (0, True)
 
 
@@ -209,7 +210,7 @@ def test_a_server_says_that_it_waits_for_the_scheduler() -> None:
 
 
 def test_the_status_of_a_scheduler_that_is_not_there_is_a_one_line_error() -> None:
-    done = geartrain("status", "--scheduler", "127.0.0.1:1")
+    done = typed("status", "--scheduler", "127.0.0.1:1")
     assert_one_line_error(done, 1, "scheduler at 127.0.0.1:1", "connection refused;", "'geartrain up'")
     assert "UNAVAILABLE" not in done.stderr and "ipv4" not in done.stderr
 
@@ -235,35 +236,35 @@ def test_a_port_in_use_is_a_one_line_error(name: str, monkeypatch: pytest.Monkey
 
 
 def test_an_address_of_another_machine_is_not_said_to_be_in_use() -> None:
-    done = geartrain("scheduler", "--listen", "192.0.2.1:7000", "--insecure")
+    done = typed("scheduler", "--listen", "192.0.2.1:7000", "--insecure")
     assert done.returncode == 2
     assert "cannot assign requested address" in done.stderr
 
 
 def test_nobody_is_healthy_where_nobody_listens() -> None:
-    done = geartrain("health", "127.0.0.1:1")
+    done = typed("health", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "127.0.0.1:1: not serving\n")
 
 
 def test_the_health_of_what_is_no_address_is_a_usage_error() -> None:
-    assert_one_line_error(geartrain("health", "nowhere"), 2, "'nowhere'")
+    assert_one_line_error(typed("health", "nowhere"), 2, "'nowhere'")
 
 
 def test_a_shown_configuration_is_a_valid_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(geartrain("config", "show").stdout, encoding="utf-8")
-    done = geartrain("config", "validate", str(path), "--json")
+    path.write_text(typed("config", "show").stdout, encoding="utf-8")
+    done = typed("config", "validate", str(path), "--json")
     assert json.loads(done.stdout) == {"valid": True, "num_shards": 1, "num_servers": 1}
-    assert geartrain("config", "validate", str(path)).stdout == f"{path}: valid, 1 shard on 1 server\n"
-    assert json.loads(geartrain("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump()
+    assert typed("config", "validate", str(path)).stdout == f"{path}: valid, 1 shard on 1 server\n"
+    assert json.loads(typed("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump()
 
 
 def test_a_wrong_file_is_refused_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("scheduler:\n  lissen: 127.0.0.1:7000\n", encoding="utf-8")
     for command in (["config", "validate", str(path)], ["up", "-f", str(path)], ["scheduler", "-f", str(path)]):
-        assert_one_line_error(geartrain(*command), 2, f"{path}:2", "'lissen'", "'listen'")
+        assert_one_line_error(typed(*command), 2, f"{path}:2", "'lissen'", "'listen'")
 
 
 def test_an_unknown_log_level_lists_the_known_ones() -> None:
-    assert_one_line_error(geartrain("scheduler", "--log-level", "loud"), 2, "'loud'", "debug, info, warning, error")
+    assert_one_line_error(typed("scheduler", "--log-level", "loud"), 2, "'loud'", "debug, info, warning, error")

@@ -19,7 +19,8 @@ from geartrain.ams.client.cluster import local
 from geartrain.ams.observe.failpoints import VARIABLE
 from geartrain.ams.values.config import ClusterConfig, SchedulerConfig
 from geartrain.launch import doctor
-from tests.integration.test_cli import geartrain, role
+from tests.integration.test_cli import role
+from tests.support.command_line import typed
 
 CHECKS = {
     *("versions", "core", "gpu", "scheduler port", "server port", "cluster", "disk", "fsync", "open files"),
@@ -28,7 +29,7 @@ CHECKS = {
 
 
 def findings(*arguments: str, code: int) -> dict[str, dict[str, Any]]:
-    done = geartrain("doctor", "--json", "--disk-gib=0", *arguments)
+    done = typed("doctor", "--json", "--disk-gib=0", *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] == (code == 0)
@@ -55,7 +56,7 @@ def test_a_taken_port_is_a_fault_that_names_its_user(monkeypatch: pytest.MonkeyP
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("GEARTRAIN_SCHEDULER__LISTEN", address)
         found = findings(code=1)["scheduler port"]
-        text = geartrain("doctor", "--disk-gib=0")
+        text = typed("doctor", "--disk-gib=0")
     assert (found["state"], f"process {os.getpid()} (" in found["found"]) == ("fail", True)
     assert text.returncode == 1
     assert f"fail  scheduler port  {address}: process {os.getpid()}" in text.stdout

@@ -13,15 +13,16 @@ import psutil
 import pytest
 
 from geartrain.ams.observe.failpoints import FAILPOINTS, VARIABLE
-from tests.integration.test_cli import TIMEOUT_SECONDS, assert_one_line_error, geartrain, role
+from tests.integration.test_cli import TIMEOUT_SECONDS, assert_one_line_error, role
+from tests.support.command_line import typed
 
 KILL = {VARIABLE: "scheduler.register.before=kill"}
 
 
 def test_the_failpoints_are_listed() -> None:
-    listed = json.loads(geartrain("failpoints", "--json").stdout)
+    listed = json.loads(typed("failpoints", "--json").stdout)
     assert [entry["name"] for entry in listed["failpoints"]] == list(FAILPOINTS)
-    lines = geartrain("failpoints").stdout.splitlines()
+    lines = typed("failpoints").stdout.splitlines()
     for name, failpoint in FAILPOINTS.items():  # whoever reads it through a pipe finds each on one line
         assert any(name in line and failpoint.where in line for line in lines)
 
@@ -29,12 +30,12 @@ def test_the_failpoints_are_listed() -> None:
 @pytest.mark.parametrize("command", [["scheduler"], ["server"], ["up"], ["worker", "glyphs"]], ids=" ".join)
 def test_no_role_starts_with_failpoints_in_production(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "scheduler.register.before=kill")
-    assert_one_line_error(geartrain(*command, "--mode=production"), 2, VARIABLE, "mode is production", "unset")
+    assert_one_line_error(typed(*command, "--mode=production"), 2, VARIABLE, "mode is production", "unset")
 
 
 def test_an_unknown_failpoint_stops_a_role_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "scheduler.regster.before=kill")
-    assert_one_line_error(geartrain("scheduler"), 2, "did you mean 'scheduler.register.before'")
+    assert_one_line_error(typed("scheduler"), 2, "did you mean 'scheduler.register.before'")
 
 
 def test_an_armed_role_warns_and_dies_where_it_was_told_to() -> None:
@@ -75,7 +76,7 @@ def test_a_role_that_up_starts_again_is_not_armed_again(monkeypatch: pytest.Monk
         # Armed, the next one would die at its second heartbeat: it would not be of one age in two looks.
         up: list[tuple[int, ...]] = []
         for _ in range(TIMEOUT_SECONDS):
-            done = geartrain("status", "--json", *at)
+            done = typed("status", "--json", *at)
             status = json.loads(done.stdout)
             if done.returncode == 0 and status["ready"]:
                 up.append(tuple(shard["incarnation"] for shard in status["shards"]))

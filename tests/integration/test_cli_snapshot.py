@@ -10,6 +10,7 @@ import numpy as np
 from geartrain.ams.client.cluster import connect, local
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from tests.integration.test_cli import assert_one_line_error, geartrain, role
+from tests.support.command_line import typed
 
 IDS = np.arange(500)
 
@@ -33,7 +34,7 @@ def test_a_cluster_is_saved_and_restored_on_another_number_of_shards(tmp_path: P
         assert created.returncode == 0, created.stderr
         facts = json.loads(created.stdout)
         assert (facts["name"], facts["step"], facts["rows"]) == ("step-000000007", 7, {"t": 500})
-        again = geartrain("snapshot", "restore", str(tmp_path), *at)
+        again = typed("snapshot", "restore", str(tmp_path), *at)
         assert_one_line_error(again, 1, "table 't' of the snapshot exists already", "drop it")
     with role("up", "--shards=3", "--scheduler-listen=127.0.0.1:0", "--json") as ready:
         at = ["--scheduler", ready["scheduler"]]
@@ -46,17 +47,17 @@ def test_a_cluster_is_saved_and_restored_on_another_number_of_shards(tmp_path: P
 
 def test_snapshots_are_listed_checked_and_pruned(tmp_path: Path) -> None:
     take(tmp_path, 1, 2, 3)
-    listed = json.loads(geartrain("snapshot", "list", str(tmp_path), "--json").stdout)
+    listed = json.loads(typed("snapshot", "list", str(tmp_path), "--json").stdout)
     assert [facts["step"] for facts in listed] == [3, 2, 1]
-    sound = geartrain("snapshot", "verify", str(tmp_path))
+    sound = typed("snapshot", "verify", str(tmp_path))
     assert sound.returncode == 0
     assert "step-000000003: sound, step 3" in sound.stdout
-    pruned = geartrain("snapshot", "prune", str(tmp_path), "--keep=2")
+    pruned = typed("snapshot", "prune", str(tmp_path), "--keep=2")
     assert pruned.stdout == "removed step-000000001\n"
 
     block = next((tmp_path / "step-000000003").glob("rows-*"))
     block.write_bytes(block.read_bytes()[:-1])
-    damaged = geartrain("snapshot", "verify", str(tmp_path / "step-000000003"))
+    damaged = typed("snapshot", "verify", str(tmp_path / "step-000000003"))
     assert damaged.returncode == 1
     assert block.name in damaged.stdout
     assert "1 fault" in damaged.stdout
@@ -68,18 +69,18 @@ def test_a_damaged_newest_snapshot_is_passed_over_only_on_request(tmp_path: Path
     block.unlink()
     with role("up", "--shards=1", "--scheduler-listen=127.0.0.1:0", "--json") as ready:
         at = ["--scheduler", ready["scheduler"]]
-        refused = geartrain("snapshot", "restore", str(tmp_path), *at)
+        refused = typed("snapshot", "restore", str(tmp_path), *at)
         assert_one_line_error(refused, 1, block.name, "it is missing", "allow")
-        allowed = geartrain("snapshot", "restore", str(tmp_path), "--allow-fallback", *at)
+        allowed = typed("snapshot", "restore", str(tmp_path), "--allow-fallback", *at)
         assert allowed.returncode == 0, allowed.stderr
         assert "step-000000001" in allowed.stdout
 
 
 def test_wrong_folders_are_named(tmp_path: Path) -> None:
     for command in ("list", "verify", "restore"):
-        assert_one_line_error(geartrain("snapshot", command, str(tmp_path / "nowhere")), 2, "nowhere", "not a folder")
-    assert_one_line_error(geartrain("snapshot", "verify", str(tmp_path)), 2, "is no snapshot and holds none")
-    empty = geartrain("snapshot", "list", str(tmp_path))
+        assert_one_line_error(typed("snapshot", command, str(tmp_path / "nowhere")), 2, "nowhere", "not a folder")
+    assert_one_line_error(typed("snapshot", "verify", str(tmp_path)), 2, "is no snapshot and holds none")
+    empty = typed("snapshot", "list", str(tmp_path))
     assert (empty.returncode, "holds no snapshot" in empty.stdout) == (0, True)
 
 
@@ -95,11 +96,11 @@ def test_an_increment_is_taken_compacted_and_restored_over_what_is_there(tmp_pat
             created = geartrain("snapshot", "create", str(tmp_path), "--name=b", "--table=t", "--parent=a", *at)
             assert "9 rows" in created.stdout, created.stderr
             assert "added to a" in created.stdout
-            compacted = json.loads(geartrain("snapshot", "compact", str(tmp_path), "--as=c", "--json").stdout)
+            compacted = json.loads(typed("snapshot", "compact", str(tmp_path), "--as=c", "--json").stdout)
             assert (compacted["name"], compacted["parent"], compacted["rows"]) == ("c", None, {"t": 500})
-            assert_one_line_error(geartrain("snapshot", "compact", str(tmp_path / "c")), 2, "'c'", "whole already")
+            assert_one_line_error(typed("snapshot", "compact", str(tmp_path / "c")), 2, "'c'", "whole already")
             tables[0].push(IDS, np.ones((500, 4), np.float32))
             for name, more in (("b", ()), ("c", ("--table=t",))):
-                restored = geartrain("snapshot", "restore", str(tmp_path / name), "--replace", *more, *at)
+                restored = typed("snapshot", "restore", str(tmp_path / name), "--replace", *more, *at)
                 assert restored.returncode == 0, restored.stderr
                 np.testing.assert_array_equal(cluster.table("t").pull(IDS), rows)

@@ -23,6 +23,7 @@ import geartrain as gt
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.values.config import ClientConfig
 from geartrain.launch.up import MAX_RESTARTS
+from tests.support.command_line import typed
 
 GONE_WITHIN_SECONDS = 20.0
 
@@ -155,9 +156,8 @@ def told(*arguments: Any) -> str:
     """What a command says of a cluster that runs."""
     *command, running = arguments
     scheduler = f"--scheduler={running.facts['scheduler']}"
-    done = subprocess.run(
-        [sys.executable, "-m", "geartrain", *command, scheduler], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = typed(*command, scheduler)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
