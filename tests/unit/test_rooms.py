@@ -6,8 +6,9 @@ Who may import what is in ``test_imports.py``.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,15 @@ def classes_of_one_name(sources: Sources) -> list[str]:
     return [f"class {name} is in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
 
 
-def imports_of(source: str) -> Iterable[str]:
+@functools.cache
+def imports_of(source: str) -> frozenset[str]:
+    found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return frozenset(found)
 
 
 def mechanisms_without_a_reason(sources: Sources, benches: Sources) -> list[str]:

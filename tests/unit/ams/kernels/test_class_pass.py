@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -254,6 +253,8 @@ def test_the_part_of_the_targets_is_not_rounded() -> None:
 
 @pytest.mark.skipif(not ops.has_bfloat16_class_pass(), reason="this CPU has no AMX, or may not use it")
 def test_the_matrix_unit_is_left_as_it_was_found() -> None:
+    import torch  # not where this file is run as a script
+
     left, right = torch.randn(64, 96).bfloat16(), torch.randn(96, 64).bfloat16()
     before = left @ right  # by the same unit, set up by another library
     case = Case(40, 24, 300, normalised=True, shifted=False, bfloat16=True)
