@@ -83,6 +83,22 @@ def test_class_centers_of_plsc_are_those_of_the_head(tmp_path: Path) -> None:
     assert str(centers[0, :4].tolist()) in printed
 
 
+def test_classes_come_and_go_as_their_page_says(tmp_path: Path) -> None:
+    printed = run(program_of("how-to/new-classes.md"), tmp_path)
+    assert printed.splitlines() == [
+        "their labels: [1000, 1001, 1002]",
+        "1002 live",
+        "1002 live",
+        "the next label: 1000",
+    ]
+
+
+def test_a_model_of_several_tensors_answers_as_its_page_says(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks_of("how-to/save-a-model.md") if "class Reader" in block.code]
+    run(f"import torch\nfrom torch import nn\nimport geartrain as gt\n{block.code}", tmp_path)
+    assert (tmp_path / "runs" / "reader" / "model.json").is_file()
+
+
 @pytest.mark.parametrize("page", ["how-to/from-partial-fc.md", "how-to/from-plsc.md"])
 def test_the_other_side_of_a_diff_is_a_program_too(page: str) -> None:
     compile(diff_of(page).before, page, "exec")
