@@ -10,7 +10,7 @@ import itertools
 import math
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,17 @@ class Problem:
 def problems(seed: int, steps: int) -> list[Callable[[], Problem]]:
     """All four, made when they are asked for."""
     return [lambda make=make: make(seed, steps) for make in (_letters, _digits, _words, _few_samples)]  # type: ignore[misc]
+
+
+def with_wrong_labels(problem: Problem, part: float, seed: int) -> Problem:
+    """The same, but for a ``part`` of the labels of the training, which are drawn evenly from all classes each time."""
+    generator = torch.Generator().manual_seed(3000 + seed)
+    batches = []
+    for inputs, labels in problem.batches:
+        is_wrong = torch.rand(len(labels), generator=generator) < part
+        drawn = torch.randint(problem.num_classes, labels.shape, generator=generator)
+        batches.append((inputs, torch.where(is_wrong, drawn, labels)))
+    return replace(problem, batches=batches)
 
 
 def _letters(seed: int, steps: int) -> Problem:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _default_problems import Problem, problems
+from _default_problems import Problem, problems, with_wrong_labels
 from _row_wise_adamw import RowWiseAdamW
 from torch import nn
 from torch.nn import functional as F
@@ -56,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ArcFace(), SparseMomentum(0.1)": {"margin": gt.ArcFace(), "optimizer": gt.SparseMomentum(0.1)},
     "ArcFace(), Normal(std=0.01)": {"margin": gt.ArcFace(), "initializer": gt.Normal(std=0.01)},
     **{f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (4, 8, 12, 24)},
+    **{f"ArcFace(), sub_centers={k}": {"margin": gt.ArcFace(), "sub_centers": k} for k in (2, 3)},
     **{layer: {} for layer in LAYERS},
 }
 Accuracies = dict[str, dict[str, list[float]]]
@@ -83,15 +84,15 @@ def cases(accuracies: Accuracies) -> list[dict[str, Any]]:
     return found
 
 
-def run_all(arms: list[str], *, seeds: int, steps: int) -> Accuracies:
-    """Train every arm on every problem."""
+def run_all(arms: list[str], *, seeds: int, steps: int, wrong_labels: float = 0.0) -> Accuracies:
+    """Train every arm on every problem; a part of the training labels is drawn at random."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     accuracies: Accuracies = {}
     try:
         for seed in range(seeds):
             for make in problems(seed, steps):
-                problem = make()
+                problem = with_wrong_labels(make(), wrong_labels, seed)
                 own = accuracies.setdefault(f"{problem.name}, {problem.num_classes:,} classes", {})
                 known: dict[str, float] = {}
                 for arm in arms:
@@ -188,9 +189,10 @@ def main(
     arms: Annotated[list[str] | None, typer.Argument(help=f"Some of: {'; '.join([*ARMS, *OTHERS])}.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of a run.")] = STEPS,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = SEEDS,
+    wrong_labels: Annotated[float, typer.Option(min=0, max=1, help="Part of the labels drawn at random.")] = 0.0,
 ) -> None:
     """Print the table of accuracies."""
-    print(table(run_all(arms or [*ARMS, *OTHERS], steps=steps, seeds=seeds)))
+    print(table(run_all(arms or [*ARMS, *OTHERS], steps=steps, seeds=seeds, wrong_labels=wrong_labels)))
 
 
 if __name__ == "__main__":

@@ -29,22 +29,25 @@ def noisy(each: int, seed: int) -> ImageSet:
     return ImageSet(images.clamp(0, 255).to(torch.uint8), torch.arange(3).repeat(each))
 
 
-def trials_of(rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, stop_after: int = 1000) -> list[Trial]:
+def trials_of(
+    rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, stop_after: int = 1000, sub_centers: int = 1
+) -> list[Trial]:
     monkeypatch.setitem(sweep.RATES, "sgd", rates)
     torch.manual_seed(0)
     net = StrokeNet(dim=8, width=8)
     train, validation = noisy(20, 1), noisy(10, 2)
     fit_projection(net, train.batches(64, CPU), 3)
     before = [parameter.clone() for parameter in net.parameters()]
-    rows = torch.eye(3, 8)
-    recipe = Recipe(steps=112, batch_size=12, dim=8, width=8, sample_rate=1.0)
+    rows = torch.eye(3, 8) if sub_centers == 1 else torch.randn(3, sub_centers, 8)
+    kept = rows.clone()
+    recipe = Recipe(steps=112, batch_size=12, dim=8, width=8, sample_rate=1.0, sub_centers=sub_centers)
     asked = iter(range(10**6))
     state = torch.get_rng_state()
     found = find_rate(
         recipe, net, rows, train, validation,
         device=CPU, bfloat16=False, stop=lambda: next(asked) >= stop_after, say=lambda _: None,
     )  # fmt: skip
-    assert torch.equal(state, torch.get_rng_state()) and torch.equal(rows, torch.eye(3, 8))
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(rows, kept)
     assert all(torch.equal(now, then) for now, then in zip(net.parameters(), before, strict=True))
     return found
 
@@ -56,7 +59,7 @@ def test_a_rate_that_learns_beats_one_that_does_not_and_one_that_ruins(monkeypat
 
 
 def test_trials_end_when_the_run_is_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = trials_of((1e-3, 1e-2, 1e-1), monkeypatch, stop_after=12)
+    trials = trials_of((1e-3, 1e-2, 1e-1), monkeypatch, stop_after=12, sub_centers=2)
     assert [trial.lr for trial in trials] == [1e-3]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models import onnx_backbone
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.saved_model import Model, save_model
+from geartrain.workers.models.saved_model import load_model as load_worker_model
 
 CLASSES, DIM = 7, 5
 
@@ -83,8 +85,13 @@ def saved(folder: Path, **settings: Any) -> tuple[Path, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"margin": gt.ArcFace(16.0)}, {"bias": True}, {"dtype": "bfloat16", "optimizer": gt.SparseMomentum(0.5)}],
-    ids=["cosine", "bias", "bfloat16"],
+    [
+        {"margin": gt.ArcFace(16.0)},
+        {"margin": gt.ArcFace(16.0), "sub_centers": 3},
+        {"bias": True},
+        {"dtype": "bfloat16", "optimizer": gt.SparseMomentum(0.5)},
+    ],
+    ids=["cosine", "sub-centers", "bias", "bfloat16"],
 )
 def test_a_saved_model_answers_as_its_head_did(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder, images, scores, classes = saved(tmp_path / "model", **settings)
@@ -110,6 +117,18 @@ def test_pictures_are_named_as_the_command_names_them(worker_model: Path, pictur
         assert all(f"{score:.3f}" in line for _, score in row)
 
 
+def test_several_centers_of_a_class_are_scored_by_the_nearest(worker_model: Path, pictures: list[Path]) -> None:
+    model = load_worker_model(worker_model)
+    several = torch.randn(3, 2, 16)
+    save_model(worker_model / "model", replace(model, centers=several))
+    test_pictures_are_named_as_the_command_names_them(worker_model, pictures)
+    loaded = gt.load_model(worker_model)
+    features = loaded.embed(pictures)
+    cosines = [torch.cosine_similarity(features[:, None, :], several[:, k], dim=2) for k in range(2)]
+    torch.testing.assert_close(loaded.scores(features), torch.maximum(*cosines))
+    assert "3 classes, dim 16" in repr(loaded)
+
+
 def test_an_export_answers_as_the_model_does(worker_model: Path, pictures: list[Path], tmp_path: Path) -> None:
     require_onnx()
     folder = tmp_path / "exported"
@@ -127,9 +146,10 @@ def test_an_export_answers_as_the_model_does(worker_model: Path, pictures: list[
         path.write_bytes(whole)
 
 
-def test_a_model_of_tensors_is_exported_with_its_biases(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"bias": True}, {"margin": gt.ArcFace(16.0), "sub_centers": 2}])
+def test_a_model_of_tensors_is_exported_with_all_of_its_head(settings: dict[str, Any], tmp_path: Path) -> None:
     require_onnx()
-    folder, images, _, _ = saved(tmp_path / "model", bias=True)
+    folder, images, _, _ = saved(tmp_path / "model", **settings)
     model = gt.load_model(folder, backbone=backbone(9))
     with pytest.raises(InvalidArgument, match=r"example is None"):
         model.export_onnx(tmp_path / "exported")
