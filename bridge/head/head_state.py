@@ -8,7 +8,7 @@ from typing import Any
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch
-from geartrain.bridge.head.backends.backend import RowBackend
+from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,18 @@ def resume_state(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) 
     backend.select.resume(state.get("graph"), living)
 
 
+def require_same_columns(settings: HeadSettings, state: Mapping[str, Any]) -> None:
+    """Raise SpecMismatch for rows that may be as wide, but whose columns mean something else."""
+    _require_equal({"bias": settings.bias, "sub_centers": settings.sub_centers}, state)
+
+
 def _require_same(size: HeadSize, state: Mapping[str, Any]) -> None:
+    _require_equal(asdict(size), state)
+
+
+def _require_equal(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     state = {"bias": False, "sub_centers": 1, **state}
-    for key, mine in asdict(size).items():
+    for key, mine in own.items():
         if state[key] != mine:
             raise SpecMismatch(
                 f"the saved head has {key} {state[key]!r}, this one {mine!r}; create the head with the saved settings"

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.cuda
 CLASSES, DIM, BATCH, STEPS = 5_000, 64, 32, 5
 
 
-def trained(device: str, select: gt.FullSoftmax | gt.PartialFC) -> tuple[list[float], torch.Tensor]:
+def trained(device: str, select: gt.FullSoftmax | gt.PartialFC, sub_centers: int) -> tuple[list[float], torch.Tensor]:
     """Losses of a few steps and the backbone's weight after them, in float32 on ``device``."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(STEPS, BATCH, 16, generator=generator)
     labels = torch.randint(CLASSES, (STEPS, BATCH), generator=generator)
     weight = torch.randn(DIM, 16, generator=generator)
     with gt.local(num_shards=2) as cluster:
-        loss: dict[str, Any] = {"select": select, "margin": gt.ArcFace(scale=64)}
+        loss: dict[str, Any] = {"select": select, "margin": gt.ArcFace(scale=64), "sub_centers": sub_centers}
         rule: dict[str, Any] = {"optimizer": gt.SparseMomentum(lr=0.1), "initializer": gt.Normal(), "seed": 3}
         head = gt.ClassHead(cluster, "t", num_classes=CLASSES, dim=DIM, **loss, **rule)
         backbone = nn.Linear(16, DIM, bias=False)
@@ -41,9 +41,10 @@ def trained(device: str, select: gt.FullSoftmax | gt.PartialFC) -> tuple[list[fl
 
 
 @pytest.mark.parametrize("select", [gt.FullSoftmax(), gt.PartialFC(sample_rate=0.2)], ids=["full", "partial"])
-def test_a_head_on_a_device_trains_as_on_the_cpu(select: gt.FullSoftmax | gt.PartialFC) -> None:
-    losses, weight = trained("cuda", select)
-    expected_losses, expected_weight = trained("cpu", select)
+@pytest.mark.parametrize("sub_centers", [1, 3])
+def test_a_head_on_a_device_trains_as_on_the_cpu(select: gt.FullSoftmax | gt.PartialFC, sub_centers: int) -> None:
+    losses, weight = trained("cuda", select, sub_centers)
+    expected_losses, expected_weight = trained("cpu", select, sub_centers)
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     torch.testing.assert_close(weight, expected_weight, rtol=1e-3, atol=1e-5)
 

@@ -25,6 +25,7 @@ from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.samples import CountedSamples
@@ -84,7 +85,7 @@ class ClusterBackend(ABC):
             create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
         )
         self.update = RowUpdate(self.table, ranks)
-        self._settings = settings
+        self.settings = settings
         self.margins = HeadMargin(settings.margin, negatives=self.can_change_negatives)
         self._recent_labels: Ids = np.empty(0, np.int64)
         """Of the last batch that trained."""
@@ -98,7 +99,7 @@ class ClusterBackend(ABC):
     def graph_source(self) -> TableGraphs:
         """Rows are pulled, or the cluster's graph service reads them."""
         # A cluster of another kind may know nothing of graphs.
-        return TableGraphs(self.table, getattr(self._settings.cluster, "graph_service", None))
+        return TableGraphs(self.table, getattr(self.settings.cluster, "graph_service", None))
 
     def begin(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
@@ -123,7 +124,7 @@ class ClusterBackend(ABC):
             training=in_training,
             target_cos=lambda unit_SD: self._target_cos(unit_SD, samples.labels_S, required),
         )
-        features_SD = with_ones(samples.features_SD) if self._settings.bias else samples.features_SD
+        features_SD = with_ones(samples.features_SD) if self.settings.bias else samples.features_SD
         rows = self._pass(features_SD, samples.labels_S, joint.labels, margin, required)
         return HeadCall(
             rows,
@@ -164,7 +165,7 @@ class ClusterBackend(ABC):
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
-            samples = CountedSamples.of(features, labels, weight, self._settings.loss, self._settings.dim, self.living)
+            samples = CountedSamples.of(features, labels, weight, self.settings.loss, self.settings.dim, self.living)
             if ranks is None:
                 check_finite(samples.features_SD)
                 if len(features) == 0:
@@ -190,7 +191,7 @@ class ClusterBackend(ABC):
 
     def _said(self) -> str:
         """The settings that decide which collectives a pass has, and what it is the loss of."""
-        own = self._settings
+        own = self.settings
         parts = {"margin": self.margins.margin, "select": own.select, "loss": own.loss, "sub_centers": own.sub_centers}
         said = (f"{name} {_named(value)}" for name, value in parts.items())
         return f"{self.summary}, {', '.join(said)}"
@@ -209,7 +210,7 @@ class ClusterBackend(ABC):
     @property
     def keeper(self) -> RowKeeper:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
-        return _ClusterRows(self, cast("Cluster", self._settings.cluster))
+        return _ClusterRows(self, cast("Cluster", self.settings.cluster))
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
         """Rows stay in the cluster."""
@@ -225,13 +226,13 @@ class ClusterBackend(ABC):
     def sharded_rows(self, head: HeadState) -> NoReturn:  # noqa: ARG002
         """InvalidArgument."""
         raise InvalidArgument(
-            f"the rows of {self._settings.name!r} are in a cluster, and none of these processes has them; save the "
+            f"the rows of {self.settings.name!r} are in a cluster, and none of these processes has them; save the "
             "model with geartrain.save(model, path), or the rows with Cluster.snapshot"
         )
 
     def _not_here(self) -> InvalidArgument:
         return InvalidArgument(
-            f"the rows of {self._settings.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which "
+            f"the rows of {self.settings.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which "
             "take all of its tables"
         )
 
@@ -258,6 +259,7 @@ class _ClusterRows(RowKeeper):
             self._backend.peers.begin_anew()
 
     def require_state(self, state: Mapping[str, Any]) -> None:
+        require_same_columns(self._backend.settings, state)
         self._backend.margins.require_resumable(state)
 
     def graph_to_bytes(self) -> bytes | None:

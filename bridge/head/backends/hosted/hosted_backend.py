@@ -63,13 +63,13 @@ class HostedBackend(ClusterBackend):
     ) -> RowsPass:
         is_corrected = self.select.corrects(margin)
         chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
-        smoothing = self._settings.loss.label_smoothing
-        centers = self._settings.sub_centers
+        smoothing = self.settings.loss.label_smoothing
+        centers = self.settings.sub_centers
         return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing, centers)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         check_finite(features)
         normalised = self.margins.margin is not None
-        centers = self._settings.sub_centers
+        centers = self.settings.sub_centers
         return hosted_top_classes(self._calls, features, k, living=self.living, normalised=normalised, centers=centers)

@@ -85,10 +85,10 @@ class PullBackend(ClusterBackend):
         correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
         stands_for = active.num if correction is None else living.num_living
         targets = Targets(active.positions(labels_B))
-        smoothing = self._settings.loss.label_smoothing
+        smoothing = self.settings.loss.label_smoothing
         batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
         batch.num_active = active.num
-        batch.centers = self._settings.sub_centers
+        batch.centers = self.settings.sub_centers
         batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
         batch.take_offsets(None if correction is None else correction.offsets(active))
         if self.select.budget(living.num_living) * table.spec.row_bytes <= self._rows_cache_bytes:
@@ -105,7 +105,7 @@ class PullBackend(ClusterBackend):
             features,
             k,
             normalised=self.margins.margin is not None,
-            centers=self._settings.sub_centers,
+            centers=self.settings.sub_centers,
             arithmetic=Arithmetic.of(features),
             pool=self._pool,
         )

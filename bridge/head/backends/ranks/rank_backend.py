@@ -31,6 +31,7 @@ from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.head.backends.ranks.update import RankStep, RankUpdate, named
 from geartrain.bridge.head.batch import Arithmetic
+from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.kept_logits import kept_rows
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
@@ -68,8 +69,7 @@ class RankBackend:
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
         self.margins = HeadMargin(settings.margin)
-        self._bias, self._sub_centers = settings.bias, settings.sub_centers
-        self._loss = settings.loss
+        self.settings = settings
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
@@ -168,9 +168,9 @@ class RankBackend:
             selector=self.selector,
             living=self.living,
             margins=self.margins,
-            bias=self._bias,
-            centers=self._sub_centers,
-            loss=self._loss,
+            bias=self.settings.bias,
+            centers=self.settings.sub_centers,
+            loss=self.settings.loss,
             training=want_rows,
             adapts=in_training,
         )
@@ -196,7 +196,7 @@ class RankBackend:
             features,
             k,
             normalised=normalised,
-            centers=self._sub_centers,
+            centers=self.settings.sub_centers,
             arithmetic=arithmetic,
         )
 
@@ -213,6 +213,7 @@ class _RankRows(RowKeeper):
         return self._backend.table.is_written
 
     def require_state(self, state: Mapping[str, Any]) -> None:
+        require_same_columns(self._backend.settings, state)
         self._backend.margins.require_resumable(state)
 
     def graph_to_bytes(self) -> bytes | None:

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geartrain as gt
+from geartrain.bridge.head.batch import Arithmetic, Batch, DeviceTargets, Targets, Workspace
+from geartrain.bridge.head.loss.chunk_pass import TensorPass
+from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
 from tests.support.margin_twins import MarginTwin
 from tests.support.rank_processes import run_ranks
@@ -155,15 +159,34 @@ def test_micro_batches_of_other_classes_make_one_step() -> None:
             torch.testing.assert_close(centers_of(head), rows + moved, rtol=1e-4, atol=2e-5)
 
 
-def test_products_of_16_bits_choose_and_learn_alike() -> None:
-    with gt.local() as cluster:
-        head = made(cluster, dim=DIM)
-        features, labels = batch(0)
-        for dtype in (torch.bfloat16, torch.float16):
-            plain = head(features.clone().requires_grad_(), labels)
-            with torch.autocast("cpu", dtype=dtype):
-                rounded = head(features.clone().requires_grad_(), labels)
-            torch.testing.assert_close(rounded, plain, rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("matmul", "precise"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str
+)
+def test_tensor_operations_follow_the_formula(on_device: bool, matmul: torch.dtype, precise: float) -> None:
+    """Of operands of 16 bits, too, and where only a device knows which rows are the targets'."""
+    (features, labels), margin = batch(0), gt.ArcFace(scale=12, margin=0.3)
+    rows = torch.randn(CLASSES, 3 * DIM, generator=torch.Generator().manual_seed(1))
+    arithmetic = Arithmetic(device=torch.device("cpu"), compute=torch.float32, matmul=matmul)
+    targets = DeviceTargets(labels) if on_device else Targets(labels.numpy())
+    made_of = Batch.of(features, targets, labels.numpy(), margin, CLASSES, arithmetic)
+    made_of.centers = 3
+    one_pass, work = TensorPass(made_of), Workspace(arithmetic, Scratch())
+    softmax = OnlineSoftmax(made_of, 1, want_gradient=True)
+    chunks = [(0, 25), (25, CLASSES)]
+    for start, stop in chunks:
+        one_pass.forward(work, softmax.parts[0], rows[start:stop], start, None)
+    losses, by_features = softmax.finish()
+    x, w = features.double().requires_grad_(), rows.double().view(CLASSES, 3, DIM).requires_grad_()
+    expected = MarginTwin(margin).loss(x, w, labels, labels)
+    expected.backward()
+    assert x.grad is not None and w.grad is not None and by_features is not None
+    factor, _ = made_of.row_factors(torch.tensor(1.0))
+    for start, stop in chunks:
+        one_pass.overwrite(work, rows[start:stop], start, factor)
+    torch.testing.assert_close(losses.mean().double(), expected.detach(), rtol=precise, atol=precise)
+    torch.testing.assert_close(by_features.double() / BATCH, x.grad, rtol=precise, atol=precise)
+    torch.testing.assert_close(rows.view_as(w).double(), w.grad, rtol=precise, atol=precise)
 
 
 @pytest.mark.parametrize("rows", ["pull", "hosted", "ranks"])
@@ -229,6 +252,19 @@ def test_a_saved_model_goes_on_and_predicts_by_its_nearest_centers(rows: str, tm
     for answers, row, labels_ in zip(loaded.predict(images, 4), scores, ids, strict=True):
         assert [int(name) for name, _ in answers] == labels_.tolist()
         np.testing.assert_allclose([score for _, score in answers], row.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", ["pull", "ranks"])
+def test_a_model_of_rows_as_wide_but_of_other_centers_is_not_loaded(rows: str, tmp_path: Path) -> None:
+    with gt.local() as cluster, gt.local() as other:
+        saved, mine = nn.Sequential(made(cluster, 3, rows=rows)), nn.Sequential(made(other, 2, rows=rows, dim=9))
+        saved[0](*batch(0)).backward()
+        gt.RowOptimizer(saved[0]).step()
+        gt.save(saved, tmp_path / "m")
+        before = mine[0].weights()
+        with pytest.raises(gt.errors.SpecMismatch, match="sub_centers 3, this one 2"):
+            gt.load(mine, tmp_path / "m")
+        assert torch.equal(mine[0].weights(), before)
 
 
 def test_a_state_is_of_as_many_centers() -> None:
