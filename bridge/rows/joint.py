@@ -168,7 +168,8 @@ class JointOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave. Groups of rows are known by the name of their table.
 
-        Raises InvalidArgument if it has other tables, and what the dense optimizer raises: nothing is loaded then.
+        Raises InvalidArgument if it has other tables or is of another kind of optimizer, and what the dense optimizer
+        raises: nothing is loaded then.
         """
         tables = [group["table"] for group in self._rows.param_groups]
         saved = defaultdict(list)  # tables of two clusters may have one name: their groups are in order
@@ -183,8 +184,23 @@ class JointOptimizer(torch.optim.Optimizer):
                 )
         rows = [saved[name].pop(0) for name in tables]
         dense = [group for group in state_dict["param_groups"] if group.get("table") not in tables]
-        self._dense.load_state_dict({"state": state_dict["state"], "param_groups": dense})
+        self._load_dense({"state": state_dict["state"], "param_groups": dense})
         self._rows.load_state_dict({"state": {}, "param_groups": rows})
+
+    def _load_dense(self, state_dict: dict[str, Any]) -> None:
+        """torch takes the state of any kind of optimizer, and fails in the step, when rows are pushed already."""
+        before, needed = self._dense.state_dict(), [set(group) for group in self._dense.param_groups]
+        self._dense.load_state_dict(state_dict)  # which fills in what a state of an older torch lacks
+        loaded = self._dense.param_groups
+        missing = sorted(set().union(*(names - group.keys() for names, group in zip(needed, loaded, strict=True))))
+        if missing:
+            held = sorted(set().union(*state_dict["param_groups"]) - set().union(*needed))
+            self._dense.load_state_dict(before)
+            raise InvalidArgument(
+                f"the state has no {', '.join(missing)}, which {type(self._dense).__name__} needs, but "
+                f"{', '.join(held) or 'nothing else'}: it is of another kind of optimizer. Load it into one like the "
+                "saved; to change the optimizer, load the model without its state"
+            )
 
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> set[int]:

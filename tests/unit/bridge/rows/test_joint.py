@@ -157,6 +157,22 @@ def test_a_step_goes_on_from_a_saved_state_of_both(cluster: Cluster) -> None:
         gt.joint(torch_optimizer(spec, backbone.parameters()), other).load_state_dict(saved)
 
 
+def test_a_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing(cluster: Cluster) -> None:
+    backbone, head = make_backbone(), make_head(cluster)
+    saved = gt.joint(torch.optim.AdamW(backbone.parameters()), head).state_dict()
+    optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR, momentum=0.9), head)
+    inputs, labels = batch(0)
+    head(backbone(inputs), labels).backward()
+    optimizer.step()
+    before = optimizer.state[backbone.weight]["momentum_buffer"].clone()
+    with pytest.raises(InvalidArgument, match=r"no dampening, momentum.*, which SGD needs, but amsgrad, betas"):
+        optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[backbone.weight]["momentum_buffer"], before)
+    assert optimizer.param_groups[0]["lr"] == LR
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 def test_zero_grad_drops_both(cluster: Cluster) -> None:
     backbone, head = make_backbone(), make_head(cluster)
     optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR), head)
