@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -48,6 +49,11 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
     while True:
         try:
             return _run_once(options, load, console, started, loss)
+        except FileNotFoundError as exc:
+            if exc.filename is None or not _is_gone(options.out, Path(os.fsdecode(exc.filename))):
+                raise
+            said = f"{exc.strerror}: {options.out} was removed while the run trained there; start it again"
+            raise FileNotFoundError(exc.errno, said, exc.filename) from exc
         except (GoBack, *LOST) as exc:
             # Once there is something to go back to, a role that is not back yet is worth another attempt too. Under
             # torchrun the ranks come back together: torchrun starts them again.
@@ -76,6 +82,10 @@ def _run_once(
         stop = stack.enter_context(interruption())
         run = TrainingRun(job, options, data, rows, ranks, console, launch=launch_name(), again=again, loss=loss)
         return run.execute(stop, {"data": time.perf_counter() - started})
+
+
+def _is_gone(out: Path, file: Path) -> bool:
+    return file.is_relative_to(out) and not out.exists()
 
 
 def _on_ranks(options: JobOptions) -> bool:
