@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from geartrain.ams.kernels._core import CompletedWrites, Lease, boot_seconds
+from geartrain.ams.kernels._core import CompletedWrites, Lease, SyncGroups, boot_seconds
 
-__all__ = ["CompletedWrites", "Lease", "boot_seconds"]
+__all__ = ["CompletedWrites", "Lease", "SyncGroups", "boot_seconds"]

@@ -6,7 +6,6 @@ writes are applied in one order.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
-from geartrain.ams.kernels.engine import CompletedWrites, Lease
+from geartrain.ams.kernels.engine import CompletedWrites, Lease, SyncGroups
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server.freeze.freezes import Freezes
@@ -22,7 +21,6 @@ from geartrain.ams.server.freeze.marks import held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, as_ours, pass_on
-from geartrain.ams.server.sync_groups import SyncGroups, joint_push
 from geartrain.ams.server.tables import ShardTable, ShardTables
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -31,9 +29,7 @@ from geartrain.ams.values.errors import (
     ShardRestarted,
     ShardUnavailable,
     SnapshotFailed,
-    StaleClient,
     StaleCluster,
-    StepMismatch,
 )
 from geartrain.ams.values.interrupts import held
 from geartrain.ams.values.shard_messages import (
@@ -218,9 +214,8 @@ class Shard:
         return min((one for one in deadlines if one is not None), default=None)
 
     def _expire(self) -> None:
-        for pushes, error in self._groups.expire():
-            for context, _ in pushes:
-                self._completed_writes.failed(context, error)
+        for context, error in self._groups.expire():
+            self._completed_writes.failed(context, error)
         self._freezes.end_silent()
 
     def _perform(self, call: QueuedRequest) -> None:
@@ -283,7 +278,8 @@ class Shard:
             table = self._tables.find(request.table)
             failpoints.reach("shard.apply.before")
             if not isinstance(request, Assign) and request.group is not None:
-                self._write_jointly(call.context, request, table)
+                with held(request.buffer_lease if isinstance(request, Push) else None):
+                    self._write_jointly(call.context, request, table)
                 return
             created = self._apply(table, request)
             failpoints.reach("shard.apply.after")
@@ -313,28 +309,24 @@ class Shard:
         if self._groups.is_applied(write):
             self._completed_writes.applied(context, Done(duplicate=True), write.table)
             return
-        replaced = self._groups.waiting_of_rank(write)
-        parts = self._groups.join(context, write)
+        replaced, callers = self._groups.join(context, write)
         if replaced is not None:  # or its caller, if it still lives, would ask for its reply for ever
-            self._completed_writes.failed(replaced, _replaced(write))
-        if parts is None:
+            self._completed_writes.failed(*replaced)
+        if not callers:
             return
         try:
-            with contextlib.ExitStack() as buffer_leases:
-                for _, part in parts:
-                    if isinstance(part, Push):
-                        buffer_leases.enter_context(held(part.buffer_lease))
-                created = self._apply(table, _joint([part for _, part in parts]))
+            joint = self._groups.joint(write)
+            created = self._apply(table, joint if isinstance(joint, Push) else joint_update(joint))
             failpoints.reach("shard.apply.after")
         except BaseException as error:
             self._groups.abandon(write)
-            for part_context, _ in parts:
-                self._completed_writes.failed(part_context, as_ours(error, self._name))
+            for caller in callers:
+                self._completed_writes.failed(caller, as_ours(error, self._name))
             return
         table.writes += 1
         self._groups.complete(write)
-        for part_context, _ in parts:
-            self._completed_writes.applied(part_context, Done(created=created), write.table)
+        for caller in callers:
+            self._completed_writes.applied(caller, Done(created=created), write.table)
 
     def _drop(self, name: str, incarnation: int) -> Done:
         table = self._tables.get(name)
@@ -349,7 +341,7 @@ class Shard:
 
     def _fail_waiting(self, table: str, error: GeartrainError) -> None:
         """Forget the sync groups of a table; tell the ranks that wait there."""
-        for context, _ in self._groups.drop_table(table):
+        for context in self._groups.drop_table(table):
             self._completed_writes.failed(context, error)
 
     def _freeze(self, request: Freeze) -> Done:
@@ -368,11 +360,7 @@ class Shard:
 
     def _fence(self, fence: Fence) -> Done:
         self._completed_writes.fence(fence.job, fence.incarnation, forget=False)
-        error = StaleClient(
-            f"incarnation {fence.incarnation} of {fence.job!r} took over while this push waited for its sync group; "
-            "nothing of it was applied here; stop this process"
-        )
-        for context in self._groups.fence(fence.job, fence.incarnation, forget=fence.forget):
+        for context, error in self._groups.fence(fence.job, fence.incarnation, forget=fence.forget):
             self._completed_writes.failed(context, error)
         if fence.forget:
             self._completed_writes.fence(fence.job, fence.incarnation, forget=True)
@@ -387,28 +375,6 @@ class Shard:
             unix_seconds=time.time(),
             tables=self._tables.states(),
         )
-
-
-def _joint(parts: list[Push | UpdateHosted]) -> Push | UpdateHosted:
-    """One write that equals those of all ranks."""
-    pushes = [part for part in parts if isinstance(part, Push)]
-    updates = [part for part in parts if isinstance(part, UpdateHosted)]
-    if pushes and updates:
-        raise StepMismatch(
-            f"some ranks push gradients to table {parts[0].table!r}, others update it by a hosted model; give all "
-            "ranks of a head the same rows="
-        )
-    return joint_push(pushes) if pushes else joint_update(updates)
-
-
-def _replaced(write: Push | UpdateHosted) -> StepMismatch:
-    """The error of a push that waits for its group when its rank pushes the step once more."""
-    assert write.group is not None
-    return StepMismatch(
-        f"rank {write.group.rank} of job {write.group.job!r} pushed step {write.group.sequence} of table "
-        f"{write.table!r} once more while this push of it waited, and that one counts; if this one was not given up, "
-        "another process runs as the same rank: stop one of them"
-    )
 
 
 def _check_settings(push: Push | UpdateHosted) -> None:

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from geartrain.ams.kernels.engine import CompletedWrites
-from geartrain.ams.server.sync_groups import GroupStep, SyncGroups
+from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
 from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
@@ -47,6 +46,15 @@ class StreamWrites(NamedTuple):
     incarnation: int
     oldest_unacknowledged: int
     done: list[CompletedWrite]
+
+
+class GroupStep(NamedTuple):
+    """The step that a sync group is at."""
+
+    table: str
+    job: str
+    world_size: int
+    next_sequence: int
 
 
 class ShardMarks(BaseModel):
@@ -75,7 +83,7 @@ def held_marks(
             name: StreamWrites(incarnation, oldest, [CompletedWrite(*write) for write in done])
             for name, (incarnation, oldest, done) in completed_writes.streams(tables).items()
         },
-        groups=[step for step in groups.steps() if step.table in tables],
+        groups=[step for step in map(GroupStep._make, groups.steps()) if step.table in tables],
         steps=dict(steps or {}),
         writes=dict(writes or {}),
     )

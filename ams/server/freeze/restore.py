@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.kernels._core import Turn
-from geartrain.ams.kernels.engine import CompletedWrites
+from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
-from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import open_snapshot

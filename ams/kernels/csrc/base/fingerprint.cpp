@@ -4,18 +4,30 @@
 #include <bit>
 #include <cstring>
 
-#include "base/isa.hpp"
+#include "base/keyed_hash.hpp"
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 namespace geartrain {
 namespace {
 
 constexpr uint64_t kFirst = 0x87c37b91114253d5ull, kSecond = 0x4cf5ad432745937full;
-constexpr size_t kBlock = 16;
+constexpr size_t kBlock = 16, kChunk = 1024;
+constexpr size_t kShift = 4;  // of the keys of the second sum against those of the first
 
-GEARTRAIN_INLINE uint64_t mixed_low(uint64_t word) { return std::rotl(word * kFirst, 31) * kSecond; }
-GEARTRAIN_INLINE uint64_t mixed_high(uint64_t word) { return std::rotl(word * kSecond, 33) * kFirst; }
+struct Keys {
+  Keys() {
+    for (size_t i = 0; i < words.size(); ++i) words[i] = static_cast<uint32_t>(splitmix64(hash_seed + i));
+  }
+  std::array<uint32_t, kChunk / 4 + kShift> words;
+};
 
-GEARTRAIN_INLINE void add_block(Fingerprint& state, const char* block) {
+inline uint64_t mixed_low(uint64_t word) { return std::rotl(word * kFirst, 31) * kSecond; }
+inline uint64_t mixed_high(uint64_t word) { return std::rotl(word * kSecond, 33) * kFirst; }
+
+inline void add_block(Fingerprint& state, const char* block) {
   uint64_t words[2];
   std::memcpy(words, block, kBlock);
   state.low = (std::rotl(state.low ^ mixed_low(words[0]), 27) + state.high) * 5 + 0x52dce729u;
@@ -43,6 +55,32 @@ Fingerprint ended(Fingerprint state, const char* rest, size_t count) {
   return state;
 }
 
+// Two sums of products of pairs of words, each word with a key added.
+void nh(const char* chunk, const Keys& keys, uint64_t* sums) {
+#if defined(__x86_64__)
+  __m128i first = _mm_setzero_si128(), second = first;
+  const auto load = [](const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); };
+  const auto product = [](__m128i pair) { return _mm_mul_epu32(pair, _mm_srli_epi64(pair, 32)); };
+  for (size_t i = 0; i < kChunk / 4; i += 4) {
+    const __m128i words = load(chunk + 4 * i);
+    first = _mm_add_epi64(first, product(_mm_add_epi32(words, load(keys.words.data() + i))));
+    second = _mm_add_epi64(second, product(_mm_add_epi32(words, load(keys.words.data() + i + kShift))));
+  }
+  const auto sum = [](__m128i lanes) { return _mm_add_epi64(lanes, _mm_unpackhi_epi64(lanes, lanes)); };
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(sums), sum(first));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(sums + 1), sum(second));
+#else
+  uint32_t words[kChunk / 4];
+  std::memcpy(words, chunk, kChunk);
+  sums[0] = sums[1] = 0;
+  for (size_t i = 0; i < kChunk / 4; i += 2) {
+    const uint32_t *key = keys.words.data() + i, *later = key + kShift;
+    sums[0] += uint64_t{words[i] + key[0]} * (words[i + 1] + key[1]);
+    sums[1] += uint64_t{words[i] + later[0]} * (words[i + 1] + later[1]);
+  }
+#endif
+}
+
 }  // namespace
 
 Fingerprint murmur3(const void* bytes, size_t count, Fingerprint state) {
@@ -51,19 +89,16 @@ Fingerprint murmur3(const void* bytes, size_t count, Fingerprint state) {
   return ended(state, at, count);
 }
 
-Fingerprint fingerprint(const void* bytes, size_t count, Fingerprint begin) {
-  const char* first = static_cast<const char*>(bytes);
-  const size_t quarter = count / 4 / kBlock * kBlock;
-  Fingerprint a = begin, b = begin, c = begin, d = begin;
-  for (size_t at = 0; at < quarter; at += kBlock) {
-    add_block(a, first + at);
-    add_block(b, first + at + quarter);
-    add_block(c, first + at + 2 * quarter);
-    add_block(d, first + at + 3 * quarter);
+Fingerprint fingerprint(const void* bytes, size_t count, Fingerprint state) {
+  static const Keys keys;
+  const char* at = static_cast<const char*>(bytes);
+  for (size_t chunk = 0; chunk < count / kChunk; ++chunk, at += kChunk) {
+    uint64_t sums[2];
+    nh(at, keys, sums);
+    add_block(state, reinterpret_cast<const char*>(sums));
   }
-  const std::array<Fingerprint, 4> quarters = {ended(a, first, quarter), ended(b, first, quarter), ended(c, first, quarter),
-                                               murmur3(first + 4 * quarter, count - 4 * quarter, d)};
-  return murmur3(quarters.data(), sizeof quarters, begin);
+  for (size_t block = 0; block < count % kChunk / kBlock; ++block, at += kBlock) add_block(state, at);
+  return ended(state, at, count);
 }
 
 }  // namespace geartrain

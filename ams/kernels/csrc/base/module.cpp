@@ -124,6 +124,7 @@ NB_MODULE(_core, m) {
   bind_position_lru(m);
   bind_turn(m);
   bind_engine_state(m);
+  bind_sync_groups(m);
   m.def(
       "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
       nb::arg("ids").noconvert(), nb::call_guard<nb::gil_scoped_release>());

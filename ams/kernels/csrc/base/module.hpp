@@ -42,5 +42,6 @@ void bind_neighbour_recall(nb::module_& m);
 void bind_position_lru(nb::module_& m);
 void bind_turn(nb::module_& m);
 void bind_engine_state(nb::module_& m);
+void bind_sync_groups(nb::module_& m);
 
 }  // namespace geartrain

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import CompletedWrites
+from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
 from geartrain.ams.server.freeze.marks import CompletedWrite, StreamWrites, held_marks, merged_stream, restore_marks
-from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup
 

@@ -47,11 +47,17 @@ def test_a_joint_push_does_not_read_what_an_interrupted_rank_holds_by_now(shard:
     buffer_lease.end()
     gradients[:] = 1000
     second = shard.submit(contexts[1], push(1, ONES))
-    for refused in (first, second):
-        with pytest.raises(ShardUnavailable, match="the caller has gone"):
-            refused.result(20)
-    assert (rows(shard) == 0).all()
-    again = [shard.submit(contexts[rank], push(rank, ONES)) for rank in range(2)]  # as clients repeat a call
-    for one in again:
+    for one in (first, second):
         one.result(20)
-    assert (rows(shard) == -1).all()
+    assert (rows(shard) == -1).all()  # of what it pushed
+
+
+def test_a_rank_whose_caller_has_gone_joins_nothing(shard: Shard) -> None:
+    buffer_lease = BufferLease()
+    buffer_lease.end()
+    group = SyncGroup(job="j", rank=0, world_size=1, sequence=1, sample_count=1)
+    push = Push(table="t", ids=IDS, gradients=ONES, group=group, buffer_lease=buffer_lease)
+    refused = shard.submit(CallContext(stream="j", incarnation=1, sequence=1), push)
+    with pytest.raises(ShardUnavailable, match="the caller has gone"):
+        refused.result(20)
+    assert (rows(shard) == 0).all()

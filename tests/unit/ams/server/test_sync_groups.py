@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from geartrain.ams.kernels.engine import SyncGroups
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.server.sync_groups import SyncGroups
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankMissing, StaleClient, StepMismatch
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
@@ -238,10 +238,10 @@ def test_a_group_that_was_silent_for_too_many_others_is_refused_rather_than_begu
 
     for job in ("first", "second", "third"):
         assert not groups.is_applied(of(job))
-        assert groups.join(context(0, 1), of(job)) is not None
+        assert groups.join(context(0, 1), of(job)) == (None, [context(0, 1)])
         groups.complete(of(job))
         assert groups.is_applied(of(job))
-    assert [step.job for step in groups.steps()] == ["second", "third"]
+    assert [job for _, job, _, _ in groups.steps()] == ["second", "third"]
     with pytest.raises(StepMismatch, match="'first' pushed nothing to table 't' while 2 other groups did"):
         groups.is_applied(of("first"))
     groups.drop_table("t")
