@@ -19,6 +19,7 @@ import geartrain
 from geartrain.ams.values import errors
 from geartrain.cli.main import COMMANDS, build_app
 from geartrain.cli.shared.configuration import SECTIONS
+from tests.support.pages import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -147,11 +148,5 @@ def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, t
     blocks = [
         code for language, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")) if language == "python"
     ]
-    for number, code in enumerate(blocks):
-        (tmp_path / f"block_{number}.py").write_text(code, encoding="utf-8")
-    run = "runpy.run_path(f'block_{n}.py', run_name='__main__'); print('=====')"
-    command = [sys.executable, "-c", f"import runpy\nfor n in [*range({len(blocks)})] * 2: {run}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.split("=====\n")[: len(blocks)]
-    assert [code for code, text in zip(blocks, printed, strict=True) if not text] == []
+    printed = [[run(code, tmp_path) for code in blocks] for _ in range(2)]
+    assert [code for code, text in zip(blocks, printed[0], strict=True) if not text] == []
