@@ -91,6 +91,9 @@ def await_text(shown: Path, pattern: str) -> re.Match[str]:
 
 def test_the_first_head_learns_like_nn_linear_and_is_the_same_after_loading(tmp_path: Path) -> None:
     printed = run(program_of("tutorials/first-head.md"), tmp_path)
+    in_cluster = re.findall(r"^\[(.*)\] for ", printed, flags=re.MULTILINE)
+    alone = re.findall(r"^\[\((.*)\)\]$", printed, flags=re.MULTILINE)
+    assert [re.findall(r"'\w+'", one) for one in alone] == [re.findall(r"'\w+'", one) for one in in_cluster] != []
     ends = {name: float(right) for name, right in re.findall(r"^(\S+)  step .* right (\S+)$", printed, re.MULTILINE)}
     assert ends["nn.Linear"] > 0.7, printed
     assert ends["ClassHead"] > ends["nn.Linear"] - 0.05, printed
