@@ -401,6 +401,9 @@ class ConnectionFull(RuntimeError):
 class Handler:
     """What a DataServer hands its requests to."""
 
+class PythonHandler(Handler):
+    def __init__(self, shard: Any) -> None: ...
+
 class ToyHandler(Handler):
     def __init__(self) -> None: ...
     def await_held(self, seconds: float) -> bool: ...
@@ -457,3 +460,50 @@ def connect_ring(
     most_pool_bytes: int = ...,
     most_mailboxes: int = ...,
 ) -> RingConnection: ...
+
+class RowCall:
+    def wait(self, seconds: float) -> bool: ...
+    def done(self) -> Any: ...
+    def place(
+        self,
+        out: npt.NDArray[Any],
+        dtype_code: int,
+        ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64] | None,
+        present: npt.NDArray[np.uint8] | None,
+    ) -> None: ...
+
+def begin_pull(
+    connection: DataConnection,
+    context: Any,
+    table: str,
+    ids: npt.NDArray[np.int64],
+    dim: int,
+    dtype_code: int,
+    with_present: bool,
+    required_sync: Any,
+    seconds: float,
+) -> RowCall: ...
+def begin_push(
+    connection: DataConnection,
+    context: Any,
+    table: str,
+    ids: npt.NDArray[np.int64],
+    gradients: npt.NDArray[Any],
+    dtype_code: int,
+    lr: float | None,
+    scale: float,
+    scalars: dict[str, float],
+    group: Any,
+    step_goes_on: bool,
+    seconds: float,
+) -> RowCall: ...
+def begin_assign(
+    connection: DataConnection,
+    context: Any,
+    table: str,
+    ids: npt.NDArray[np.int64],
+    rows: npt.NDArray[Any],
+    dtype_code: int,
+    seconds: float,
+) -> RowCall: ...

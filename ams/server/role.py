@@ -14,7 +14,6 @@ from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.payload.bulk import BulkPort
-from geartrain.ams.rpc.payload.shared_memory import HeldSegments
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService
@@ -51,14 +50,13 @@ class _HeldShard:
         listen: str,
         wanted: int | None,
         models: HostedModels,
-        segments: HeldSegments,
         bulk: BulkPort,
         roots: SnapshotRoots,
     ) -> None:
         self.config = config
         self.models = models
         self.wanted = wanted
-        self.service = ShardService(config.max_message_bytes, segments, bulk, roots)
+        self.service = ShardService(config.max_message_bytes, bulk, roots)
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)
         self.address = config.advertise or _reachable(self.server.address)
@@ -113,7 +111,6 @@ class _HeldShard:
     def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
         """Send a heartbeat; return False if another process holds the shard now."""
         assert self.shard is not None
-        self.service.segments.forget_closed()
         self.service.bulk.forget_closed()
         failpoints.reach("lease.heartbeat.before")
         began = boot_seconds()
@@ -137,6 +134,7 @@ class _HeldShard:
     def close(self, grace_seconds: float) -> None:
         """Finish the calls under way, let go of the port. Idempotent."""
         self.server.stop(grace_seconds)
+        self.service.close()
         if self.shard is not None:
             self.shard.close()
 
@@ -159,7 +157,6 @@ class ShardServer:
         self._config = config
         self._roots = SnapshotRoots("server", config.listen, config.snapshot_roots)
         self._models = models
-        self._segments = HeldSegments()
         self._bulk = BulkPort(split_address(config.listen)[0], config.bulk_port)
         self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
         self._held: list[_HeldShard] = []
@@ -190,7 +187,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._segments, self._bulk, self._roots)
+                held = _HeldShard(self._config, listen, wanted, self._models, self._bulk, self._roots)
                 self._held.append(held)
                 held.server.start()
             self._join_all()

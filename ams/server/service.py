@@ -20,12 +20,12 @@ from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
-from geartrain.ams.rpc.payload.shared_memory import HeldSegments, SharedArrays, arrays_in
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, bind
 from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
 from geartrain.ams.rpc.server.waiting import BeginMethod, Begun
 from geartrain.ams.rpc.services import SHARD, context_from_pb
+from geartrain.ams.server.data_plane import DataPlanePort
 from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
@@ -43,19 +43,19 @@ from geartrain.ams.values.shard_messages import (
     CallContext,
     ComputeHosted,
     CreateTable,
+    DataPlaneOffer,
     Describe,
     Done,
     DropTable,
     Fence,
     Freeze,
-    MemoryAnswer,
     OpenBulk,
+    OpenDataPlane,
     PublishTable,
     Pull,
     Push,
     Request,
     Restore,
-    ShareMemory,
     Thaw,
     UpdateHosted,
     WriteFrozen,
@@ -79,7 +79,6 @@ class ShardService:
     def __init__(
         self,
         max_message_bytes: int,
-        segments: HeldSegments | None = None,
         bulk: BulkPort | None = None,
         roots: SnapshotRoots | None = None,
     ) -> None:
@@ -87,15 +86,19 @@ class ShardService:
         self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
         self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
-        self.segments = HeldSegments() if segments is None else segments
-        """Memory that clients on this machine share with the shards of this process."""
         self.bulk = BulkPort("127.0.0.1") if bulk is None else bulk
         """Connections of clients to this process for nothing but rows."""
         self._shard: Shard | None = None
+        self.data_plane = DataPlanePort(lambda: self.shard)
+        """Connections of clients to this shard for pulls, pushes and assigns."""
 
     def serve(self, shard: Shard) -> None:
         """From now on, calls go to ``shard``."""
         self._shard = shard
+
+    def close(self) -> None:
+        """End what calls do not: the connections for rows. Idempotent."""
+        self.data_plane.close()
 
     @cached_property
     def bound(self) -> Bound:
@@ -113,7 +116,7 @@ class ShardService:
                 Thaw: self._thaw,
                 Restore: self._restore,
                 Fence: self._fence,
-                ShareMemory: self._share_memory,
+                OpenDataPlane: self._open_data_plane,
                 OpenBulk: self._open_bulk,
             },
             {
@@ -168,9 +171,8 @@ class ShardService:
         self._parts.fence(fence.job, fence.incarnation)
         return done
 
-    def _share_memory(self, offer: ShareMemory, _: Call) -> MemoryAnswer:
-        reason = self.segments.open(offer.name, offer.process, offer.descriptor)
-        return MemoryAnswer(shared=reason is None, reason=reason or "")
+    def _open_data_plane(self, _: OpenDataPlane, __: Call) -> DataPlaneOffer:
+        return self.data_plane.offer()
 
     def _open_bulk(self, _: OpenBulk, __: Call) -> BulkOffer:
         try:
@@ -184,25 +186,20 @@ class ShardService:
         header, raw, context = _split(Pull, data)
         with _OfItsPast(self.shard, header.table, context):
             spec = self.shard.spec(header.table)
-            if header.HasField("shared"):
-                shared = self._shared(header.shared, spec.dim, spec.numpy_dtype)
-                ids, out, present = shared.ids.copy(), shared.rows, shared.present if header.with_present else None
-                reply = b""
+            ids = framing.ids_from(raw.get(14))
+            self._check_size("one reply", len(ids), spec.row_bytes + 1)
+            present = np.zeros(len(ids), np.bool_) if header.with_present else None
+            if header.HasField("bulk"):
+                reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
             else:
-                ids = framing.ids_from(raw.get(14))
-                self._check_size("one reply", len(ids), spec.row_bytes + 1)
-                present = np.zeros(len(ids), np.bool_) if header.with_present else None
-                if header.HasField("bulk"):
-                    reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
-                else:
-                    reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
+                reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
             pull = SHARD[Pull].header.from_message(header, ids=ids, out=out, present=present)
         await_reply(self.shard.run(context, pull), servicer_context)
         if header.HasField("bulk"):
             with self._bulk_connection(header.bulk, servicer_context) as connection:
                 connection.send(header.bulk.use, out)
             return b"" if present is None else framing.encode_framed(shard_pb2.PullReply(), [(14, present)])
-        if present is None or header.HasField("shared"):
+        if present is None:
             return reply
         return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
 
@@ -310,15 +307,6 @@ class ShardService:
         finally:
             self._threads_that_wait.release()
 
-    def _shared(self, named: shard_pb2.SharedBytes, dim: int, dtype: np.dtype[Any]) -> SharedArrays:
-        theirs = DTYPES[codec.dtype_from_pb(named.dtype)]
-        if (named.dim, theirs) != (dim, dtype):
-            raise InvalidRows(
-                f"{named.num_ids} rows in shared memory are {theirs.name} of width {named.dim}; they must be "
-                f"{dtype.name} of width {dim}"
-            )
-        return arrays_in(self.segments.claim(named.name, named.use), named.num_ids, dim, dtype)
-
     def _bulk_connection(
         self, named: shard_pb2.BulkBytes, servicer_context: grpc.ServicerContext
     ) -> AbstractContextManager[BulkConnection]:
@@ -340,13 +328,8 @@ class ShardService:
             with self._bulk_connection(header.bulk, servicer_context) as connection:
                 connection.receive(header.bulk.use, rows, seconds_to_receive(rows.nbytes))
             return ids, rows
-        if not header.HasField("shared"):
-            ids = framing.ids_from(raw.get(14))
-            return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
-        shared = self._shared(header.shared, dim, dtype)
-        # Ids are copied, for what was checked of them must still be so when they are used. Rows are the caller's until
-        # the reply, which for a part comes before the write.
-        return shared.ids.copy(), shared.rows.copy() if header.HasField("part") else shared.rows
+        ids = framing.ids_from(raw.get(14))
+        return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
 
     def _whole(self, header: _SplitHeader, context: CallContext, payload: Payload) -> Payload | None:
         if not header.HasField("part"):

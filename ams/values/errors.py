@@ -16,8 +16,7 @@ GeartrainError
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
-│   ├── MemoryNotShared              a shard lacks memory that a call names: clients send the bytes instead
-│   ├── BulkConnectionLost           a bulk connection ended before the rows of a call were over: the same
+│   ├── BulkConnectionLost           a bulk connection ended before all rows of a call were there: clients send messages
 │   ├── StoreUnavailable             a key-value server did not answer
 │   ├── Busy                         a role has too much to do: says after how many seconds to ask again
 │   ├── StepPending                  a synchronous push waits for other ranks: clients ask again
@@ -126,13 +125,6 @@ class GearUnavailable(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """A key-value server (Redis) did not answer. The message names its URL."""
-
-
-class MemoryNotShared(Unavailable):
-    """A call names shared memory that the shard does not have, or that another call has used since.
-
-    Nothing was done. Geartrain's own client sends the bytes in messages then, so that no caller of it sees this.
-    """
 
 
 class BulkConnectionLost(Unavailable):

@@ -124,13 +124,15 @@ class Computed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryAnswer:
-    """Reply to :class:`ShareMemory`."""
+class DataPlaneOffer:
+    """Reply to :class:`OpenDataPlane`."""
 
-    shared: bool
-    """Calls may name the memory from now on."""
-    reason: str
-    """Why not."""
+    socket: str = ""
+    """Name in the abstract namespace of the shard's machine."""
+    secret: bytes = b""
+    """To be shown there, good for one connection."""
+    reason: str = ""
+    """Why there is none; the other fields are empty then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ class BulkOffer:
     """Why there is none; the other fields are empty then."""
 
 
-Reply = Done | ShardState | Written | Computed | MemoryAnswer | BulkOffer
+Reply = Done | ShardState | Written | Computed | DataPlaneOffer | BulkOffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,12 +337,8 @@ class UpdateHosted(Rpc[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareMemory(Rpc[MemoryAnswer]):
-    """Offer memory of this process, on the shard's machine: see :mod:`geartrain.ams.rpc.payload.shared_memory`."""
-
-    name: str
-    process: int
-    descriptor: int
+class OpenDataPlane(Rpc[DataPlaneOffer]):
+    """Ask for a connection over which pulls, pushes and assigns go: see :mod:`geartrain.ams.rpc.payload.data_plane`."""
 
 
 @dataclass(frozen=True, kw_only=True)

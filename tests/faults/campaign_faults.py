@@ -70,9 +70,9 @@ def proxies(seed: int, folder: Path) -> int:
 
 
 def shared(seed: int, folder: Path) -> int:
-    """Pushes by way of shared memory, about which messages are late, lost and repeated."""
+    """Pushes by way of shared memory, whose connections end and whose shards stop answering meanwhile."""
     attacks.shared_memory(seed, folder, pushes=SHARED_PUSHES_PER_RUN)
-    return 2 * SHARED_PUSHES_PER_RUN
+    return SHARED_PUSHES_PER_RUN
 
 
 def bulk(seed: int, folder: Path) -> int:

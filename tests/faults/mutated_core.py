@@ -49,6 +49,11 @@ REMOVALS: Mapping[str, Removal] = {
             ("if (context.incarnation < entry.value.incarnation)", "if (false)"),
         ),
     ),
+    # A client uses memory again in which the shard may still be at work.
+    "one use": Removal(
+        "carriers/ring_client.cpp",
+        (("      ring_->retire(*mailbox_);", "      ring_->give_back(*mailbox_);"),),
+    ),
 }
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from geartrain.ams.rpc.payload.shared_memory import HeldSegments
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot import folder as snapshot_folder
@@ -85,14 +84,8 @@ def _no_sync(patch: pytest.MonkeyPatch, spared: Callable[[Path], bool]) -> None:
     patch.setattr(disk, "sync", forgotten)
 
 
-def _one_use(patch: pytest.MonkeyPatch) -> None:
-    """A shard works in shared memory whenever a call says so, however often that call arrives."""
-    patch.setattr(HeldSegments, "claim", lambda self, name, _: self._held[name].memory)
-
-
 PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "shard fence": _shard_fence,
-    "one use": _one_use,
     "checksum": _checksum,
     "rename last": _rename_last,
     "fsync": lambda patch: _no_sync(patch, lambda _: False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import Counter
@@ -10,27 +9,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import grpc
 import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.rpc.client import shard as grpc_client
-from geartrain.ams.rpc.client.shard import GrpcCarrier
-from geartrain.ams.rpc.payload import bulk, shared_memory
+from geartrain.ams.rpc.payload import bulk, data_plane
 from geartrain.ams.rpc.payload.bulk import BulkPort
-from geartrain.ams.rpc.payload.shared_memory import HeldSegments
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
+from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
 from tests.faults import attacks
 from tests.faults.mutations import attack_without
 from tests.faults.proxy import KINDS, REPLY_SHARE, FaultyProxy
-from tests.integration.conftest import carriers_of, fill
+from tests.integration.conftest import carriers_of
 
 NUM_ROWS = 4096
 DIM = 16
@@ -56,11 +53,11 @@ Way = Literal["messages", "shared", "bulk"]
 @contextmanager
 def behind_proxies(
     num_shards: int, seed: int, most_bytes: int, way: Way
-) -> Iterator[tuple[Cluster, list[FaultyProxy]]]:
+) -> Iterator[tuple[Cluster, list[FaultyProxy], list[Shard]]]:
     """A cluster whose shards are reached only through proxies; the way to the scheduler is straight.
 
-    Where rows are ``shared``, only messages about them pass. Bulk connections have proxies of their own, one for each
-    shard, which come last.
+    Where memory is ``shared``, calls for rows pass the proxies only while there is no connection. Bulk connections have
+    proxies of their own, one for each shard, which come last.
     """
     reply_share = REPLY_SHARE if way == "messages" else 2
     with ExitStack() as stack:
@@ -79,11 +76,15 @@ def behind_proxies(
             for shard in range(num_shards)
         ]
         proxy_ports: dict[int, int] = {}
+        shards: list[Shard] = []
         for shard, proxy in enumerate(tuple(proxies)):
             server = ShardServer(ServerConfig(scheduler=address, shard=shard, advertise=proxy.address))
             server.start()
             stack.callback(server.stop, 0)
             proxy.forward_to(server.bound_addresses[0])
+            held = server._held[0].shard
+            assert held is not None
+            shards.append(held)
             if way == "bulk":
                 port = server._bulk.offer()[0]
                 beside = FaultyProxy(
@@ -93,8 +94,7 @@ def behind_proxies(
                 proxy_ports[port] = int(stack.enter_context(beside).address.rsplit(":", 1)[1])
                 proxies.append(beside)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(shared_memory, "MIN_SHARED_BYTES", 1)
-        patch.setattr(shared_memory, "PAUSE_SECONDS", 0.0)
+        patch.setattr(data_plane, "PAUSE_SECONDS", 0.0)
         patch.setattr(bulk, "MIN_BULK_BYTES", 1)
         patch.setattr(bulk, "PAUSE_SECONDS", 0.0)
         patch.setattr(bulk, "DISTRUST_SECONDS", 0.0)
@@ -108,7 +108,7 @@ def behind_proxies(
         with connect(address) as patient:  # the table is not what meets the faults
             patient.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
         cluster = stack.enter_context(connect(address, config=config))
-        yield cluster, proxies
+        yield cluster, proxies, shards
 
 
 def attack(
@@ -116,16 +116,39 @@ def attack(
 ) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
     """Push integers from two threads through faulty proxies; return the rows, what they must be, and the faults met.
 
-    A connection meets its fault after ``most_bytes`` at most. Unless rows are in messages, every push is followed by a
-    pull, which uses the same memory or connection.
+    A connection meets its fault after ``most_bytes`` at most; those of shared memory are ended, and shards stop
+    answering for longer than an attempt. Unless rows are in messages, every push is followed by a pull, which uses the
+    same memory or connection.
     """
-    with behind_proxies(2, seed, most_bytes, way) as (cluster, proxies):
+    with behind_proxies(2, seed, most_bytes, way) as (cluster, proxies, shards):
         table = cluster.table("t")
         expected = np.zeros((NUM_ROWS, DIM))
         lock = threading.Lock()
         failures: list[BaseException] = []
+        met: Counter[str] = Counter()
         for proxy in proxies:
             proxy.begin_faults()
+
+        def disturb(own: np.random.Generator) -> None:
+            shard = int(own.integers(len(shards)))
+            plane = carriers_of(cluster)[shard].data_plane
+            kind = own.choice(["end", "stop", ""], p=[0.2, 0.1, 0.7])
+            if plane is None or plane._connection is None or plane._connection.is_lost or not kind:
+                return
+            met[kind] += 1
+            if kind == "end":
+                plane._connection.close()
+                return
+            is_stopped = threading.Event()
+
+            def stop() -> None:
+                with shards[shard]._writer.turn:
+                    is_stopped.set()
+                    over.wait(1.5 * ATTEMPT_SECONDS)
+
+            threads.append(threading.Thread(target=stop))
+            threads[-1].start()
+            is_stopped.wait()
 
         def work(worker: int) -> None:
             own = np.random.default_rng([seed, worker])
@@ -134,6 +157,8 @@ def attack(
                     # Now and then more than a part, so that parts of one write meet different faults.
                     ids = np.sort(own.choice(NUM_ROWS, int(own.choice([5, 200, 2500])), replace=False))
                     gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
+                    if way == "shared":
+                        disturb(own)
                     table.push(ids, gradients)
                     if way != "messages":
                         assert (table.pull(np.arange(NUM_ROWS)) % 1 == 0).all()
@@ -142,54 +167,20 @@ def attack(
             except BaseException as exc:
                 failures.append(exc)
 
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
-        for thread in threads:
+        over = threading.Event()
+        threads: list[threading.Thread] = []
+        workers = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
+        for thread in workers:
             thread.start()
+        for thread in workers:
+            thread.join()
+        over.set()
         for thread in threads:
             thread.join()
         for proxy in proxies:
             proxy.end_faults()
         assert not failures, failures
-        return table.pull(np.arange(NUM_ROWS)), expected, sum((proxy.counts for proxy in proxies), Counter())
-
-
-def attack_late(seed: int, num_pushes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Push integers by way of one piece of shared memory; return the rows and what they must be.
-
-    Each pull arrives once more when the push after it has its rows in the same memory.
-    """
-    own = np.random.default_rng(seed)
-    last: list[bytes] = []
-    whole = GrpcCarrier._call
-
-    def call(self: GrpcCarrier, method: str, data: bytes, *arguments: Any, **keywords: Any) -> Any:
-        if method == "Push" and last:
-            with contextlib.suppress(grpc.RpcError):
-                self._connection.methods["Pull"](last.pop(), timeout=10)
-        if method == "Pull":
-            last.append(data)
-        return whole(self, method, data, *arguments, **keywords)
-
-    with (
-        behind_proxies(1, seed, most_bytes=1, way="shared") as (cluster, _),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        table = cluster.table("t")
-        fill(carriers_of(cluster)[0], 1)
-        patch.setattr(GrpcCarrier, "_call", call)
-        expected = np.zeros((NUM_ROWS, DIM))
-        for _ in range(num_pushes):
-            ids = np.sort(own.choice(NUM_ROWS, 500, replace=False))
-            gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
-            table.push(ids, gradients)
-            expected[ids] -= gradients
-            np.testing.assert_array_equal(table.pull(ids), expected[ids])
-        return table.pull(np.arange(NUM_ROWS)), expected
-
-
-def test_a_late_call_changes_nothing_in_memory_that_another_uses() -> None:
-    rows, expected = attack_late(seed=1, num_pushes=10)
-    np.testing.assert_array_equal(rows, expected)
+        return table.pull(np.arange(NUM_ROWS)), expected, sum((proxy.counts for proxy in proxies), met)
 
 
 def test_every_push_is_applied_once_through_a_faulty_network() -> None:
@@ -200,20 +191,13 @@ def test_every_push_is_applied_once_through_a_faulty_network() -> None:
     assert sum(met.values()) >= PUSHES / 25, met
 
 
-def test_every_push_is_applied_once_where_only_messages_about_rows_meet_the_faults() -> None:
-    claims: list[str] = []
-    whole = HeldSegments.claim
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeldSegments, "claim", lambda self, name, use: (claims.append(name), whole(self, name, use))[1])
-        met: set[str] = set()
-        for seed in range(1, 6):  # which faults are met depends on how connections are used, too
-            rows, expected, found = attack(seed, PUSHES // 10, SHARED_BYTES, "shared")
-            np.testing.assert_array_equal(rows, expected)
-            met |= set(found)
-            if {"mirror", "replay", "overtake"} <= met:
-                break
-    assert len(claims) > PUSHES // 10
-    assert {"mirror", "replay", "overtake"} <= met, met  # calls arrive twice, late, and behind newer ones
+def test_every_push_is_applied_once_where_connections_of_shared_memory_end_and_shards_stop_answering() -> None:
+    for seed in range(1, 6):
+        rows, expected, met = attack(seed, PUSHES // 10, SHARED_BYTES, "shared")
+        np.testing.assert_array_equal(rows, expected)
+        if {"end", "stop"} <= set(met):
+            return
+    raise AssertionError(f"the attack met only {met}")
 
 
 def test_every_push_is_applied_once_where_rows_travel_beside_their_messages_and_both_meet_faults() -> None:

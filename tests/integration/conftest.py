@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -12,8 +12,8 @@ import pytest
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.rpc.client.shard import GrpcCarrier
-from geartrain.ams.rpc.payload import bulk, shared_memory
-from geartrain.ams.rpc.payload.shared_memory import SegmentPool
+from geartrain.ams.rpc.payload import bulk
+from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.rpc.server.server import Bound
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
@@ -89,8 +89,8 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster over each carrier.
 
-    "parts" cuts every payload above 64 KiB; "bulk" sends all rows over bulk connections, "shared" has them in shared
-    memory.
+    "parts" cuts every payload above 64 KiB; "bulk" sends all rows over bulk connections, "shared" all calls through
+    shared memory.
     """
     kind, shards, *parts = request.param.split("-")
     if kind == "local":
@@ -98,7 +98,6 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             yield embedded
         return
     served = ServedCluster(int(shards))
-    monkeypatch.setattr(shared_memory, "MIN_SHARED_BYTES", 1)
     monkeypatch.setattr(bulk, "MIN_BULK_BYTES", 1)
     ways = {"shared_memory": kind == "shared", "bulk_connections": kind == "bulk"}
     config = QUICK.model_copy(update={**ways, **({"part_bytes": 64 << 10} if parts else {})})
@@ -106,7 +105,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         with connect(served.address, config=config) as connected:
             if kind == "shared":
                 for carrier in carriers_of(connected):
-                    fill(carrier)
+                    connect_data_plane(carrier)
             if kind == "bulk":
                 for carrier in carriers_of(connected):
                     connect_bulk(carrier)
@@ -131,17 +130,16 @@ def carriers_of(cluster: Cluster) -> list[GrpcCarrier]:
     return cluster._calls._carriers  # type: ignore[attr-defined]
 
 
-def fill(carrier: GrpcCarrier, num_segments: int = 2) -> None:
-    """Offer segments of shared memory to a shard, and wait until it has them."""
-    answered = threading.Semaphore(0)
-    pool = carrier._segments
-    assert pool is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "end_offer", lambda: (SegmentPool.end_offer(pool), answered.release()))
-        for _ in range(num_segments):
-            assert pool.take((pool.num_segments + 1) << 20) is None  # larger than those there are
-            assert answered.acquire(timeout=10)
-    assert pool.num_segments == num_segments
+def connect_data_plane(carrier: GrpcCarrier) -> DataPlane:
+    """Connect to the data plane of a shard; a connection that is lost is made again by the call that lacks it."""
+    plane = carrier.data_plane
+    assert plane is not None
+    plane._begin = lambda work: work()
+    for _ in range(2):  # a thread may be at it
+        plane._making_since = -math.inf
+        plane._open_connection()
+    assert plane._connection is not None and not plane._connection.is_lost
+    return plane
 
 
 def connect_bulk(carrier: GrpcCarrier, num_connections: int = 2) -> None:

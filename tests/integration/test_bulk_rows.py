@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,11 @@ from geartrain.ams.rpc.payload import bulk
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort
 from geartrain.ams.rpc.services import context_to_pb
 from geartrain.ams.rpc.status import error_from
+from geartrain.ams.server.data_plane import DataPlanePort
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext, Pull, Push
+from geartrain.ams.values.shard_messages import CallContext, DataPlaneOffer, Pull, Push
 from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster, carriers_of, connect_bulk, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
@@ -89,20 +91,24 @@ def test_a_shard_that_shares_no_memory_has_bulk_connections(
 ) -> None:
     log = "geartrain.ams.rpc.client.shard"
     caplog.set_level("INFO", logger=log)
-    monkeypatch.setattr("geartrain.ams.rpc.payload.shared_memory.HeldSegments.open", lambda *_: "on another machine")
+    elsewhere = DataPlaneOffer(socket="of-another-machine", secret=bytes(32))
+    monkeypatch.setattr(DataPlanePort, "offer", lambda _: elsewhere)
     with connected(cluster) as ours:
         carrier = carriers_of(ours)[0]
-        assert carrier._segments is not None
-        carrier._segments.refuse("on another machine")
+        assert carrier.data_plane is not None
+        carrier.data_plane._begin = lambda work: work()
+        carrier.data_plane._making_since = -math.inf
+        carrier.data_plane._open_connection()
+        assert carrier.data_plane.is_off
         connect_bulk(carrier)
         messages.clear()
         ours.table("t").push(IDS, ONES)
         assert (ours.table("t").pull(IDS) == -1).all()
         address = ours.status().shards[0].address
     assert max(messages) < IDS.nbytes + 300
-    assert [record.getMessage() for record in caplog.records if record.name == log] == [
+    assert [record.getMessage() for record in caplog.records if record.name == log][-1] == (
         f"rows of the shard at {address} go over bulk connections"
-    ]
+    )
 
 
 @pytest.mark.parametrize("way", ["refusal", "older shard", "no way there"])

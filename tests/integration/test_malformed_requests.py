@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 from collections.abc import Callable
@@ -56,9 +55,6 @@ def valid_requests() -> dict[str, bytes]:
             1 << 20,
         )[0],
         "CreateTable": shard_pb2.CreateTableRequest(spec=spec).SerializeToString(),
-        "ShareMemory": shard_pb2.ShareMemoryRequest(
-            name="geartrain-" + "0" * 32, process=os.getpid(), descriptor=1
-        ).SerializeToString(),
         "Describe": shard_pb2.DescribeRequest().SerializeToString(),
     }
 

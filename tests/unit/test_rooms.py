@@ -20,7 +20,7 @@ LARGEST_ROOM = 14
 
 # Optional mechanism -> who may know it, and the bench that justifies it with the words of its case.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "geartrain.ams.rpc.payload.shared_memory": (("ams/rpc", "ams/server"), "rows_grpc.py", "shared memory"),
+    "geartrain.ams.rpc.payload.data_plane": (("ams/rpc",), "rows_grpc.py", "shared memory"),
     "geartrain.ams.rpc.payload.bulk": (("ams/rpc", "ams/server"), "rows_grpc.py", "bulk connections"),
     "geartrain.ams.storage.snapshot.chain": (
         ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/head/backends/ranks"),

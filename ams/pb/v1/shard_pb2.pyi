@@ -141,99 +141,47 @@ class DropTableRequest(_message.Message):
 Global___DropTableRequest: _TypeAlias = DropTableRequest  # noqa: Y015
 
 @_typing.final
-class ShareMemoryRequest(_message.Message):
-    """A file in memory (memfd) that the caller has open, sealed against any change of its size."""
-
+class OpenDataPlaneRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    PROCESS_FIELD_NUMBER: _builtins.int
-    DESCRIPTOR_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """What it was made with: begins with "geartrain-", and nobody else's is called so (32 random hexadecimal digits)."""
-    process: _builtins.int
-    """Number of the process, and of the descriptor there. The shard holds the memory until that descriptor is closed."""
-    descriptor: _builtins.int
     def __init__(
         self,
-        *,
-        name: _builtins.str = ...,
-        process: _builtins.int = ...,
-        descriptor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "name", b"name", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ShareMemoryRequest: _TypeAlias = ShareMemoryRequest  # noqa: Y015
+Global___OpenDataPlaneRequest: _TypeAlias = OpenDataPlaneRequest  # noqa: Y015
 
 @_typing.final
-class ShareMemoryReply(_message.Message):
+class OpenDataPlaneReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SHARED_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    shared: _builtins.bool
-    """Calls may name the memory from now on."""
+    socket: _builtins.str
+    """On the shard's own machine: name of a unix socket (SOCK_SEQPACKET) in the abstract namespace."""
+    secret: _builtins.bytes
+    """32 bytes to be shown there within 5 seconds, good for one connection."""
     reason: _builtins.str
-    """Why not."""
+    """Why there is none; the other fields are empty then."""
     def __init__(
         self,
         *,
-        shared: _builtins.bool = ...,
+        socket: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "secret", b"secret", "socket", b"socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ShareMemoryReply: _TypeAlias = ShareMemoryReply  # noqa: Y015
-
-@_typing.final
-class SharedBytes(_message.Message):
-    """The raw bytes of one call, in memory that was offered with ShareMemory. From its first byte on: the ids; from the
-    next multiple of 64 on, rows or gradients; from the next multiple of 64 on, what says which rows are present. The
-    memory must be left alone until the reply is there: what is changed in it meanwhile may or may not be seen, and
-    numbers are not looked at twice. Without a reply it must not be used for another call.
-    MemoryNotShared: the shard does not have this memory (any more), or had this use of it. Nothing was done.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    NUM_IDS_FIELD_NUMBER: _builtins.int
-    USE_FIELD_NUMBER: _builtins.int
-    DIM_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    num_ids: _builtins.int
-    use: _builtins.int
-    """From 1, higher with each call that uses this memory: a call that arrives twice must not write over the next one's
-    bytes, so that the second is refused.
-    """
-    dim: _builtins.int
-    """Width and type of the rows or gradients, which must be those that the table, or PushRequest.gradient_dtype, has."""
-    dtype: _types_pb2.DType.ValueType
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        num_ids: _builtins.int = ...,
-        use: _builtins.int = ...,
-        dim: _builtins.int = ...,
-        dtype: _types_pb2.DType.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "dtype", b"dtype", "name", b"name", "num_ids", b"num_ids", "use", b"use"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SharedBytes: _TypeAlias = SharedBytes  # noqa: Y015
+Global___OpenDataPlaneReply: _TypeAlias = OpenDataPlaneReply  # noqa: Y015
 
 @_typing.final
 class OpenBulkRequest(_message.Message):
@@ -322,7 +270,6 @@ class PullRequest(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
     WITH_PRESENT_FIELD_NUMBER: _builtins.int
-    SHARED_FIELD_NUMBER: _builtins.int
     BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
@@ -340,10 +287,6 @@ class PullRequest(_message.Message):
         """Answer only if exactly the writes before required_sync.sequence are applied."""
 
     @_builtins.property
-    def shared(self) -> Global___SharedBytes:
-        """Where the ids lie, and where the rows go to. Absent: `ids` and the reply have them."""
-
-    @_builtins.property
     def bulk(self) -> Global___BulkBytes:
         """Where the rows go to instead of the reply, which has `present` all the same."""
 
@@ -354,14 +297,13 @@ class PullRequest(_message.Message):
         table: _builtins.str = ...,
         required_sync: _types_pb2.SyncGroup | None = ...,
         with_present: _builtins.bool = ...,
-        shared: Global___SharedBytes | None = ...,
         bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "required_sync", b"required_sync", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "shared", b"shared", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,7 +396,6 @@ class PushRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     STEP_GOES_ON_FIELD_NUMBER: _builtins.int
     OPTIMIZER_SCALARS_FIELD_NUMBER: _builtins.int
-    SHARED_FIELD_NUMBER: _builtins.int
     BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
@@ -491,10 +432,6 @@ class PushRequest(_message.Message):
         """
 
     @_builtins.property
-    def shared(self) -> Global___SharedBytes:
-        """Where ids and gradients lie. Absent: in the fields below."""
-
-    @_builtins.property
     def bulk(self) -> Global___BulkBytes:
         """Where the gradients come from. The ids are in the field below."""
 
@@ -510,15 +447,14 @@ class PushRequest(_message.Message):
         part: Global___Part | None = ...,
         step_goes_on: _builtins.bool = ...,
         optimizer_scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        shared: Global___SharedBytes | None = ...,
         bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "shared", b"shared", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -538,7 +474,6 @@ class AssignRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
-    SHARED_FIELD_NUMBER: _builtins.int
     BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
@@ -557,10 +492,6 @@ class AssignRequest(_message.Message):
         """Absent: this message is the whole write."""
 
     @_builtins.property
-    def shared(self) -> Global___SharedBytes:
-        """Where ids and rows lie. Absent: in the fields below."""
-
-    @_builtins.property
     def bulk(self) -> Global___BulkBytes:
         """Where the rows come from. The ids are in the field below."""
 
@@ -570,15 +501,14 @@ class AssignRequest(_message.Message):
         context: _types_pb2.CallContext | None = ...,
         table: _builtins.str = ...,
         part: Global___Part | None = ...,
-        shared: Global___SharedBytes | None = ...,
         bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         rows: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "part", b"part", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "shared", b"shared", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

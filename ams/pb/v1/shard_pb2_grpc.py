@@ -65,10 +65,10 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
-        self.ShareMemory = channel.unary_unary(
-                '/geartrain.ams.v1.Shard/ShareMemory',
-                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.SerializeToString,
-                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.FromString,
+        self.OpenDataPlane = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/OpenDataPlane',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneReply.FromString,
                 _registered_method=True)
         self.OpenBulk = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/OpenBulk',
@@ -167,9 +167,9 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ShareMemory(self, request, context):
-        """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
-        Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    def OpenDataPlane(self, request, context):
+        """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
+        Not giving one is no error: the reply says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,10 +280,10 @@ def add_ShardServicer_to_server(servicer, server):
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
             ),
-            'ShareMemory': grpc.unary_unary_rpc_method_handler(
-                    servicer.ShareMemory,
-                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.FromString,
-                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.SerializeToString,
+            'OpenDataPlane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDataPlane,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneReply.SerializeToString,
             ),
             'OpenBulk': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenBulk,
@@ -509,7 +509,7 @@ class Shard:
             _registered_method=True)
 
     @staticmethod
-    def ShareMemory(request,
+    def OpenDataPlane(request,
             target,
             options=(),
             channel_credentials=None,
@@ -522,9 +522,9 @@ class Shard:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/geartrain.ams.v1.Shard/ShareMemory',
-            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryRequest.SerializeToString,
-            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ShareMemoryReply.FromString,
+            '/geartrain.ams.v1.Shard/OpenDataPlane',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneReply.FromString,
             options,
             channel_credentials,
             insecure,

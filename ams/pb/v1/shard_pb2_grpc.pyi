@@ -54,9 +54,9 @@ class ShardStub:
     """Apply gradients. Applied once however often it is sent."""
     Assign: _grpc.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]
     """Overwrite rows. Applied once however often it is sent."""
-    ShareMemory: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ShareMemoryRequest, _shard_pb2.ShareMemoryReply]
-    """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
-    Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    OpenDataPlane: _grpc.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]
+    """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
+    Not giving one is no error: the reply says why.
     """
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_shard_pb2.OpenBulkRequest, _shard_pb2.OpenBulkReply]
     """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
@@ -98,9 +98,9 @@ class ShardAsyncStub(ShardStub):
     """Apply gradients. Applied once however often it is sent."""
     Assign: _aio.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Overwrite rows. Applied once however often it is sent."""
-    ShareMemory: _aio.UnaryUnaryMultiCallable[_shard_pb2.ShareMemoryRequest, _shard_pb2.ShareMemoryReply]  # type: ignore[assignment]
-    """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
-    Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    OpenDataPlane: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]  # type: ignore[assignment]
+    """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
+    Not giving one is no error: the reply says why.
     """
     OpenBulk: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenBulkRequest, _shard_pb2.OpenBulkReply]  # type: ignore[assignment]
     """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
@@ -177,13 +177,13 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         """Overwrite rows. Applied once however often it is sent."""
 
     @_abc_1.abstractmethod
-    def ShareMemory(
+    def OpenDataPlane(
         self,
-        request: _shard_pb2.ShareMemoryRequest,
+        request: _shard_pb2.OpenDataPlaneRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_shard_pb2.ShareMemoryReply, _abc.Awaitable[_shard_pb2.ShareMemoryReply]]:
-        """Offer memory of a process on the shard's own machine: rows of later calls may lie there instead of in messages.
-        Not being able to is no error: the reply says why. The shard holds the memory as long as the process does.
+    ) -> _typing.Union[_shard_pb2.OpenDataPlaneReply, _abc.Awaitable[_shard_pb2.OpenDataPlaneReply]]:
+        """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
+        Not giving one is no error: the reply says why.
         """
 
     @_abc_1.abstractmethod

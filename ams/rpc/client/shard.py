@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-import numpy as np
 
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.carrier import (
@@ -23,33 +21,29 @@ from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, 
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
-from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, bytes_needed
-from geartrain.ams.rpc.payload.transfer import BulkUse, PayloadUse, SegmentUse, Unpack
+from geartrain.ams.rpc.payload.data_plane import DataPlane
+from geartrain.ams.rpc.payload.transfer import BulkUse, Unpack
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB, split_address
 from geartrain.ams.values.errors import (
     BulkConnectionLost,
-    Busy,
     GeartrainError,
     InternalError,
-    InvalidArgument,
-    MemoryNotShared,
-    ProtocolError,
 )
 from geartrain.ams.values.interrupts import held
 from geartrain.ams.values.shard_messages import (
     Assign,
     CallContext,
     ComputeHosted,
+    DataPlaneOffer,
     Done,
-    MemoryAnswer,
     OpenBulk,
+    OpenDataPlane,
     Pull,
     Push,
     Reply,
     Request,
-    ShareMemory,
     UpdateHosted,
 )
 
@@ -76,9 +70,9 @@ class _Connection:
 class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
-    With ``shared_memory``, rows do not travel to and from a shard on this machine; messages say where they lie. With
-    ``bulk_connections``, those of other shards travel beside gRPC. A call waits ``connect_seconds`` for a connection:
-    few, for who repeats calls, more for who does not.
+    With ``shared_memory``, pulls, pushes and assigns of a shard on this machine go over the data plane, in memory that
+    both share. With ``bulk_connections``, rows of other shards travel beside gRPC. A call waits ``connect_seconds`` for
+    a connection: few, for who repeats calls, more for who does not.
     """
 
     def __init__(
@@ -98,21 +92,21 @@ class GrpcCarrier:
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
-        self._segments = SegmentPool(self._offer) if shared_memory else None
+        self.data_plane = DataPlane(address, self._ask_for_offer, tell=self._tell) if shared_memory else None
+        """The way of rows beside gRPC."""
         self._bulk = BulkPool(self._open_bulk) if bulk_connections else None
         self._movers: ThreadPoolExecutor | None = None
         self._told: str | None = None
         """What was last logged."""
 
-    @property
-    def num_segments(self) -> int:
-        """Segments of shared memory in use, free, or on offer."""
-        return 0 if self._segments is None else self._segments.num_segments
-
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
     ) -> Future[Reply]:
         """See :class:`ShardCarrier`."""
+        if self.data_plane is not None and isinstance(request, Pull | Push | Assign):
+            reply = self.data_plane.submit(context, request, timeout_seconds, alone=alone)
+            if reply is not None:
+                return reply
         match request:
             case Pull():
                 return self._pull(context, request, timeout_seconds, alone=alone)
@@ -129,8 +123,8 @@ class GrpcCarrier:
         with self._lock:
             self._is_closed = True
             movers = self._movers
-        if self._segments is not None:
-            self._segments.close()
+        if self.data_plane is not None:
+            self.data_plane.close()
         if self._bulk is not None:
             self._bulk.close()
         self._connection.channel.close()
@@ -161,7 +155,7 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool = False,
-        payload: PayloadUse | None = None,
+        payload: BulkUse | None = None,
         may_retire: bool = True,
         waits: bool = False,
     ) -> Future[Reply]:
@@ -177,15 +171,13 @@ class GrpcCarrier:
             send = _Waiting(send)
 
         def settle(reply: Callable[[], bytes]) -> None:
-            timed_out = is_over = False
+            timed_out = False
             outcome: Reply | Exception
             try:
                 outcome = decode(reply())
-                is_over = True
             except grpc.RpcError as exc:
                 timed_out = isinstance(exc, grpc.Call) and exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 outcome = error_from(exc, f"shard at {self._address}")
-                is_over = isinstance(outcome, InvalidArgument | Busy)
             except (grpc.FutureCancelledError, _ChannelClosed):
                 outcome = AttemptFailed(f"shard at {self._address}: the connection is closed")
             except GeartrainError as exc:
@@ -197,7 +189,7 @@ class GrpcCarrier:
                 raise
             finally:
                 if payload is not None:
-                    payload.end(is_over=is_over)
+                    payload.end()
             self._end(
                 connection, timed_out=timed_out and may_retire
             )  # first, so that a retry finds the next connection
@@ -206,20 +198,20 @@ class GrpcCarrier:
             else:
                 future.set_result(outcome)
 
-        if alone and not isinstance(payload, BulkUse):
+        if alone and payload is None:
             settle(lambda: _unless_closed(send, data, timeout_seconds))
             return future
         try:
             call = _unless_closed(send.future, data, timeout_seconds)
         except BaseException as exc:
             if payload is not None:
-                payload.end(is_over=False)
+                payload.end()
             self._end(connection, timed_out=False)
             if not isinstance(exc, _ChannelClosed):
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
-        if not isinstance(payload, BulkUse):
+        if payload is None:
             # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
             call.add_done_callback(lambda call: settle(call.result))
         elif alone:
@@ -262,25 +254,22 @@ class GrpcCarrier:
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
 
-        def send(start: int, end: int, payload: PayloadUse | None) -> Future[Reply]:
+        def send(start: int, end: int, payload: BulkUse | None) -> Future[Reply]:
             header: Any = SHARD[Pull].header.to_message(
                 pull, context=context_to_pb(context), with_present=pull.present is not None
             )
-            if isinstance(payload, SegmentUse):
-                payload.arrays.ids[:] = pull.ids[start:end]
-                header.shared.CopyFrom(payload.named)
-                data = header.SerializeToString()
-            else:
-                if payload is not None:
-                    header.bulk.CopyFrom(payload.named)
-                data = framing.encode_framed(header, [(14, pull.ids[start:end])])
+            if payload is not None:
+                header.bulk.CopyFrom(payload.named)
+            data = framing.encode_framed(header, [(14, pull.ids[start:end])])
             unpack = Unpack(pull, start, end, payload)
-            if isinstance(payload, BulkUse):
+            if payload is not None:
                 payload.move, payload.buffer_lease = unpack.receive, pull.buffer_lease
             return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, payload=payload)
 
         spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
-        parts = [self._send_rows(partial(send, start, end), end - start, dim, dtype) for start, end in spans]
+        parts = [
+            self._send_rows(partial(send, start, end), (end - start) * dim * dtype.itemsize) for start, end in spans
+        ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _write(
@@ -290,18 +279,13 @@ class GrpcCarrier:
         method = SHARD[type(write)]
         waits = isinstance(write, Push) and write.group is not None
 
-        def send(index: int, start: int, end: int, payload: PayloadUse | None) -> Future[Reply]:
+        def send(index: int, start: int, end: int, payload: BulkUse | None) -> Future[Reply]:
             header: Any = method.header.to_message(write, context=context_to_pb(context))
             if isinstance(write, Push):
                 header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            if isinstance(payload, SegmentUse):
-                with held(write.buffer_lease):
-                    payload.arrays.ids[:], payload.arrays.rows[:] = write.ids[start:end], rows[start:end]
-                header.shared.CopyFrom(payload.named)
-                data = header.SerializeToString()
-            elif isinstance(payload, BulkUse):
+            if payload is not None:
                 header.bulk.CopyFrom(payload.named)
                 data = framing.encode_framed(header, [(14, write.ids[start:end])])
                 payload.move = lambda connection, use, _: connection.send(use, rows[start:end])
@@ -315,28 +299,24 @@ class GrpcCarrier:
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
         parts = [
-            self._send_rows(partial(send, index, start, end), end - start, rows.shape[1], rows.dtype)
+            self._send_rows(partial(send, index, start, end), (end - start) * rows.shape[1] * rows.itemsize)
             for index, (start, end) in enumerate(spans)
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _send_rows(
-        self, send: Callable[[PayloadUse | None], Future[Reply]], num_ids: int, dim: int, dtype: np.dtype[Any]
-    ) -> Future[Reply]:
+    def _send_rows(self, send: Callable[[BulkUse | None], Future[Reply]], num_bytes: int) -> Future[Reply]:
         """Send with the rows beside the message if that can be, and in it if not, or if the shard lost the other way.
 
         The second time is no second write: the shard has not begun the first.
         """
-        payload = self._segment_use(num_ids, dim, dtype) or self._bulk_use(num_ids * dim * dtype.itemsize)
+        payload = self._bulk_use(num_bytes)
         if payload is None:
             return send(None)
         future: Future[Reply] = Future()
 
         def settled(attempt: Future[Reply]) -> None:
             error = attempt.exception()
-            if isinstance(error, MemoryNotShared) and self._segments is not None:
-                self._segments.forget()
-            if isinstance(error, MemoryNotShared | BulkConnectionLost):
+            if isinstance(error, BulkConnectionLost):
                 try:
                     again = send(None)
                 except BaseException as exc:  # a defect, or the caller has gone
@@ -349,21 +329,14 @@ class GrpcCarrier:
         try:
             attempt = send(payload)
         except BaseException:
-            payload.end(is_over=False)
+            payload.end()
             raise
         attempt.add_done_callback(settled)
         return future
 
-    def _segment_use(self, num_ids: int, dim: int, dtype: np.dtype[Any]) -> SegmentUse | None:
-        """Shared memory for a call; None: its bytes travel in the messages."""
-        if self._segments is None:
-            return None
-        segment = self._segments.take(bytes_needed(num_ids, dim, dtype))
-        return None if segment is None else SegmentUse(self._segments, segment, num_ids, dim, dtype)
-
     def _bulk_use(self, num_bytes: int) -> BulkUse | None:
         """A bulk connection for a call's rows; None: they travel in the message."""
-        if self._bulk is None or (self._segments is not None and not self._segments.is_off):
+        if self._bulk is None or (self.data_plane is not None and not self.data_plane.is_off):
             return None
         connection = self._bulk.take(num_bytes)
         return None if connection is None else BulkUse(self._bulk, connection)
@@ -386,34 +359,12 @@ class GrpcCarrier:
         self._tell("over bulk connections")
         return connection
 
-    def _offer(self, segment: Segment) -> None:
-        """Tell the shard of a new segment."""
-        segments = self._segments
-        assert segments is not None
-
-        method = SHARD[ShareMemory]
-
-        def answered(data: bytes) -> Reply:
-            reply: MemoryAnswer = method.reply.decode(data)
-            if reply.shared:
-                segments.accept(segment)
-            else:
-                segments.refuse(reply.reason)
-            self._tell("through shared memory" if reply.shared else _not_shared(reply.reason))
-            return reply
-
-        def ended(offer: Future[Reply]) -> None:
-            error = offer.exception()
-            if error is not None:
-                segment.close()
-            if isinstance(error, ProtocolError):  # a shard of an earlier version
-                segments.refuse(str(error))
-                self._tell(_not_shared(str(error)))
-            segments.end_offer()
-
-        ask = method.encode(ShareMemory(name=segment.name, process=os.getpid(), descriptor=segment.descriptor))
-        offer = self._call(method.name, ask, _OFFER_SECONDS, answered, may_retire=False)
-        offer.add_done_callback(ended)
+    def _ask_for_offer(self) -> DataPlaneOffer:
+        """Ask the shard for a connection of the data plane. Raises its GeartrainError, or AttemptFailed."""
+        method = SHARD[OpenDataPlane]
+        ask = method.encode(OpenDataPlane())
+        reply: Any = self._call(method.name, ask, _OFFER_SECONDS, method.reply.decode, may_retire=False).result()
+        return reply  # type: ignore[no-any-return]
 
     def _tell(self, way: str) -> None:
         """Log which way rows go, once and when it changes."""
@@ -426,10 +377,6 @@ class GrpcCarrier:
         per_part = max(1, self._part_bytes // bytes_per_id)
         count = max(1, math.ceil(num_ids / per_part))
         return [(num_ids * part // count, num_ids * (part + 1) // count) for part in range(count)]
-
-
-def _not_shared(reason: str) -> str:
-    return f"in messages, not through shared memory: {reason}"
 
 
 class _Waiting:

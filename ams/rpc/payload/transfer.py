@@ -11,43 +11,13 @@ import numpy.typing as npt
 
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool
-from geartrain.ams.rpc.payload.shared_memory import Segment, SegmentPool, SharedArrays, arrays_in
 from geartrain.ams.rpc.status import is_answer
 from geartrain.ams.values.errors import BulkConnectionLost, ProtocolError
 from geartrain.ams.values.interrupts import BufferLease, held
 from geartrain.ams.values.shard_messages import Done, Pull, Reply
 
 _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-
-
-class SegmentUse:
-    """Shared memory in use by one call."""
-
-    def __init__(self, segments: SegmentPool, segment: Segment, num_ids: int, dim: int, dtype: np.dtype[Any]) -> None:
-        self._segments = segments
-        self._segment: Segment | None = segment
-        self._arrays: SharedArrays | None = arrays_in(segment.memory, num_ids, dim, dtype)
-        self.named = shard_pb2.SharedBytes(
-            name=segment.name, num_ids=num_ids, use=segment.num_uses, dim=dim, dtype=codec.dtype_to_pb(dtype)
-        )
-
-    @property
-    def arrays(self) -> SharedArrays:
-        """What the call carries. Only before its end."""
-        assert self._arrays is not None
-        return self._arrays
-
-    def end(self, *, is_over: bool) -> None:
-        """Leave the memory: to the next call, or to nobody if the shard may still be at work in it."""
-        segment, self._segment, self._arrays = self._segment, None, None
-        if segment is None:
-            return  # it has ended already
-        if is_over:
-            self._segments.give_back(segment)
-        else:
-            segment.close()
 
 
 class BulkUse:
@@ -91,7 +61,7 @@ class BulkUse:
         self._has_moved = True
         return reply
 
-    def end(self, *, is_over: bool) -> None:  # noqa: ARG002
+    def end(self) -> None:
         """Leave the connection: to the next call if all has moved, for else there may be more on it."""
         if self._has_left:
             return  # it has ended already
@@ -110,14 +80,10 @@ def _had_no_answer(exc: grpc.RpcError) -> bool:
     return isinstance(exc, grpc.Call) and exc.code() in _NO_ANSWER and not is_answer(exc)
 
 
-PayloadUse = SegmentUse | BulkUse
-"""What carries the rows of one call, if not its message."""
-
-
 class Unpack:
     """Writes the rows of one reply where the pull wants them."""
 
-    def __init__(self, pull: Pull, start: int, end: int, payload: PayloadUse | None) -> None:
+    def __init__(self, pull: Pull, start: int, end: int, payload: BulkUse | None) -> None:
         self._pull, self._start, self._end, self._payload = pull, start, end, payload
         self._received: npt.NDArray[Any] | None = None
         """What came over a bulk connection; None: it is in its place."""
@@ -129,9 +95,7 @@ class Unpack:
         return Done()
 
     def _unpack(self, raw: Mapping[int, memoryview]) -> None:
-        if isinstance(self._payload, SegmentUse):
-            self._place(self._payload.arrays.rows, self._payload.arrays.present)
-        elif isinstance(self._payload, BulkUse):
+        if self._payload is not None:
             self._place(self._received, self._present(raw.get(14)))
         else:
             self._place(self._rows(raw.get(15)), self._present(raw.get(14)))

@@ -108,8 +108,10 @@ class RingCall : public Connection::Call {
       : ring_(std::move(ring)), mailbox_(std::move(mailbox)), request_bytes_(request_bytes) {}
   ~RingCall() override {
     if (ring_->is_lost()) return;
-    if (!is_sent_ || has_reply_) ring_->give_back(*mailbox_);
-    else ring_->retire(*mailbox_);
+    if (!is_sent_ || has_reply_)
+      ring_->give_back(*mailbox_);
+    else
+      ring_->retire(*mailbox_);
   }
   char* request() override { return mailbox_->request(); }
   void send() override;
