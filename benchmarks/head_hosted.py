@@ -10,13 +10,10 @@ work; between machines they come on top: bytes / bandwidth.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import statistics
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _up import running_cluster
 
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
@@ -71,23 +69,8 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _clusters() -> Iterator[dict[str, Cluster]]:
     """One cluster as several clients see it, one for each of :data:`CLIENTS`."""
-    command = [
-        sys.executable,
-        "-m",
-        "geartrain",
-        "up",
-        f"--shards={SHARDS}",
-        "--scheduler-listen=127.0.0.1:0",
-        "--json",
-    ]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up,
-        ExitStack() as ends,
-    ):
-        assert up.stdout is not None
-        ends.callback(up.terminate)
-        address = json.loads(up.stdout.readline())["scheduler"]
-        yield {way: ends.enter_context(connect(address, config=config)) for way, config in CLIENTS.items()}
+    with running_cluster(SHARDS) as up, ExitStack() as ends:
+        yield {way: ends.enter_context(connect(up["scheduler"], config=config)) for way, config in CLIENTS.items()}
 
 
 def _fill(cluster: Cluster) -> None:

@@ -10,13 +10,8 @@ long one takes. Redis (MGET / MSET of the same rows, one at a time) is shown too
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +19,9 @@ from typing import Any
 
 import grpc
 import numpy as np
+from _redis_server import redis_client
 from _turns import median_seconds
+from _up import running_cluster
 
 from geartrain.ams.client.cluster import connect
 from geartrain.ams.rpc.channel import channel_options
@@ -173,15 +170,8 @@ def _bare_channel() -> Iterator[grpc.Channel]:
 @contextmanager
 def _our_tables() -> Iterator[list[Any]]:
     """One table as several clients see it, one for each of :data:`WAYS`."""
-    command = [sys.executable, "-m", "geartrain", "up", "--shards=1", "--scheduler-listen=127.0.0.1:0", "--json"]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up,
-        ExitStack() as ends,
-    ):
-        assert up.stdout is not None
-        ends.callback(up.terminate)
-        address = json.loads(up.stdout.readline())["scheduler"]
-        clusters = [ends.enter_context(connect(address, config=config)) for config in WAYS.values()]
+    with running_cluster() as up, ExitStack() as ends:
+        clusters = [ends.enter_context(connect(up["scheduler"], config=config)) for config in WAYS.values()]
         tables = [
             cluster.create_table("bench", dim=DIM, optimizer=SparseMomentum(lr=0.1), num_rows=NUM_ROWS, reuse=True)
             for cluster in clusters
@@ -193,44 +183,20 @@ def _our_tables() -> Iterator[list[Any]]:
 
 def _redis(command: str, times: list[float]) -> list[dict[str, Any]]:
     """Time MGET or MSET of the same rows; empty where Redis or its client is not installed."""
-    try:
-        import redis
-    except ImportError:
-        return []
-    if shutil.which("redis-server") is None:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/redis.sock"
-        options = ["--port", "0", "--unixsocket", path, "--save", "", "--dir", folder]
-        with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as server:
-            try:
-                _await_socket(path)
-                client = redis.Redis(unix_socket_path=path)
-                row = bytes(DIM * 4)
-                rows = {i.to_bytes(8, "little"): row for i in range(NUM_IDS)}
-                client.mset(rows)
-                keys = list(rows)
-                call: Side = (lambda _: client.mget(keys)) if command == "MGET" else (lambda _: client.mset(rows))
-                (theirs,) = median_seconds([call], _draws(), rounds=ROUNDS)
-            finally:
-                server.terminate()
+    with redis_client() as client:
+        if client is None:
+            return []
+        rows = {i.to_bytes(8, "little"): bytes(DIM * 4) for i in range(NUM_IDS)}
+        keys = list(rows)
+        client.mset(rows)
+        call: Side = (lambda _: client.mget(keys)) if command == "MGET" else (lambda _: client.mset(rows))
+        (theirs,) = median_seconds([call], _draws(), rounds=ROUNDS)
     operation = "pull" if command == "MGET" else "push"
     rival = f"Redis {command} (unix socket)"
     return [
         _result(f"{way} {operation} one at a time", ours, theirs, rival=rival)
         for way, ours in zip(WAYS, times, strict=False)
     ]
-
-
-def _await_socket(path: str) -> None:
-    deadline = time.monotonic() + 10
-    while True:
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(path) == 0:
-                return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"redis-server does not listen on {path}")
-        time.sleep(0.02)
 
 
 def results(full: bool = False) -> Iterator[dict[str, Any]]:  # noqa: ARG001

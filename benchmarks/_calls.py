@@ -1,0 +1,73 @@
+"""What the benches of calls have in common: the ways that rows take, one cluster's tables, the line of a result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+from _up import running_cluster
+
+import geartrain as gt
+from geartrain.ams.values.specs import Ids
+from geartrain.launch.bench import Result
+
+WAYS = {"same host": gt.ClientConfig(), "TCP": gt.ClientConfig(shared_memory=False)}
+"""How rows come from a shard of another process, and the client for it. TCP goes over loopback here."""
+SPIN_MICROSECONDS = 50
+"""How long each side of the bare ping-pong looks before it sleeps: as a client and a shard of ours do."""
+
+
+@contextmanager
+def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) -> Iterator[dict[str, gt.Table]]:
+    """Tables with every row written, by way: "in the process", if ``embedded``; of one other shard, :data:`WAYS`."""
+    with running_cluster() as up, ExitStack() as ends:
+        clusters = {way: ends.enter_context(gt.connect(up["scheduler"], config=one)) for way, one in WAYS.items()}
+        if embedded:
+            clusters = {"in the process": ends.enter_context(gt.local()), **clusters}
+        found = {
+            way: cluster.create_table("bench", dim=dim, optimizer=optimizer, num_rows=num_rows, reuse=True)
+            for way, cluster in clusters.items()
+        }
+        for way in list(found)[: 2 if embedded else 1]:  # what WAYS lead to is one table
+            fill(found[way])
+        yield found
+
+
+def fill(table: gt.Table) -> None:
+    """Write every row, so that none comes into being while somebody is timed."""
+    num_rows, dim = table.spec.num_rows, table.spec.dim
+    assert num_rows is not None
+    for start in range(0, num_rows, 50_000):
+        ids = np.arange(start, min(start + 50_000, num_rows))
+        table.push(ids, np.ones((len(ids), dim), np.float32))
+
+
+def draws(num_rows: int, num_ids: int, *, batches: int = 16) -> Callable[[], Ids]:
+    """Gives distinct random ids [num_ids], another batch each time, over and over."""
+    random = np.random.default_rng(0)
+    drawn = [random.choice(num_rows, num_ids, replace=False).astype(np.int64) for _ in range(batches)]
+    endless = itertools.cycle(drawn)
+    return lambda: next(endless)
+
+
+def result(
+    case: str, ours: float, rival: str, theirs: float, unit: str, *, target: float | None, more_is_better: bool = False
+) -> Result:
+    """A line of a bench; the ratio is above 1 where we win."""
+    ratio = ours / theirs if more_is_better else theirs / ours
+    return Result(
+        case=case,
+        ours=_rounded(ours),
+        rival=rival,
+        theirs=_rounded(theirs),
+        unit=unit,
+        ratio=_rounded(ratio),
+        target=target,
+    )
+
+
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.4g}")
