@@ -11,8 +11,8 @@ UNLIMITED = 2**63 - 1
 def set_memory_limit(num_bytes: int) -> None:
     """Refuse from now on what would take all tables of this process beyond so many bytes, :data:`UNLIMITED` at first.
 
-    Counted are the pages of 2 MiB that rows and slots touch, all of their indexes, and the rows that freezes keep.
-    Tables that are there stay as they are. Any thread. Raises InvalidArgument if it is below 0.
+    Counted are the pages of 2 MiB that rows and slots touch, their indexes (but for a few bits an id), and the rows
+    that freezes keep. Tables that are there stay as they are. Any thread. Raises InvalidArgument if it is below 0.
     """
     if not 0 <= num_bytes <= UNLIMITED:
         raise InvalidArgument(f"the memory limit is {num_bytes}; it must lie in [0, {UNLIMITED}]")

@@ -28,6 +28,10 @@ inline constexpr int64_t kBurst = 12;
 inline constexpr size_t kWindowBytes = 2048;
 inline constexpr int64_t kMostInWindow = 32;
 
+// So many rows, at most, were asked for and not used yet, the one at hand included.
+inline constexpr int64_t kMostAhead = 64;
+static_assert(kBurst <= kMostAhead && kMostInWindow < kMostAhead);
+
 // What a row is asked for.
 enum class Use { read, update };
 

@@ -1,7 +1,5 @@
 #include "index/directory.hpp"
 
-#include <utility>
-
 namespace geartrain {
 
 std::vector<int64_t> HashedDirectory::positions_for(const std::vector<int64_t>& ids, NewMemory& news) {
@@ -20,27 +18,26 @@ Placed HashedDirectory::insert(int64_t id) {
   return {position, true};
 }
 
-DenseDirectory::DenseDirectory(const BucketRanks& ranks, std::vector<int64_t> owned, int64_t num_rows)
-    : ranks_(ranks),
-      owned_(std::move(owned)),
-      num_owned_(static_cast<int64_t>(owned_.size())),
-      num_rows_(num_rows),
-      num_positions_(((num_rows - 1) / kNumBuckets + 1) * num_owned_) {}
+DenseDirectory::DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
+    : ranks_(ranks), num_rows_(num_rows), items_(owned, num_rows, item_bytes) {}
 
 std::vector<int64_t> DenseDirectory::positions_for(const std::vector<int64_t>& ids, NewMemory&) {
   std::vector<int64_t> positions(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
-    positions[i] = position_of(ids[i]);
+    positions[i] = items_.layout().position_of(ids[i]);
     present_.ensure(positions[i]);
   }
   return positions;
 }
 
 Placed DenseDirectory::insert(int64_t id) {
-  const int64_t position = position_of(id);
+  const int64_t position = items_.layout().position_of(id);
   const bool created = !present_.has(position);
-  present_.set(position);
-  size_ += created;
+  if (created) {
+    present_.set(position);
+    items_.created(position);
+    ++size_;
+  }
   return {position, created};
 }
 

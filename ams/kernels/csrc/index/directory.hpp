@@ -1,6 +1,6 @@
 // Which position a table's id has, if it has one. Two kinds with one face:
 //   HashedDirectory  any id >= 0 in an owned bucket; positions in order of creation
-//   DenseDirectory   ids below num_rows; position = id / 4096 * owned buckets + rank of the bucket, and a bit for "present"
+//   DenseDirectory   ids below num_rows; positions by DenseLayout, a bit for "present", and items apart from positions
 #pragma once
 
 #include <array>
@@ -11,6 +11,7 @@
 
 #include "index/bits.hpp"
 #include "base/common.hpp"
+#include "index/dense_items.hpp"
 #include "index/id_index.hpp"
 #include "index/slabs.hpp"
 
@@ -35,6 +36,8 @@ class HashedDirectory {
   }
   void prefetch(int64_t id) const { index_.prefetch(id); }
   int64_t find(int64_t id) const { return index_.find(id); }
+  // Where in memory its row is: the item of a position is the position.
+  int64_t find_item(int64_t id) const { return index_.find(id); }
   int64_t size() const { return index_.size(); }
   int64_t memory_bytes() const { return index_.memory_bytes() + index_.size() * static_cast<int64_t>(sizeof(int64_t)); }
   Bits present() const { return Bits::first(size()); }
@@ -58,7 +61,7 @@ class HashedDirectory {
 
 class DenseDirectory {
  public:
-  DenseDirectory(const BucketRanks& ranks, std::vector<int64_t> owned, int64_t num_rows);
+  DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes);
 
   std::optional<Reason> objection(int64_t id) const {
     if (id < 0) return Reason::negative_id;
@@ -66,37 +69,36 @@ class DenseDirectory {
     if (ranks_[static_cast<size_t>(dense_bucket(id))] < 0) return Reason::foreign_bucket;
     return std::nullopt;
   }
-  void prefetch(int64_t id) const { present_.prefetch(position_of(id)); }
+  void prefetch(int64_t id) const { items_.prefetch(items_.layout().position_of(id)); }
   int64_t find(int64_t id) const {
-    const int64_t position = position_of(id);
-    return present_.has(position) ? position : -1;
+    const int64_t position = items_.layout().position_of(id);
+    return items_.is_full(position) || present_.has(position) ? position : -1;
+  }
+  int64_t find_item(int64_t id) const {
+    const int64_t position = items_.layout().position_of(id), item = items_.at_if_full(position);
+    if (item >= 0) [[likely]]
+      return item;
+    return present_.has(position) ? items_.at(position) : -1;
   }
   int64_t size() const { return size_; }
-  int64_t memory_bytes() const { return present_.memory_bytes(); }
-  int64_t num_positions() const { return num_positions_; }
+  int64_t memory_bytes() const { return present_.memory_bytes() + items_.memory_bytes(); }
   Bits present() const { return present_.copy(); }
   int64_t next_present(int64_t from) const { return present_.next(from); }
-  int64_t id_at(int64_t position) const {
-    return position / num_owned_ << kBucketBits | bucket_at(position);
-  }
-  int64_t bucket_at(int64_t position) const { return owned_[static_cast<size_t>(position % num_owned_)]; }
+  int64_t id_at(int64_t position) const { return items_.layout().id_at(position); }
+  int64_t bucket_at(int64_t position) const { return dense_bucket(id_at(position)); }
+  DenseItems& items() { return items_; }
+  const DenseItems& items() const { return items_; }
 
   std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
   void reserve(int64_t) {}
   Placed insert(int64_t id);
 
  private:
-  int64_t position_of(int64_t id) const {
-    return (id >> kBucketBits) * num_owned_ + ranks_[static_cast<size_t>(dense_bucket(id))];
-  }
-
   BucketRanks ranks_;
-  std::vector<int64_t> owned_;
-  int64_t num_owned_;
   int64_t num_rows_;
-  int64_t num_positions_;
   int64_t size_ = 0;
   Bits present_;
+  DenseItems items_;
 };
 
 using Directory = std::variant<HashedDirectory, DenseDirectory>;

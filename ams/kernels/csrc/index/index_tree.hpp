@@ -12,8 +12,8 @@
 
 namespace geartrain {
 
-// An Item is false until it is assigned to, `bool(item)` says.
-template <class Item>
+// An Item is false until it is assigned to, `bool(item)` says. `kMostFirst`: length of the array.
+template <class Item, int64_t kMostFirst = 8192>
 class IndexTree {
  public:
   IndexTree() = default;
@@ -75,7 +75,6 @@ class IndexTree {
   }
 
  private:
-  static constexpr int64_t kMostFirst = 8192;
   static constexpr int kBits = 9;
   static constexpr int64_t kFanOut = int64_t{1} << kBits;
   static constexpr int64_t kMask = kFanOut - 1;

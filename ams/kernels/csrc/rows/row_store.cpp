@@ -27,22 +27,28 @@ BucketRanks ranks_of(const std::vector<int64_t>& owned) {
   return ranks;
 }
 
+int64_t item_bytes_of(const RowStoreSpec& spec) {
+  return spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)) + spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)) +
+         (spec.counts_steps() || spec.counts_updates() ? static_cast<int64_t>(sizeof(int64_t)) : 0);
+}
+
 Directory directory_for(const RowStoreSpec& spec) {
   const BucketRanks ranks = ranks_of(spec.owned_buckets);
   if (spec.num_rows < 0) return HashedDirectory(ranks);
-  return DenseDirectory(ranks, spec.owned_buckets, spec.num_rows);
+  return DenseDirectory(ranks, spec.owned_buckets, spec.num_rows, item_bytes_of(spec));
 }
 
-int64_t most_positions(const Directory& directory) {
-  const auto* dense = std::get_if<DenseDirectory>(&directory);
-  return dense != nullptr ? dense->num_positions() : INT64_MAX;
+DenseItems* items_of(Directory& directory) {
+  auto* dense = std::get_if<DenseDirectory>(&directory);
+  return dense != nullptr ? &dense->items() : nullptr;
 }
 
-// positions[i] = position of ids[i], or -1. Calls meanwhile(begin, end) for bursts of them, which has the time the index takes
-// to arrive.
-template <class Meanwhile>
-void find_positions(const Directory& any_directory, const int64_t* ids, int64_t count, int64_t* positions,
-                    Meanwhile&& meanwhile) {
+enum class Find { position, item };
+
+// found[i] = the position, or the item, of ids[i], or -1. Calls meanwhile(begin, end) for bursts of them, which has the time the
+// index takes to arrive.
+template <Find what, class Meanwhile>
+void find_all(const Directory& any_directory, const int64_t* ids, int64_t count, int64_t* found, Meanwhile&& meanwhile) {
   std::visit(
       [&](const auto& directory) {
         for (int64_t i = 0; i < std::min(count, kBurst); ++i) directory.prefetch(ids[i]);
@@ -50,7 +56,12 @@ void find_positions(const Directory& any_directory, const int64_t* ids, int64_t 
           const int64_t end = std::min(count, begin + kBurst), next = std::min(count, end + kBurst);
           for (int64_t i = end; i < next; ++i) directory.prefetch(ids[i]);
           meanwhile(begin, end);
-          for (int64_t i = begin; i < end; ++i) positions[i] = directory.find(ids[i]);
+          for (int64_t i = begin; i < end; ++i) {
+            if constexpr (what == Find::item)
+              found[i] = directory.find_item(ids[i]);
+            else
+              found[i] = directory.find(ids[i]);
+          }
         }
       },
       any_directory);
@@ -74,12 +85,12 @@ RowStore::RowStore(const RowStoreSpec& spec)
     : spec_(spec),
       rounding_key_(rounding_key(spec.initial.seed, spec.initial.table_hash)),
       directory_(directory_for(spec)),
-      rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)), most_positions(directory_)),
+      items_(items_of(directory_)),
+      rows_(spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)), items_ != nullptr ? items_->most_items() : INT64_MAX),
       bounds_{rounded(static_cast<float>(spec.initial.bound()), spec.dtype), {}} {
-  if (spec.slot_dim() > 0)
-    slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_positions(directory_));
-  if (spec.counts_steps() || spec.counts_updates())
-    row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_positions(directory_));
+  const int64_t most_items = items_ != nullptr ? items_->most_items() : INT64_MAX;
+  if (spec.slot_dim() > 0) slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_items);
+  if (spec.counts_steps() || spec.counts_updates()) row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_items);
   if (spec.counts_steps()) steps_.emplace(*spec.optimizer->drift());
 }
 
@@ -89,11 +100,11 @@ int64_t RowStore::num_present() const {
 }
 
 int64_t RowStore::memory_bytes() const {
-  const int64_t present = num_present();
   std::shared_lock lock(mutex_);
+  const int64_t items = items_ != nullptr ? items_->num_items() : num_rows_there();
   // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
-  return (present + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
+  return (items + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
          (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) +
          std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_);
 }
@@ -133,32 +144,32 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
   const size_t bytes = row_bytes();
   const auto copy_streaming = kernels().copy_streaming;
   const Lookahead lookahead;
-  int64_t found[kFoundTogether];
+  int64_t items[kFoundTogether];
   Now now = this->now();
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
     const int64_t size = std::min(kFoundTogether, last - begin);
-    find_positions(directory_, ids + begin, size, found, [](int64_t, int64_t) {});
-    reach_back(now, found, size);
+    find_all<Find::item>(directory_, ids + begin, size, items, [](int64_t, int64_t) {});
+    reach_back(now, items, size);
     lookahead.each(
         size, now ? bytes + slot_bytes() : bytes,
         [&](int64_t i) {
           if (now)
-            ask_for(lookahead, Use::read, found[i]);
-          else if (found[i] >= 0)
-            lookahead.ask(Use::read, rows_.at(found[i]), bytes);
+            ask_for(lookahead, Use::read, items[i]);
+          else if (items[i] >= 0)
+            lookahead.ask(Use::read, rows_.at(items[i]), bytes);
         },
         [&](int64_t i) {
           const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
           char* row = out.rows + static_cast<size_t>(target) * bytes;
-          if (is_behind(now, found[i]))
-            pull_moved(row, found[i], ids[begin + i], *now, buffer.data());
-          else if (found[i] < 0)
+          if (is_behind(now, items[i]))
+            pull_moved(row, items[i], ids[begin + i], *now, buffer.data());
+          else if (items[i] < 0)
             write_initial(row, ids[begin + i], buffer.data());
           else if (streamed)
-            copy_streaming(row, rows_.at(found[i]), bytes);
+            copy_streaming(row, rows_.at(items[i]), bytes);
           else
-            std::memcpy(row, rows_.at(found[i]), bytes);
-          if (out.present != nullptr) out.present[target] = found[i] >= 0;
+            std::memcpy(row, rows_.at(items[i]), bytes);
+          if (out.present != nullptr) out.present[target] = items[i] >= 0;
         });
   }
   finish_streaming();
@@ -173,7 +184,7 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const ch
   std::vector<uint32_t> largest(static_cast<size_t>(spec_.threads), 0);
   fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     uint32_t seen = 0;
-    find_positions(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
+    find_all<Find::position>(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
       seen = std::max(seen, max_abs_bits(row_of(values, begin + from, bytes), static_cast<size_t>((to - from) * spec_.dim)));
     });
     largest[static_cast<size_t>(thread)] = std::max(largest[static_cast<size_t>(thread)], seen);
@@ -189,25 +200,45 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
   NewMemory news;
   const std::vector<int64_t> positions =
       std::visit([&](auto& directory) { return directory.positions_for(missing, news); }, directory_);
-  for (int64_t position : positions) {
-    rows_.ensure(position, &news);
-    if (slots_) slots_->ensure(position, &news);
-    if (row_steps_) row_steps_->ensure(position, &news);
-    ensure_touchable(position);
-  }
+  std::optional<DenseItems::Growth> growth;
+  if (items_ != nullptr)
+    growth.emplace(*items_).take(positions, [&](int64_t item) { ensure_item(item, news); });
+  else
+    for (int64_t position : positions) ensure_item(position, news);
+  for (int64_t position : positions) ensure_touchable(position);
   std::visit([&](auto& directory) { directory.reserve(static_cast<int64_t>(missing.size())); }, directory_);
   news.keep();
+  if (growth)
+    growth->keep([this](int64_t to, int64_t from) { copy_item(to, from); }, [this](int64_t item) { clear_item(item); });
+}
+
+void RowStore::ensure_item(int64_t item, NewMemory& news) {
+  rows_.ensure(item, &news);
+  if (slots_) slots_->ensure(item, &news);
+  if (row_steps_) row_steps_->ensure(item, &news);
+}
+
+void RowStore::copy_item(int64_t to, int64_t from) {
+  std::memcpy(rows_.at(to), rows_.at(from), row_bytes());
+  if (slots_) std::memcpy(slots_->at(to), slots_->at(from), slot_bytes());
+  if (row_steps_) row_step(to) = row_step(from);
+}
+
+// As memory is that was never written.
+void RowStore::clear_item(int64_t item) {
+  if (slots_) std::memset(slots_->at(item), 0, slot_bytes());
+  if (row_steps_) row_step(item) = 0;
 }
 
 Placed RowStore::place(int64_t id) {
   return std::visit([id](auto& directory) { return directory.insert(id); }, directory_);
 }
 
-void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t position) const {
-  if (position < 0) return;
-  lookahead.ask(use, rows_.at(position), row_bytes());
-  if (slots_) lookahead.ask(use, slots_->at(position), slot_bytes());
-  if (use == Use::update && row_steps_ && !steps_) lookahead.ask(use, row_steps_->at(position), step_bytes());
+void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t item) const {
+  if (item < 0) return;
+  lookahead.ask(use, rows_.at(item), row_bytes());
+  if (slots_) lookahead.ask(use, slots_->at(item), slot_bytes());
+  if (use == Use::update && row_steps_ && !steps_) lookahead.ask(use, row_steps_->at(item), step_bytes());
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
@@ -225,7 +256,7 @@ RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, con
       if (!std::isfinite(std::bit_cast<float>(bits) * step.factors.scale)) throw Refusal{Reason::non_finite, i};
     }
   }
-  reach_back(now, found.positions.data(), count);
+  if (now) reach_back(now, items_at(found.positions).data(), count);
   if (count > 0 && !none_overflows(largest, step, now)) rehearse(ids, found, values, dtype, step, now);
   return found;
 }
@@ -291,12 +322,13 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
   fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
     float* buffer = buffers.data() + thread * buffer_size;
+    int64_t items[kMostAhead];
     Magnitudes seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
     lookahead.each(
-        end - begin, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[begin + i]); },
+        end - begin, row_bytes() + slot_bytes(),
+        [&](int64_t i) { ask_for(lookahead, Use::update, items[i % kMostAhead] = item_at(positions[begin + i])); },
         [&](int64_t i) {
-          const int64_t position = positions[begin + i];
-          update_one(position, ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, step, now, buffer, seen);
+          update_one(items[i % kMostAhead], ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, step, now, buffer, seen);
         });
     bounds[static_cast<size_t>(thread)] = seen;
   });
@@ -311,13 +343,18 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
 // created.
 int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer) {
   int64_t created = 0;
-  for (size_t i = 0; i < positions.size(); ++i) {
-    if (positions[i] >= 0) continue;
-    const Placed placed = place(ids[i]);
-    positions[i] = placed.position;
-    if (placed.created) write_initial(rows_.at(placed.position), ids[i], buffer);
-    created += placed.created;
-  }
+  std::visit(
+      [&](auto& directory) {
+        for (size_t i = 0; i < positions.size(); ++i) {
+          if (i + kBurst < positions.size()) directory.prefetch(ids[i + kBurst]);
+          if (positions[i] >= 0) continue;
+          const Placed placed = directory.insert(ids[i]);
+          positions[i] = placed.position;
+          if (placed.created) write_initial(rows_.at(item_at(placed.position)), ids[i], buffer);
+          created += placed.created;
+        }
+      },
+      directory_);
   return created;
 }
 
@@ -335,18 +372,18 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
   std::vector<char> stored(std::max(dim, slot_dim) * sizeof(float));
   const Kernels& k = kernels();
   for (size_t i = 0; i < found.positions.size(); ++i) {
-    const int64_t position = found.positions[i];
+    const int64_t item = item_at(found.positions[i]);
     std::fill(slot.begin(), slot.end(), 0.0f);
-    if (position >= 0) {
-      k.load[static_cast<int>(spec_.dtype)](row.data(), rows_.at(position), dim);
-      if (slots_) k.load[static_cast<int>(spec_.slot_dtype)](slot.data(), slots_->at(position), slot_dim);
+    if (item >= 0) {
+      k.load[static_cast<int>(spec_.dtype)](row.data(), rows_.at(item), dim);
+      if (slots_) k.load[static_cast<int>(spec_.slot_dtype)](slot.data(), slots_->at(item), slot_dim);
     } else {
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
     k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
     update_row(step.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim, step.factors,
-               number_of(position));
+               number_of(item));
     const auto require_finite = [&](const std::vector<float>& values, DType type) {
       k.store[static_cast<int>(type)](stored.data(), values.data(), values.size());
       if (k.max_abs_bits[static_cast<int>(type)](stored.data(), values.size()) >= kInfinityBits)
@@ -358,10 +395,10 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
 }
 
 // Half types pass through float32 buffers: [0, D) row, then the slots, then [D] gradient.
-void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushStep& step,
+void RowStore::update_one(int64_t item, int64_t id, const char* gradient, DType dtype, const PushStep& step,
                           const Now& now, float* buffer, Magnitudes& bounds) {
   const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
-  char *row = rows_.at(position), *slot = slots_ ? slots_->at(position) : nullptr;
+  char *row = rows_.at(item), *slot = slots_ ? slots_->at(item) : nullptr;
   const Kernels& k = kernels();
   const int row_type = static_cast<int>(spec_.dtype), slot_type = static_cast<int>(spec_.slot_dtype);
   const bool wide_row = spec_.dtype == DType::float32;
@@ -376,8 +413,8 @@ void RowStore::update_one(int64_t position, int64_t id, const char* gradient, DT
     direction = buffer + dim + slot_dim;
   }
   const RowUpdate update = update_row(step.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim, step.factors,
-                                      number_of(position));
-  if (row_steps_) row_step(position) = update.number;
+                                      number_of(item));
+  if (row_steps_) row_step(item) = update.number;
   bounds.raise_to(update.largest);
   const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
   if (!wide_row) store_rounded(spec_.dtype, row, weights, dim, draw_of(id, update.number, row_part));
@@ -404,7 +441,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   const std::optional<int64_t> number = number_when_assigned();
   const Lookahead lookahead;
   lookahead.each(
-      count, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, positions[i]); },
+      count, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, item_at(positions[i])); },
       [&](int64_t i) {
         if (positions[i] < 0) {
           const Placed placed = place(ids[i]);
@@ -412,9 +449,10 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
           created += placed.created;
         }
         touched_.set(positions[i]);
-        std::memcpy(rows_.at(positions[i]), row_of(rows, i, bytes), bytes);
-        if (slots_) std::memset(slots_->at(positions[i]), 0, static_cast<size_t>(slots_->item_bytes()));
-        if (number) row_step(positions[i]) = *number;
+        const int64_t item = item_at(positions[i]);
+        std::memcpy(rows_.at(item), row_of(rows, i, bytes), bytes);
+        if (slots_) std::memset(slots_->at(item), 0, static_cast<size_t>(slots_->item_bytes()));
+        if (number) row_step(item) = *number;
       });
   return created;
 }
@@ -439,13 +477,14 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions) {
   const Lookahead lookahead;
   lookahead.each(
       static_cast<int64_t>(positions.size()), row_bytes() + slot_bytes(),
-      [&](int64_t i) { ask_for(lookahead, Use::read, positions[static_cast<size_t>(i)]); },
+      [&](int64_t i) { ask_for(lookahead, Use::read, item_at(positions[static_cast<size_t>(i)])); },
       [&](int64_t i) {
         const int64_t position = positions[static_cast<size_t>(i)];
-        if (position >= 0 && frozen_->is_only_in_place(position))
-          frozen_->keep_aside(position, {{rows_.at(position), row_bytes()},
-                                         {slots_ ? slots_->at(position) : nullptr, slot_bytes()},
-                                         {row_steps_ ? row_steps_->at(position) : nullptr, step_bytes()}});
+        if (position < 0 || !frozen_->is_only_in_place(position)) return;
+        const int64_t item = item_at(position);
+        frozen_->keep_aside(position, {{rows_.at(item), row_bytes()},
+                                       {slots_ ? slots_->at(item) : nullptr, slot_bytes()},
+                                       {row_steps_ ? row_steps_->at(item) : nullptr, step_bytes()}});
       });
 }
 
@@ -479,13 +518,14 @@ int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids
     if (position == FrozenRows::kOver && count == 0) return -1;
     if (position < 0) break;
     const char* aside = frozen_->aside(position);
+    const int64_t item = item_at(position);
     ids[count] = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
-    std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(position), row_bytes());
+    std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(item), row_bytes());
     if (slots_)
-      std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(position),
+      std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(item),
                   slot_bytes());
     if (row_steps_)
-      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(position), step_bytes());
+      std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(item), step_bytes());
     ++count;
   }
   return count;
@@ -526,10 +566,10 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   if (frozen_) keep_aside(found.positions);
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions, buffer.data());
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t position = found.positions[static_cast<size_t>(i)];
-    std::memcpy(rows_.at(position), row_of(rows, i, row_bytes()), row_bytes());
-    if (slots_) std::memcpy(slots_->at(position), row_of(slots, i, slot_bytes()), slot_bytes());
-    if (row_steps_) row_step(position) = steps[i];
+    const int64_t item = item_at(found.positions[static_cast<size_t>(i)]);
+    std::memcpy(rows_.at(item), row_of(rows, i, row_bytes()), row_bytes());
+    if (slots_) std::memcpy(slots_->at(item), row_of(slots, i, slot_bytes()), slot_bytes());
+    if (row_steps_) row_step(item) = steps[i];
   }
   bounds_.raise_to(largest);
   return created;

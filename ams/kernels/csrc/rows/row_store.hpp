@@ -119,22 +119,26 @@ class RowStore {
                 const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);
-  void update_one(int64_t position, int64_t id, const char* gradient, DType dtype, const PushStep& step, const Now& now,
+  void update_one(int64_t item, int64_t id, const char* gradient, DType dtype, const PushStep& step, const Now& now,
                   float* buffer, Magnitudes& bounds);
-  void ask_for(const Lookahead& lookahead, Use use, int64_t position) const;
-  int64_t& row_step(int64_t position) const { return *reinterpret_cast<int64_t*>(row_steps_->at(position)); }
+  void ask_for(const Lookahead& lookahead, Use use, int64_t item) const;
+  // Where in memory the row of a position lies: rows of dense tables move, positions do not.
+  // -1 for a position of -1.
+  int64_t item_at(int64_t position) const { return items_ != nullptr && position >= 0 ? items_->at(position) : position; }
+  int64_t& row_step(int64_t item) const { return *reinterpret_cast<int64_t*>(row_steps_->at(item)); }
   // Of a row that is not there (-1), or where nothing counts: 0.
-  int64_t number_of(int64_t position) const { return row_steps_ && position >= 0 ? row_step(position) : 0; }
+  int64_t number_of(int64_t item) const { return row_steps_ && item >= 0 ? row_step(item) : 0; }
   Draw draw_of(int64_t id, int64_t number, Part part) const { return {rounding_key_, id, number, part}; }
   Ranges ranges() const { return {largest_of(spec_.dtype), largest_of(spec_.slot_dtype)}; }
 
   // Where untouched rows move (row_store_elapsed.cpp); elsewhere they do nothing.
   Now now() const { return steps_ ? Now(*steps_) : std::nullopt; }
-  void reach_back(Now& now, const int64_t* positions, int64_t count) const;
+  void reach_back(Now& now, const int64_t* items, int64_t count) const;
+  std::vector<int64_t> items_at(const std::vector<int64_t>& positions) const;
   Magnitudes bounds_at(const Now& now) const;
-  // Whether the row of `position` (-1: not there) is not what lies there any more.
-  bool is_behind(const Now& now, int64_t position) const { return now && now->of(number_of(position)) != nullptr; }
-  void pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const;
+  // Whether the row of `item` (-1: not there) is not what lies there any more.
+  bool is_behind(const Now& now, int64_t item) const { return now && now->of(number_of(item)) != nullptr; }
+  void pull_moved(char* out, int64_t item, int64_t id, const CatchUp& catch_up, float* buffer) const;
   std::optional<int64_t> number_when_assigned() const;
   struct Overdue {
     std::vector<int64_t> positions;
@@ -151,6 +155,9 @@ class RowStore {
   int64_t num_rows_there() const;
   void before_writes(const std::vector<int64_t>& positions);
   void ensure_touchable(int64_t position);
+  void ensure_item(int64_t item, NewMemory& news);
+  void copy_item(int64_t to, int64_t from);
+  void clear_item(int64_t item);
   void keep_aside(const std::vector<int64_t>& positions);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
@@ -158,9 +165,10 @@ class RowStore {
   RowStoreSpec spec_;
   uint64_t rounding_key_;
   Directory directory_;
-  SlabArray rows_;
+  DenseItems* items_;  // the directory's; null: hashed, the item of a position is the position
+  SlabArray rows_;     // these three by item
   std::optional<SlabArray> slots_;
-  std::optional<SlabArray> row_steps_;  // int64 by position: where untouched rows move its last step, else the number of its updates
+  std::optional<SlabArray> row_steps_;  // int64: where untouched rows move its last step, else the number of its updates
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
   int64_t sweep_began_ = 0;  // the step at which it was at position 0

@@ -26,17 +26,23 @@ int64_t RowStore::next_present(int64_t from) const {
 }
 
 // Finds how old the rows are; each of their last steps is another line of memory.
-void RowStore::reach_back(Now& now, const int64_t* positions, int64_t count) const {
+void RowStore::reach_back(Now& now, const int64_t* items, int64_t count) const {
   if (!now) return;
   constexpr int64_t kAhead = 32;
   int64_t oldest = INT64_MAX;
   for (int64_t i = 0; i < count + kAhead; ++i) {
-    if (i < count && positions[i] >= 0) prefetch_bytes(row_steps_->at(positions[i]), 1);
-    if (i < kAhead || positions[i - kAhead] < 0) continue;
-    const int64_t last = row_step(positions[i - kAhead]);
+    if (i < count && items[i] >= 0) prefetch_bytes(row_steps_->at(items[i]), 1);
+    if (i < kAhead || items[i - kAhead] < 0) continue;
+    const int64_t last = row_step(items[i - kAhead]);
     if (last > 0) oldest = std::min(oldest, last);
   }
   if (oldest != INT64_MAX) now->reach_back(oldest);
+}
+
+std::vector<int64_t> RowStore::items_at(const std::vector<int64_t>& positions) const {
+  std::vector<int64_t> items(positions.size());
+  std::ranges::transform(positions, items.begin(), [this](int64_t position) { return item_at(position); });
+  return items;
 }
 
 // Bounds of the rows that `now` can bring up to date, once they are.
@@ -53,20 +59,20 @@ std::optional<int64_t> RowStore::number_when_assigned() const {
   return spec_.optimizer->counts_updates() ? std::optional<int64_t>(0) : std::nullopt;
 }
 
-// The row of `position` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
-void RowStore::pull_moved(char* out, int64_t position, int64_t id, const CatchUp& catch_up, float* buffer) const {
+// The row of `item` (-1: the initial value of `id`), caught up, as the table stores it. Uses buffer [0, 3D).
+void RowStore::pull_moved(char* out, int64_t item, int64_t id, const CatchUp& catch_up, float* buffer) const {
   const size_t dim = static_cast<size_t>(spec_.dim);
   const Kernels& k = kernels();
   const auto load = k.load[static_cast<int>(spec_.dtype)], load_slot = k.load[static_cast<int>(spec_.slot_dtype)];
   float *weights = buffer + dim, *velocity = buffer + 2 * dim;
-  const Elapsed* elapsed = catch_up.of(number_of(position));
-  if (position < 0) {
+  const Elapsed* elapsed = catch_up.of(number_of(item));
+  if (item < 0) {
     write_initial(out, id, buffer);
     std::fill_n(velocity, dim, 0.0f);
   } else {
-    load_slot(velocity, slots_->at(position), dim);
+    load_slot(velocity, slots_->at(item), dim);
   }
-  load(weights, position < 0 ? out : rows_.at(position), dim);
+  load(weights, item < 0 ? out : rows_.at(item), dim);
   k.move_row(buffer, weights, velocity, dim, *elapsed, ranges());
   k.store[static_cast<int>(spec_.dtype)](out, buffer, dim);
 }
@@ -89,10 +95,10 @@ RowStore::Overdue RowStore::next_overdue(Now& catch_up) {
     const int64_t position = next_present(overdue.sweep_at);
     if (position < 0) break;
     overdue.sweep_at = position + 1;
-    const int64_t last = row_step(position);
+    const int64_t last = row_step(item_at(position));
     if (last > 0 && last <= now - spec_.window / kOverdueShare) overdue.positions.push_back(position);
   }
-  reach_back(catch_up, overdue.positions.data(), static_cast<int64_t>(overdue.positions.size()));
+  reach_back(catch_up, items_at(overdue.positions).data(), static_cast<int64_t>(overdue.positions.size()));
   return overdue;
 }
 
@@ -113,17 +119,18 @@ void RowStore::bring_up(const Overdue& overdue, const CatchUp& catch_up, float* 
     return largest != 0;
   };
   for (int64_t position : overdue.positions) {
-    if (row_step(position) > catch_up.now()) continue;
-    char *row = rows_.at(position), *slot = slots_->at(position);
+    const int64_t item = item_at(position);
+    if (row_step(item) > catch_up.now()) continue;
+    char *row = rows_.at(item), *slot = slots_->at(item);
     k.load[static_cast<int>(spec_.dtype)](buffer, row, dim);
     k.load[static_cast<int>(spec_.slot_dtype)](buffer + dim, slot, dim);
-    if (const Elapsed* elapsed = catch_up.of(row_step(position))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
+    if (const Elapsed* elapsed = catch_up.of(row_step(item))) k.move(buffer, buffer + dim, dim, *elapsed, ranges());
     const int64_t id = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
     store_rounded(spec_.dtype, row, buffer, dim, draw_of(id, catch_up.now(), Part::row));
     store_rounded(spec_.slot_dtype, slot, buffer + dim, dim, draw_of(id, catch_up.now(), Part::slot));
     raise(bounds_.row, spec_.dtype, row);
     const bool moves = raise(bounds_.slots[0], spec_.slot_dtype, slot) || steps_->moves_rows_at_rest();
-    row_step(position) = moves ? catch_up.now() : kResting;
+    row_step(item) = moves ? catch_up.now() : kResting;
   }
   sweep_at_ = overdue.sweep_at;
 }

@@ -61,8 +61,7 @@ def test_a_write_beyond_the_limit_changes_nothing(
 ) -> None:
     table, old = make_table(num_rows, optimizer), np.arange(0, 2**38, 2**36)
     write(table, old, rows_of(old))
-    spacing = 2**29 if num_rows is None else 2**32  # in a dense table each of these rows takes a block of its own
-    state, new = state_of(table), np.arange(5, 2**39, spacing)
+    state, new = state_of(table), np.arange(5, 2**39, 2**29)
     with room_for(3 * MIB):
         used = memory.memory_used()
         for _ in range(3):
