@@ -12,10 +12,13 @@ import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import SnapshotFailed
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PART_PREFIX = ".part-"
 """Begins the name of a file that is being written. Readers pass over names that begin with a dot."""
@@ -28,7 +31,7 @@ class Disk:
         """Create one folder, whose parent exists."""
         path.mkdir()
 
-    def write(self, file: BinaryIO, data: bytes) -> None:
+    def write(self, file: BinaryIO, data: Buffer) -> None:
         """Write all of ``data`` and hand it to the operating system."""
         file.write(data)
         file.flush()
@@ -63,12 +66,14 @@ def create_folders(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that appears under its name whole and synced, or not at all. Its folder is not synced."""
+def write_file(path: Path, *parts: Buffer) -> None:
+    """Write a file of these parts that appears under its name whole and synced, or not at all. Its folder is not
+    synced."""
     part = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}-{path.name}")
     try:
         with part.open("wb") as file:
-            disk.write(file, data)
+            for data in parts:
+                disk.write(file, data)
             failpoints.reach("file.sync.before")
             disk.sync(file.fileno(), path)
         failpoints.reach("file.rename.before")

@@ -53,6 +53,26 @@ class StoredRows(NamedTuple):
     """[N]: where untouched rows move the last step of each row, -1 for one that nothing moves; where updates are
     counted (:attr:`TableSpec.counts_updates`) their number; else None."""
 
+    @classmethod
+    def empty(cls, spec: TableSpec, count: int) -> StoredRows:
+        """Memory for ``count`` rows of a table, with whatever values."""
+        return cls(
+            np.empty(count, np.int64),
+            np.empty((count, spec.dim), spec.numpy_dtype),
+            np.empty((count, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots else None,
+            np.empty(count, np.int64) if spec.step_bytes else None,
+        )
+
+    def between(self, start: int, stop: int) -> StoredRows:
+        """The rows ``start`` … ``stop`` - 1, in the same memory."""
+        here = slice(start, stop)
+        slots, steps = (None if part is None else part[here] for part in (self.slots, self.steps))
+        return StoredRows(self.ids[here], self.rows[here], slots, steps)
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that there are, by name."""
+        return {name: part for name, part in self._asdict().items() if part is not None}
+
 
 def table_hash(name: str) -> int:
     """Return the 32-bit hash of a table's name that enters its initial values."""
@@ -317,26 +337,22 @@ class RowTable:
         """
         return self._store.freeze(only_touched)
 
-    def read_frozen(self, most: int, buckets: npt.NDArray[np.bool_] | None = None) -> StoredRows:
+    def read_frozen(
+        self, most: int, buckets: npt.NDArray[np.bool_] | None = None, *, out: StoredRows | None = None
+    ) -> StoredRows:
         """Up to ``most`` frozen rows that were not read yet; with ``buckets`` [4096] only those of the marked ones.
 
         N is 0 when that was all. The order is that of creation, or of ids for a dense table. Other buckets than in the
-        call before cost a look at every row that was not read yet.
+        call before cost a look at every row that was not read yet. ``out`` is memory for them, of ``most`` rows or
+        more (:meth:`StoredRows.empty`); None: fresh memory.
         """
-        ids = np.empty(most, np.int64)
-        rows = np.empty((most, self.spec.dim), self.spec.numpy_dtype)
-        spec = self.spec
-        slots = np.empty((most, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots else None
-        steps = np.empty(most, np.int64) if spec.step_bytes else None
+        ids, rows, slots, steps = (StoredRows.empty(self.spec, most) if out is None else out).between(0, most)
         row_bits, slot_bits = ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0]
         wanted = None if buckets is None else buckets.view(np.uint8)
         num = 0
         while num == 0:  # each call looks at a bounded number of rows, and lets writers in after it
             num = self._store.read_frozen(ids, row_bits, slot_bits, steps, wanted)
-        num = max(num, 0)
-        return StoredRows(
-            ids[:num], rows[:num], None if slots is None else slots[:num], None if steps is None else steps[:num]
-        )
+        return StoredRows(ids, rows, slots, steps).between(0, max(num, 0))
 
     def thaw(self, *, kept: bool) -> None:
         """End the freeze. If its rows were not kept (``kept=False``) they count as written since the one before."""

@@ -24,7 +24,7 @@ from geartrain.ams.values.placement import bucket_ranges, buckets_between
 from geartrain.ams.values.shard_messages import Done, Freeze, Reply, WriteFrozen, Written
 
 _WRITERS = 2
-"""Blocks written side by side: while one waits for the disk another is copied and hashed."""
+"""Blocks written side by side: while one waits for the disk another is hashed and copied to it, a third one read."""
 
 _READ_BYTES = 2 << 20
 """Read at a time: a table's writers wait no longer than this takes to copy."""
@@ -92,7 +92,7 @@ class FrozenTables:
                             buckets=buckets,
                         )
                     )
-                    if len(under_way) == _WRITERS:  # no more blocks in memory than are being written
+                    if len(under_way) > _WRITERS:  # its memory takes the next block
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
                 self._require_frozen()
@@ -118,29 +118,34 @@ class FrozenTables:
                 "written (a shard writes one at a time); take it again"
             )
 
-    def _read(self, table: RowTable, most: int, buckets: npt.NDArray[np.bool_]) -> StoredRows:
-        with self._lock:
-            self._require_frozen()
-            return table.read_frozen(most, buckets)
-
     def _blocks(self, table: RowTable) -> Iterator[tuple[dict[str, npt.NDArray[Any]], tuple[int, int]]]:
-        """The rows in blocks, each with the range of buckets that its rows are of."""
+        """The rows in blocks, each with the range of buckets that its rows are of.
+
+        The memory of a block takes another one once ``_WRITERS`` more were given: fresh pages cost as much as a copy.
+        """
         spec = table.spec
         item_bytes = 8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes
         num_ranges, per_block = plan_blocks(self._num_rows[spec.name], item_bytes)
         at_once = max(1, _READ_BYTES // item_bytes)
+        memory = deque(StoredRows.empty(spec, per_block) for _ in range(_WRITERS + 1))
         for first, last in bucket_ranges(table.owned_buckets, num_ranges):
             buckets = buckets_between(first, last)
-            parts: list[StoredRows] = []
-            held = 0
-            while len((part := self._read(table, min(at_once, per_block - held), buckets)).ids):
-                parts.append(part)
-                held += len(part.ids)
-                if held == per_block:
-                    yield _joined(parts), (first, last)
-                    parts, held = [], 0
-            if parts:
-                yield _joined(parts), (first, last)
+            while num_rows := self._fill(memory[0], table, buckets, at_once):
+                yield memory[0].between(0, num_rows).arrays(), (first, last)
+                memory.rotate(-1)
+
+    def _fill(self, block: StoredRows, table: RowTable, buckets: npt.NDArray[np.bool_], at_once: int) -> int:
+        """Read rows of ``buckets`` until the block is full or there are no more; return their number."""
+        start, num_rows = 0, len(block.ids)
+        while start < num_rows:
+            stop = min(start + at_once, num_rows)
+            with self._lock:
+                self._require_frozen()
+                num_read = len(table.read_frozen(stop - start, buckets, out=block.between(start, stop)).ids)
+            if num_read == 0:
+                break
+            start += num_read
+        return start
 
 
 class Freezes:
@@ -241,8 +246,3 @@ class Freezes:
     def _write(self, frozen: FrozenTables, folder: str) -> Reply:
         entries = frozen.write(folder, self._shard)
         return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)
-
-
-def _joined(parts: list[StoredRows]) -> dict[str, npt.NDArray[Any]]:
-    columns = {name: [getattr(part, name) for part in parts] for name in StoredRows._fields}
-    return {name: np.concatenate(column) for name, column in columns.items() if column[0] is not None}

@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 from pydantic import ValidationError
 from safetensors import SafetensorError, deserialize
-from safetensors.numpy import save
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import failed
@@ -25,8 +24,7 @@ from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.text import counted
 
 BLOCK_BYTES = 8 << 20
-"""Target size of a block, by which a caller cuts its rows. Buffers of this size are recycled by malloc; from 16 MiB on,
-fresh pages for the copies took longer than the disk."""
+"""Target size of a block, by which a caller cuts its rows: a shard holds three in memory while it writes."""
 
 _MOST_RANGES = 8
 """Ranges of buckets that a shard writes its rows of a table in, at most. On another number of shards a range at a new
@@ -49,6 +47,7 @@ _DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
@@ -78,18 +77,16 @@ def write_block(
 
     ``arrays`` are named arrays of bool, integers or floats (float16 to float64, bfloat16). If one is named ``ids``, it
     is int64 [N], and ``rows`` and ``slots``, where given, have N rows. ``buckets`` are the first and last place, in
-    ``BUCKET_ORDER``, of the buckets of ``ids``. Holds about twice the block in memory. Raises
-    InvalidArgument, and SnapshotFailed if the disk fails or the snapshot was abandoned; then no block is left.
+    ``BUCKET_ORDER``, of the buckets of ``ids``. Arrays are hashed and written from where they lie; of those that are
+    not C-contiguous or not in native byte order a copy is. Raises InvalidArgument, and SnapshotFailed if the disk fails
+    or the snapshot was abandoned; then no block is left.
     """
     num_rows = _require_block(arrays)
     path = block_path(kind, table, shard, index)
-    labels = _labels(snapshot_id, kind, table, shard, index)
-    # safetensors takes the memory as it lies, whatever the strides.
-    data = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, labels)
     return _write(
         staging_path,
         snapshot_id,
-        data,
+        *_safetensors(arrays, _labels(snapshot_id, kind, table, shard, index)),
         path=path,
         kind=kind,
         table=table,
@@ -189,8 +186,7 @@ def damaged(folder: Place, entry: FileEntry, why: str) -> SnapshotDamaged:
 def _write(
     staging_path: str,
     snapshot_id: str,
-    data: bytes,
-    *,
+    *parts: bytes | memoryview,
     path: str,
     kind: str,
     table: str | None = None,
@@ -203,6 +199,10 @@ def _write(
     store = store_of(staging)
     if not store.is_staging(staging, snapshot_id):
         raise InvalidArgument(f"{staging_path!r} is not the staging folder of snapshot {snapshot_id!r}")
+    num_bytes, content = 0, xxhash.xxh3_128()
+    for part in parts:
+        num_bytes += len(part)
+        content.update(part)
     try:
         entry = FileEntry(
             path=path,
@@ -211,19 +211,43 @@ def _write(
             shard=shard,
             index=index,
             num_rows=num_rows,
-            bytes=len(data),
-            xxh3_128=xxhash.xxh3_128_hexdigest(data),
+            bytes=num_bytes,
+            xxh3_128=content.hexdigest(),
             buckets=buckets,
         )
     except ValidationError as exc:
         raise InvalidArgument(in_words(exc)) from exc
     try:
         failpoints.reach("block.write.before")
-        store.write(staging, path, data)
+        store.write(staging, path, *parts)
         failpoints.reach("block.write.after")
     except OSError as exc:
-        raise failed(f"{within(staging, path)} ({counted(len(data), 'byte')}) was not written", exc) from exc
+        raise failed(f"{within(staging, path)} ({counted(num_bytes, 'byte')}) was not written", exc) from exc
     return entry
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray], labels: Mapping[str, str]) -> list[memoryview]:
+    """A file of that format in parts: 8 bytes of length and a JSON header, then each array in the memory it lies in.
+
+    The library would return one string of bytes, which takes two more copies of everything. As there, wide dtypes come
+    first, so that every array is aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(labels)}
+    parts, stop = [memoryview(b"")], 0
+    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        native = array.dtype.newbyteorder("=")
+        laid_out = np.asarray(array, native, order="C")
+        start, stop = stop, stop + laid_out.nbytes
+        header[name] = {
+            "dtype": _NAMES[native],
+            "shape": list(array.shape),
+            "data_offsets": [start, stop],
+        }
+        parts.append(laid_out.reshape(-1).view(np.uint8).data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    parts[0] = memoryview(len(text).to_bytes(8, "little") + text)
+    return parts
 
 
 def _require_block(arrays: Mapping[str, np.ndarray]) -> int:

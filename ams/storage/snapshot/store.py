@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 
@@ -35,6 +35,9 @@ from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Place = Path | str
 
@@ -128,8 +131,8 @@ class SnapshotStore(ABC):
         """Create the folder and those above it."""
 
     @abstractmethod
-    def write(self, folder: Place, name: str, data: bytes) -> None:
-        """Write a file that appears whole and safe, or not at all; one of that name is replaced."""
+    def write(self, folder: Place, name: str, *parts: Buffer) -> None:
+        """Write a file of these parts that appears whole and safe, or not at all; one of that name is replaced."""
 
     @abstractmethod
     def drop(self, folder: Place, name: str) -> None:
@@ -200,8 +203,8 @@ class _LocalStore(SnapshotStore):
         create_folders(Path(staging).parent)
         disk.create_folder(Path(staging))  # not synced, which would keep a step waiting: its final name is
 
-    def write(self, folder: Place, name: str, data: bytes) -> None:
-        write_file(Path(folder) / name, data)
+    def write(self, folder: Place, name: str, *parts: Buffer) -> None:
+        write_file(Path(folder) / name, *parts)
 
     def drop(self, folder: Place, name: str) -> None:
         (Path(folder) / name).unlink()
@@ -302,9 +305,9 @@ class _UrlStore(SnapshotStore):
         with _as_os_error():
             self._system.makedirs(str(staging), exist_ok=True)  # which does nothing where there are no folders
 
-    def write(self, folder: Place, name: str, data: bytes) -> None:
+    def write(self, folder: Place, name: str, *parts: Buffer) -> None:
         with _as_os_error():
-            self._system.pipe_file(f"{folder}/{name}", data)
+            self._system.pipe_file(f"{folder}/{name}", b"".join(parts))
 
     def drop(self, folder: Place, name: str) -> None:
         with _as_os_error():

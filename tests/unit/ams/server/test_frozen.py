@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,45 @@ def test_a_writer_that_was_superseded_takes_no_rows_of_the_next(
         old.write(first.path, 0)
     old.thaw(kept=False)  # late, and of no effect on the next
     assert sum(entry.num_rows for entry in following[0].write(second.path, 0)) == 1000
+
+
+def test_a_block_is_read_while_two_are_written_and_changes_neither(
+    table: RowTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, whole, fill = new_staging(tmp_path, "a"), freezes.write_block, FrozenTables._fill
+    read, turn = 0, threading.Condition()
+
+    def counting(*args: Any) -> int:
+        nonlocal read
+        num_rows = fill(*args)
+        with turn:
+            read += num_rows > 0
+            turn.notify_all()
+        return num_rows
+
+    def late(*args: Any, index: int, arrays: dict[str, np.ndarray], **keywords: Any) -> FileEntry:
+        before = {name: array.copy() for name, array in arrays.items()}
+        with turn:
+            assert turn.wait_for(lambda: read >= min(index + 3, 10), timeout=30)
+        assert all(np.array_equal(arrays[name], array) for name, array in before.items())
+        return whole(*args, index=index, arrays=arrays, **keywords)
+
+    monkeypatch.setattr(FrozenTables, "_fill", counting)
+    monkeypatch.setattr(freezes, "write_block", late)
+    entries = frozen_for(staging, table).write(staging.path, 0)
+    assert sum(entry.num_rows for entry in entries) == 1000
+
+
+def test_writing_holds_three_blocks_in_memory(table: RowTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # blocks of their usual size
+    table = RowTable(TableSpec(name="t", dim=1024, optimizer=SGD(1.0), num_rows=12_000), np.arange(4096))
+    table.assign(np.arange(12_000), np.ones((12_000, 1024), np.float32))
+    staging = new_staging(tmp_path, "a")
+    frozen = frozen_for(staging, table)
+    tracemalloc.start()
+    try:
+        frozen.write(staging.path, 0)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3.5 * blocks.BLOCK_BYTES

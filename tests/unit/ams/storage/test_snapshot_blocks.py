@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors import deserialize
+from safetensors.numpy import save
 
 from geartrain.ams.storage.snapshot.blocks import write_block, write_job_file
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
@@ -53,6 +60,34 @@ def test_a_block_comes_back_bit_for_bit(tmp_path: Path, dtype: np.dtype, num_row
     assert arrays["scalar"].shape == ()
     arrays["rows"][:] = 0  # writable, and apart from other reads
     assert snapshot.read(entry)["rows"].tobytes() == rows.tobytes()
+
+
+@given(
+    arrays=st.dictionaries(
+        st.text(max_size=8).filter(lambda name: name not in ("__metadata__", "ids", "rows", "slots", "steps")),
+        st.sampled_from([*DTYPES, np.dtype(">i4"), np.dtype(">f8")]).flatmap(
+            lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(
+                lambda shape: np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+            )
+        ),
+        max_size=6,
+    ),
+    is_turned=st.booleans(),
+)
+@example(arrays={"b": np.ones(3, np.int8), "a": np.ones(2, np.int8), "w": np.ones(1)}, is_turned=False)
+def test_a_block_is_what_the_library_writes(arrays: dict[str, np.ndarray], is_turned: bool) -> None:
+    if is_turned:  # not C-contiguous
+        arrays = {name: array.T[::-1] if array.ndim else array for name, array in arrays.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        staging = new_staging(folder, "a")
+        data = (Path(staging.path) / write(staging, arrays).path).read_bytes()
+    labels = {"snapshot": staging.id, "kind": "rows", "table": "t", "shard": "0", "index": "0"}
+    library = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, labels)
+    assert dict(deserialize(data)) == dict(deserialize(library))  # type: ignore[no-untyped-call]
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__") == labels
+    assert all((8 + length + header[name]["data_offsets"][0]) % arrays[name].itemsize == 0 for name in header)
 
 
 def test_special_values_keep_their_bits(tmp_path: Path) -> None:
