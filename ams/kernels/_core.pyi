@@ -423,9 +423,14 @@ class DataServer:
         most_mailboxes: int = ...,
         most_connections: int = ...,
         greeting_seconds: float = ...,
+        silence_seconds: float = ...,
         spin_seconds: float = ...,
+        most_frame_bytes: int = ...,
+        most_bytes: int = ...,
+        host: str = "",
+        port: int = 0,
     ) -> None: ...
-    def offer(self) -> tuple[str, bytes]: ...
+    def offer(self) -> tuple[str, bytes, int]: ...
     def close(self) -> None: ...
     @property
     def num_connections(self) -> int: ...
@@ -449,6 +454,15 @@ class RingConnection(DataConnection):
     @property
     def num_mailboxes(self) -> int: ...
 
+def connect_tcp(
+    host: str,
+    port: int,
+    secret: bytes,
+    timeout_seconds: float,
+    *,
+    most_frame_bytes: int = ...,
+    most_in_flight_bytes: int = ...,
+) -> DataConnection: ...
 def connect_ring(
     socket: str,
     secret: bytes,

@@ -47,7 +47,7 @@ class DataPlanePort:
                     return DataPlaneOffer(reason="this shard is ending")
                 if self._server is None:
                     self._server = _core.DataServer(_core.PythonHandler(RowHandler(self._shard())))
-                socket, secret = self._server.offer()
+                socket, secret, _ = self._server.offer()
         except (OSError, RuntimeError) as exc:
             return DataPlaneOffer(reason=str(exc))
         return DataPlaneOffer(socket=socket, secret=secret)

@@ -8,6 +8,7 @@
 #include "carriers/python_handler.hpp"
 #include "carriers/ring_client.hpp"
 #include "carriers/server.hpp"
+#include "carriers/tcp_client.hpp"
 #include "carriers/toy_handler.hpp"
 #include "frames/frame.hpp"
 
@@ -105,16 +106,21 @@ void bind_carriers(nb::module_& m) {
       .def(
           "__init__",
           [](DataServer* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
-             double spin_seconds) {
-            new (self) DataServer(std::move(handler), {most_mailboxes, most_connections, greeting_seconds, spin_seconds});
+             double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes, const std::string& host,
+             uint16_t port) {
+            new (self) DataServer(
+                std::move(handler),
+                {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes}, host, port);
           },
           nb::arg("handler"), nb::kw_only(), nb::arg("most_mailboxes") = ServerLimits().most_mailboxes,
           nb::arg("most_connections") = ServerLimits().most_connections, nb::arg("greeting_seconds") = ServerLimits().greeting_seconds,
-          nb::arg("spin_seconds") = ServerLimits().spin_seconds)
+          nb::arg("silence_seconds") = ServerLimits().silence_seconds, nb::arg("spin_seconds") = ServerLimits().spin_seconds,
+          nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
+          nb::arg("host") = "", nb::arg("port") = 0)
       .def("offer",
            [](DataServer& server) {
              const DataPlaneOffer offer = server.offer();
-             return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()));
+             return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()), offer.port);
            })
       .def("close", &DataServer::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_connections", &DataServer::num_connections)
@@ -131,6 +137,16 @@ void bind_carriers(nb::module_& m) {
       .def("send", &Connection::Call::send, nb::call_guard<nb::gil_scoped_release>())
       .def("wait", &wait_for, nb::arg("seconds"))
       .def("reply", &reply_of);
+  m.def(
+      "connect_tcp",
+      [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, size_t most_frame_bytes,
+         size_t most_in_flight_bytes) {
+        const std::string shown(secret.c_str(), secret.size());
+        nb::gil_scoped_release release;
+        return connect_tcp(host, port, shown, timeout_seconds, {most_frame_bytes, most_in_flight_bytes});
+      },
+      nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(),
+      nb::arg("most_frame_bytes") = TcpLimits().most_frame_bytes, nb::arg("most_in_flight_bytes") = TcpLimits().most_in_flight_bytes);
   m.def(
       "connect_ring",
       [](const std::string& socket, const nb::bytes& secret, double timeout_seconds, double spin_seconds, double idle_seconds,

@@ -24,6 +24,22 @@ void RingPeer::Mailbox::answer(size_t bytes) const {
   if (control()->is_awaited.load(std::memory_order_seq_cst) != 0) futex_wake(control()->state);
 }
 
+// The reply's place in a mailbox.
+class RingPeer::MailboxReply : public ReplyPlace {
+ public:
+  explicit MailboxReply(std::shared_ptr<Mailbox> mailbox) : mailbox_(std::move(mailbox)) {}
+  std::span<char> room(size_t least_bytes, size_t) override {
+    if (least_bytes > mailbox_->reply_bytes)
+      throw Fault("ProtocolError", "the reply takes " + std::to_string(least_bytes) + " bytes; there is room for " +
+                                       std::to_string(mailbox_->reply_bytes));
+    return {mailbox_->reply, mailbox_->reply_bytes};
+  }
+  void answer(size_t bytes) override { mailbox_->answer(bytes); }
+
+ private:
+  const std::shared_ptr<Mailbox> mailbox_;
+};
+
 RingPeer::RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count)
     : socket_(std::move(socket)), page_(map_their_file(page.get(), kPageBytes)), count_(std::move(count)) {}
 
@@ -79,8 +95,8 @@ bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits
   if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes) return false;
   std::shared_ptr<ServedCall> call;
   try {
-    call = std::make_shared<ServedCall>(handler, parse_header(mailbox->request, FrameKind::request), mailbox->reply, mailbox->reply_bytes,
-                                        [mailbox](size_t reply) { mailbox->answer(reply); });
+    call = std::make_shared<ServedCall>(handler, parse_header(mailbox->request, FrameKind::request),
+                                        std::make_unique<MailboxReply>(mailbox));
   } catch (const std::exception&) {  // a damaged header, or no memory
     return false;
   }

@@ -45,6 +45,8 @@ class RingPeer {
     std::shared_ptr<MailboxCount> count;
   };
 
+  class MailboxReply;
+
   RequestedPage* page() const { return reinterpret_cast<RequestedPage*>(page_.data()); }
   void add(Notice notice, const OwnedFd& fd);
 

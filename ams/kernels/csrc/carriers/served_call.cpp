@@ -22,8 +22,8 @@ Fault fault_of(std::exception_ptr error) {
 
 }  // namespace
 
-ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, char* reply, size_t room, Answer answer)
-    : handler_(std::move(handler)), header_(header), reply_(reply), room_(room), answer_(std::move(answer)) {}
+ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place)
+    : handler_(std::move(handler)), header_(header), place_(std::move(place)) {}
 
 void ServedCall::perform(const char* frame, size_t bytes) {
   try {
@@ -35,8 +35,7 @@ void ServedCall::perform(const char* frame, size_t bytes) {
       has_writes_ |= pull == nullptr;
     }
     layout_ = lay_out_reply(rows_);
-    if (layout_.end > room_)
-      throw Fault("ProtocolError", "the reply takes " + std::to_string(layout_.end) + " bytes; there is room for " + std::to_string(room_));
+    room_ = place_->room(layout_.end, most_reply_bytes(layout_));
     outcomes_.resize(request_.operations.size());
     num_due_ = outcomes_.size() + 1;  // and one for this thread, so that no outcome answers before all are begun
   } catch (...) {
@@ -60,7 +59,7 @@ void ServedCall::perform(const char* frame, size_t bytes) {
 void ServedCall::perform_one(size_t index, Operation& operation) {
   const auto later = [self = shared_from_this(), index](const Outcome& outcome) { self->settle(index, outcome); };
   if (auto* pull = std::get_if<PullRequest>(&operation.request)) {
-    pull->rows = reply_ + layout_.rows[index];
+    pull->rows = room_.data() + layout_.rows[index];
     if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
     handler_->pull(operation.context, operation.table, *pull);
     settle(index, Done{});
@@ -102,6 +101,11 @@ void ServedCall::refuse(const Fault& fault) {
   rows_.assign(1, {});
   layout_ = lay_out_reply(rows_);
   outcomes_.assign(1, fault);
+  try {
+    if (room_.size() < layout_.end) room_ = place_->room(layout_.end, most_reply_bytes(layout_));
+  } catch (const std::exception&) {  // no room for a sentence: the caller's time-out tells
+    return;
+  }
   write_answer();
 }
 
@@ -115,8 +119,8 @@ void ServedCall::write_answer() {
   } catch (...) {
     results.assign(outcomes_.size(), {fault_of(std::current_exception()), {}});
   }
-  answer_(write_reply(reply_, room_, layout_, header_.number, results));
-  answer_ = nullptr;
+  place_->answer(write_reply(room_.data(), room_.size(), layout_, header_.number, results));
+  place_.reset();
 }
 
 }  // namespace geartrain

@@ -1,10 +1,10 @@
 // One frame at a shard: its operations, done in order, and its reply, written where the carrier wants it.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "carriers/handler.hpp"
@@ -12,34 +12,41 @@
 
 namespace geartrain {
 
+// Where the reply to one frame goes, if it is written.
+class ReplyPlace {
+ public:
+  virtual ~ReplyPlace() = default;
+  // Once or twice: room for a reply of at least so many bytes, and of up to `most_bytes` with whatever may be refused. It stays until the
+  // answer. Throws a Fault if there is none.
+  virtual std::span<char> room(size_t least_bytes, size_t most_bytes) = 0;
+  // Once: the reply is there, in the room's first bytes. Does not throw.
+  virtual void answer(size_t bytes) = 0;
+};
+
 // Thread-safe. Some operations have their outcome later, on another thread: it lives until then.
 class ServedCall : public std::enable_shared_from_this<ServedCall> {
  public:
-  // Called once, with the bytes of the reply's frame, by whoever brings the last outcome. Does not throw.
-  using Answer = std::function<void(size_t bytes)>;
-
-  // The reply goes to `reply`, which has `room` bytes; that memory outlives the answer. The frame must have begun
-  // with `header`.
-  ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, char* reply, size_t room, Answer answer);
+  // The frame must have begun with `header`. `place` is asked and told by whoever brings the last outcome.
+  ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place);
   // Does what the frame asks for. What cannot be read is answered with a refusal.
   void perform(const char* frame, size_t bytes);
   // Whether outcomes are still due.
   bool is_waiting();
   // Answers now; what has no outcome yet is StepPending.
   void answer_now();
+  // Answers so, in the place of perform().
+  void refuse(const Fault& fault);
   double seconds() const { return header_.seconds; }
 
  private:
   void perform_one(size_t index, Operation& operation);
   void settle(size_t index, Outcome outcome);
-  void refuse(const Fault& fault);
   void write_answer();
 
   const std::shared_ptr<Handler> handler_;
   const FrameHeader header_;
-  char* const reply_;
-  const size_t room_;
-  Answer answer_;
+  std::unique_ptr<ReplyPlace> place_;
+  std::span<char> room_;
   ParsedRequest request_;
   std::vector<ReplyRows> rows_;
   ReplyLayout layout_;

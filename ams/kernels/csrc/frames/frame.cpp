@@ -496,7 +496,11 @@ size_t most_reply_bytes(const ReplyLayout& layout) {
 }
 
 size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results) {
-  size_t end = layout.end;
+  // Room of pulls that were refused is not part of the reply, unless others' rows lie behind it.
+  size_t end = sizeof(FrameHeader) + results.size() * sizeof(OperationReply);
+  for (size_t i = 0; i < results.size(); ++i)
+    if (std::holds_alternative<Done>(results[i].outcome))
+      end = std::max(end, layout.rows[i] + results[i].rows.rows_bytes + results[i].rows.present_bytes);
   char* at = frame + sizeof(FrameHeader);
   for (size_t i = 0; i < results.size(); ++i, at += sizeof(OperationReply)) {
     OperationReply reply;

@@ -19,7 +19,7 @@ import pytest
 from geartrain.ams.kernels import _core
 from geartrain.ams.values.errors import ProtocolError
 from tests.support import frame_codec
-from tests.support.ring_talk import ask, expected, pull, push
+from tests.support.frame_calls import ask, expected, pull, push
 
 PAGE = 4096
 WAKE, ADDED, CLOSED, REFUSED = 1, 2, 3, 4
@@ -46,7 +46,7 @@ class Stranger:
     """A client of the data plane, which may do what no other does."""
 
     def __init__(self, server: _core.DataServer) -> None:
-        name, secret = server.offer()
+        name, secret, _ = server.offer()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.connect("\0" + name)
         self.socket.settimeout(SOON)
@@ -99,7 +99,7 @@ def server() -> Iterator[_core.DataServer]:
 
 @pytest.fixture
 def other(server: _core.DataServer) -> _core.RingConnection:
-    return _core.connect_ring(*server.offer(), SOON)
+    return _core.connect_ring(*server.offer()[:2], SOON)
 
 
 FRAME = frame_codec.request(5, 0, [pull("rows", [3])])
@@ -199,7 +199,7 @@ def test_a_size_beyond_the_mailbox_ends_the_connection(
 
 @pytest.mark.parametrize("hello", [b"", b"x", FRAME, frame_codec.header(3, 0, 0, 32) + bytes(32)])
 def test_who_greets_otherwise_is_sent_away(server: _core.DataServer, hello: bytes) -> None:
-    name, _ = server.offer()
+    name, _, _ = server.offer()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
         ours.connect("\0" + name)
         ours.settimeout(SOON)

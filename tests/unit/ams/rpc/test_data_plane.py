@@ -36,7 +36,7 @@ class Shard:
         )
 
     def offer(self) -> DataPlaneOffer:
-        socket, secret = self.server.offer()
+        socket, secret, _ = self.server.offer()
         return DataPlaneOffer(socket=socket, secret=secret)
 
     def ask(self) -> DataPlaneOffer:

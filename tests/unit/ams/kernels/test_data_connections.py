@@ -1,4 +1,5 @@
-"""Calls through shared memory: what is answered, and what is left when either side dies, lies or gives up."""
+"""Calls of the data plane, through shared memory and by TCP: what is answered, and what is left when either side dies,
+lies or gives up."""
 
 from __future__ import annotations
 
@@ -20,29 +21,39 @@ import pytest
 
 from geartrain.ams.kernels import _core
 from tests.support import frame_codec
-from tests.support.ring_talk import ask, begin, expected, flipped, pull, push
+from tests.support.frame_calls import ask, begin, dial, expected, flipped, mailboxes, pull, push
 
 SOON = 10.0
 """Seconds in which what must happen has happened, however busy the machine."""
 
 
 class Shard:
-    """A toy handler behind a server."""
+    """A toy handler behind a server, and one way to it."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, way: str = "ring", **limits: Any) -> None:
+        self.way = way
         self.handler = _core.ToyHandler()
-        self.server = _core.DataServer(self.handler, **limits)
+        self.server = _core.DataServer(self.handler, host="127.0.0.1", **limits)
 
-    def connect(self, **limits: Any) -> _core.RingConnection:
-        return _core.connect_ring(*self.server.offer(), SOON, **limits)
+    def connect(self, **limits: Any) -> _core.DataConnection:
+        return dial(self.way, *self.server.offer(), **limits)
+
+    def connect_ring(self, **limits: Any) -> _core.RingConnection:
+        name, secret, _ = self.server.offer()
+        return _core.connect_ring(name, secret, SOON, **limits)
+
+    def told(self) -> list[str]:
+        """An offer, as another process is told it."""
+        name, secret, port = self.server.offer()
+        return [self.way, name, secret.hex(), str(port)]
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Shard]]:
     made: list[Shard] = []
 
-    def one(**limits: Any) -> Shard:
-        made.append(Shard(**limits))
+    def one(way: str = "ring", **limits: Any) -> Shard:
+        made.append(Shard(way, **limits))
         return made[-1]
 
     yield one
@@ -52,12 +63,12 @@ def make() -> Iterator[Callable[..., Shard]]:
         shard.server.close()
 
 
-@pytest.fixture
-def shard(make: Callable[..., Shard]) -> Shard:
-    return make()
+@pytest.fixture(params=["ring", "tcp"])
+def shard(make: Callable[..., Shard], request: pytest.FixtureRequest) -> Shard:
+    return make(request.param)
 
 
-def until(condition: Callable[[], bool], other: _core.RingConnection) -> None:
+def until(condition: Callable[[], bool], other: _core.DataConnection) -> None:
     """Call the shard until ``condition`` holds: between calls it looks at its sockets."""
     deadline = time.monotonic() + SOON
     while not condition():
@@ -74,7 +85,7 @@ def test_rows_are_read_and_written(shard: Shard) -> None:
     (assigned,) = ask(ours, push("rows", [1], kind="assign"))
     assert assigned["created"] == 1
     assert (shard.handler.num_writes, shard.handler.sum_written) == (2, 16.0)
-    assert ours.num_mailboxes == shard.server.num_mailboxes == 1
+    assert mailboxes(ours) == shard.server.num_mailboxes == (shard.way == "ring")
 
 
 def test_every_operation_of_a_frame_has_its_own_outcome(shard: Shard) -> None:
@@ -94,20 +105,21 @@ def test_nothing_is_acknowledged_by_a_shard_that_may_be_anothers(shard: Shard) -
     assert {reply["error"] for reply in ask(ours, pull("rows", [1]), push("rows", [1]))} == {"ShardUnavailable"}
 
 
-def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard]) -> None:
-    shard = make(most_connections=2)
-    name, secret = shard.server.offer()
-    ours = _core.connect_ring(name, secret, SOON)
+@pytest.mark.parametrize("way", ["ring", "tcp"])
+def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard], way: str) -> None:
+    shard = make(way, most_connections=2)
+    name, secret, port = shard.server.offer()
+    ours = dial(way, name, secret, port)
     for wrong in (secret, bytes(32)):
-        with pytest.raises(RuntimeError, match="refuses the connection"):
-            _core.connect_ring(name, wrong, SOON)
+        with pytest.raises((RuntimeError, OSError), match=r"refuses the connection|has ended|reset"):
+            dial(way, name, wrong, port)
     with pytest.raises(RuntimeError, match="no place and secret"):
-        _core.connect_ring(name, b"short", SOON)
+        dial(way, name, b"short", port)
     other = shard.connect()
     with pytest.raises(RuntimeError, match="2 connections are taken already"):
         shard.server.offer()
-    late = make(greeting_seconds=0)
-    with pytest.raises(RuntimeError, match="refuses the connection"):
+    late = make(way, greeting_seconds=0)
+    with pytest.raises((RuntimeError, OSError), match=r"refuses the connection|has ended|reset"):
         late.connect()
     for one in (ours, other):
         ask(one, pull("rows", [1]))
@@ -115,11 +127,16 @@ def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard]) -> No
 
 def test_who_says_nothing_is_let_go_of(make: Callable[..., Shard]) -> None:
     shard = make(greeting_seconds=0.05)
-    name, _ = shard.server.offer()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect("\0" + name)
-        silent.settimeout(SOON)
-        assert silent.recv(1) == b""
+    name, _, port = shard.server.offer()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as near,
+        socket.create_connection(("127.0.0.1", port)) as far,
+    ):
+        near.connect("\0" + name)
+        far.send(b"GTRF")
+        for silent in (near, far):
+            silent.settimeout(SOON)
+            assert silent.recv(1) == b""
 
 
 def test_a_write_that_waits_is_answered_when_it_is_done(shard: Shard) -> None:
@@ -145,8 +162,9 @@ def test_a_caller_whose_time_is_nearly_over_is_told_to_ask_again(shard: Shard) -
     assert ask(ours, pull("rows", [7]))[0]["rows"] == expected([7])
 
 
-def test_a_call_that_is_given_up_leaves_its_mailbox_to_the_shard(shard: Shard) -> None:
-    ours, other = shard.connect(), shard.connect()
+def test_a_call_that_is_given_up_leaves_its_mailbox_to_the_shard(make: Callable[..., Shard]) -> None:
+    shard = make()
+    ours, other = shard.connect_ring(), shard.connect_ring()
     both = [ours.begin(64, 64), ours.begin(64, 64)]
     del both  # two mailboxes
     held, _ = begin(ours, [pull("held", [1])])
@@ -163,7 +181,7 @@ def test_a_call_that_is_given_up_leaves_its_mailbox_to_the_shard(shard: Shard) -
 
 
 def test_many_calls_side_by_side_do_not_mix(shard: Shard) -> None:
-    ours = shard.connect(spin_seconds=0.0)
+    ours = shard.connect()
 
     def work(thread: int) -> None:
         random = np.random.default_rng(thread)
@@ -176,12 +194,12 @@ def test_many_calls_side_by_side_do_not_mix(shard: Shard) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
     assert shard.handler.num_writes == 600
-    assert 1 <= ours.num_mailboxes == shard.server.num_mailboxes <= 16
+    assert (shard.way == "ring") <= mailboxes(ours) == shard.server.num_mailboxes <= 16
 
 
 def test_the_shard_holds_no_more_mailboxes_than_it_may(make: Callable[..., Shard]) -> None:
     shard = make(most_mailboxes=2)
-    ours, other = shard.connect(), shard.connect()
+    ours, other = shard.connect_ring(), shard.connect_ring()
     calls = [ours.begin(64, 64), other.begin(64, 64)]
     with pytest.raises(_core.ConnectionFull, match="takes no more"):
         ours.begin(64, 64)
@@ -194,7 +212,7 @@ def test_the_shard_holds_no_more_mailboxes_than_it_may(make: Callable[..., Shard
 
 def test_mailboxes_are_bounded_and_large_ones_make_room(make: Callable[..., Shard]) -> None:
     shard = make()
-    ours = shard.connect(most_pool_bytes=(7 << 20) + (100 << 10), most_mailboxes=3)
+    ours = shard.connect_ring(most_pool_bytes=(7 << 20) + (100 << 10), most_mailboxes=3)
     with pytest.raises(_core.ConnectionFull, match="no memory is left"):
         ours.begin(7 << 20, 7 << 20)
     with pytest.raises(_core.ConnectionFull, match="too large"):
@@ -210,12 +228,13 @@ def test_mailboxes_are_bounded_and_large_ones_make_room(make: Callable[..., Shar
     assert ask(ours, pull("rows", [1]))[0]["rows"] == expected([1])
 
 
-def test_idle_mailboxes_are_let_go_of(shard: Shard) -> None:
-    ours = shard.connect(idle_seconds=0.0)
+def test_idle_mailboxes_are_let_go_of(make: Callable[..., Shard]) -> None:
+    shard = make()
+    ours = shard.connect_ring(idle_seconds=0.0)
     for _ in range(3):
         ask(ours, pull("rows", [1]))
     assert ours.num_mailboxes == 1
-    other = shard.connect()
+    other = shard.connect_ring()
     until(lambda: shard.server.num_mailboxes == 2, other)
 
 
@@ -233,8 +252,8 @@ def test_an_operation_that_was_damaged_is_refused(shard: Shard, at: int, says: s
     assert shard.handler.num_writes == 0
 
 
-def test_a_reply_without_room_is_refused(shard: Shard) -> None:
-    ours = shard.connect()
+def test_a_reply_without_room_is_refused(make: Callable[..., Shard]) -> None:
+    ours = make().connect()
     frame = frame_codec.request(1, 0, [pull("rows", range(100), 1000)])
     call = ours.begin(len(frame), 4096)
     call.room(len(frame))[:] = np.frombuffer(frame, np.uint8)
@@ -282,7 +301,7 @@ def test_calls_under_way_end_with_the_connection(shard: Shard) -> None:
             waiting.result(SOON)
     shard.handler.release()
     until(lambda: shard.server.num_connections == 1, other)
-    until(lambda: shard.server.num_mailboxes == other.num_mailboxes, other)
+    until(lambda: shard.server.num_mailboxes == mailboxes(other), other)
 
 
 def test_ctrl_c_ends_the_wait_for_a_reply(shard: Shard) -> None:
@@ -322,11 +341,11 @@ CLIENT = """
 import sys
 from geartrain.ams.kernels import _core
 from tests.support import frame_codec
-from tests.support.ring_talk import ask, begin, pull, push
+from tests.support.frame_calls import ask, begin, dial, pull, push
 
-ours = _core.connect_ring(sys.argv[1], bytes.fromhex(sys.argv[2]), 10.0)
+way, name, secret, port, step = sys.argv[1:]
+ours = dial(way, name, bytes.fromhex(secret), int(port))
 ask(ours, pull("rows", [1]))
-step = sys.argv[3]
 if step == "begun":
     call = ours.begin(1000, 1000)
 elif step in ("at work", "waiting", "queued"):
@@ -348,15 +367,14 @@ def test_a_client_that_is_killed_leaves_nothing(shard: Shard, step: str) -> None
         assert shard.handler.await_held(SOON)
         shard.handler.release()
         assert ahead.wait(SOON)
-    name, secret = shard.server.offer()
-    with process(CLIENT, name, secret.hex(), step) as child:
+    with process(CLIENT, *shard.told(), step) as child:
         assert said(child) == "there"
         if step in ("at work", "waiting"):
             assert shard.handler.await_held(SOON)
     shard.handler.release()
     until(lambda: shard.server.num_connections == 1, other)
     shard.handler.answer_later()
-    until(lambda: shard.server.num_mailboxes == other.num_mailboxes, other)
+    until(lambda: shard.server.num_mailboxes == mailboxes(other), other)
 
 
 SERVER = """
@@ -364,23 +382,24 @@ import sys
 from geartrain.ams.kernels import _core
 
 handler = _core.ToyHandler()
-server = _core.DataServer(handler)
-name, secret = server.offer()
-print(name, secret.hex(), flush=True)
+server = _core.DataServer(handler, host="127.0.0.1")
+name, secret, port = server.offer()
+print(name, secret.hex(), port, flush=True)
 while sys.stdin.readline():
     print(handler.await_held(10.0), flush=True)
 """
 
 
+@pytest.mark.parametrize("way", ["ring", "tcp"])
 @pytest.mark.parametrize("step", ["connected", "begun", "at work", "waiting"])
-def test_a_shard_that_is_killed_ends_the_calls_to_it(step: str) -> None:
+def test_a_shard_that_is_killed_ends_the_calls_to_it(step: str, way: str) -> None:
     with process(SERVER) as child:
-        name, secret = said(child).split()
-        ours = _core.connect_ring(name, bytes.fromhex(secret), SOON)
+        name, secret, port = said(child).split()
+        ours = dial(way, name, bytes.fromhex(secret), int(port))
         ask(ours, pull("rows", [1]))
         call: Any = None
         if step == "begun":
-            call = ours.begin(64, 64)
+            call = ours.begin(256, 2048)
         elif step != "connected":
             call, _ = begin(ours, [pull("held", [1]) if step == "at work" else push("later", [1])])
             assert child.stdin is not None
@@ -394,23 +413,26 @@ def test_a_shard_that_is_killed_ends_the_calls_to_it(step: str) -> None:
                 ask(ours, pull("rows", [1]))
             else:
                 if step == "begun":
+                    frame = frame_codec.request(1, 0, [pull("rows", [])])
+                    call.room(len(frame))[:] = np.frombuffer(frame, np.uint8)
                     call.send()
                 call.wait(SOON)
         assert time.monotonic() - began < SOON / 2
         assert ours.is_lost
 
 
-def test_a_shard_that_is_stopped_is_waited_for_as_long_as_the_caller_wants() -> None:
+@pytest.mark.parametrize("way", ["ring", "tcp"])
+def test_a_shard_that_is_stopped_is_waited_for_as_long_as_the_caller_wants(way: str) -> None:
     with process(SERVER) as child:
-        name, secret = said(child).split()
-        ours = _core.connect_ring(name, bytes.fromhex(secret), SOON)
+        name, secret, port = said(child).split()
+        ours = dial(way, name, bytes.fromhex(secret), int(port))
         ask(ours, pull("rows", [1]))
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
         call, _ = begin(ours, [pull("rows", [1])])
         assert not call.wait(0.1)
         del call
-        assert not ours.is_lost and ours.num_mailboxes == 0
+        assert not ours.is_lost and mailboxes(ours) == 0
         child.send_signal(signal.SIGCONT)
         assert ask(ours, pull("rows", [2]))[0]["rows"] == expected([2])
 
@@ -418,15 +440,16 @@ def test_a_shard_that_is_stopped_is_waited_for_as_long_as_the_caller_wants() -> 
 FORK = """
 import os, signal, sys
 from geartrain.ams.kernels import _core
-from tests.support.ring_talk import ask, begin, expected, pull
+from tests.support.frame_calls import ask, dial, expected, mailboxes, pull
 
-ours = _core.connect_ring(sys.argv[1], bytes.fromhex(sys.argv[2]), 10.0)
+way, name, secret, port = sys.argv[1:]
+ours = dial(way, name, bytes.fromhex(secret), int(port))
 ask(ours, pull("rows", [1]))
 handler = _core.ToyHandler()
-mine = _core.DataServer(handler)
+mine = _core.DataServer(handler, host="127.0.0.1")
 child = os.fork()
 if child == 0:
-    assert ours.is_lost and ours.num_mailboxes == 0
+    assert ours.is_lost and mailboxes(ours) == 0
     try:
         ours.begin(64, 64)
     except _core.ConnectionLost:
@@ -446,8 +469,7 @@ os._exit(0)
 
 def test_a_forked_child_has_nothing_of_its_parents(shard: Shard) -> None:
     other = shard.connect()
-    name, secret = shard.server.offer()
-    with process(FORK, name, secret.hex()) as child:
+    with process(FORK, *shard.told()) as child:
         assert {said(child), said(child)} == {"child", "parent"}
         assert shard.server.num_connections == 2
         child.kill()
@@ -458,7 +480,7 @@ def test_a_forked_child_has_nothing_of_its_parents(shard: Shard) -> None:
 SMALL = """
 import resource, sys
 from geartrain.ams.kernels import _core
-from tests.support.ring_talk import ask, expected, pull
+from tests.support.frame_calls import ask, expected, pull
 
 ours = _core.connect_ring(sys.argv[1], bytes.fromhex(sys.argv[2]), 10.0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -472,7 +494,140 @@ print("whole", flush=True)
 """
 
 
-def test_memory_that_cannot_be_had_costs_nothing(shard: Shard) -> None:
-    name, secret = shard.server.offer()
+def test_memory_that_cannot_be_had_costs_nothing(make: Callable[..., Shard]) -> None:
+    shard = make()
+    name, secret, _ = shard.server.offer()
     done = subprocess.run([sys.executable, "-c", SMALL, name, secret.hex()], capture_output=True, text=True, timeout=60)
     assert done.stdout == "full\nwhole\n", done.stderr
+
+
+def test_a_call_given_up_by_tcp_leaves_the_connection_to_the_others(make: Callable[..., Shard]) -> None:
+    shard = make("tcp")
+    ours = shard.connect()
+    held, _ = begin(ours, [pull("held", range(1000))])
+    assert shard.handler.await_held(SOON)
+    assert not held.wait(0.05)
+    del held
+    other, number = begin(ours, [pull("rows", [3])])
+    shard.handler.release()
+    assert other.wait(SOON)  # behind the reply that nobody wants
+    assert frame_codec.parsed_reply(other.reply(), number, [16])[0]["rows"] == expected([3])
+
+
+def test_calls_that_no_frame_may_hold_are_refused_by_tcp(make: Callable[..., Shard]) -> None:
+    ours = make("tcp").connect(most_frame_bytes=1 << 20, most_in_flight_bytes=1 << 20)
+    for sizes in ((2 << 20, 64), (64, 2 << 20)):
+        with pytest.raises(_core.ConnectionFull, match="too large"):
+            ours.begin(*sizes)
+    call = ours.begin(64, 1 << 19)
+    with pytest.raises(_core.ConnectionFull, match="in flight"):
+        ours.begin(64, 1 << 19)
+    del call
+    assert ours.begin(64, 1 << 19) is not None
+
+
+def test_large_frames_travel_both_ways_at_once_by_tcp(make: Callable[..., Shard]) -> None:
+    """More than all socket buffers hold, so that who sends must read meanwhile."""
+    ours = make("tcp").connect()
+    ids = range(4_000)
+
+    def work(_: int) -> None:
+        for _ in range(3):
+            read, written = ask(ours, pull("rows", ids, 256), push("rows", ids, 256))
+            assert read["rows"] == expected(ids, 256) and written["created"] == len(ids)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+
+
+def test_a_shard_takes_no_more_memory_for_frames_than_it_may(make: Callable[..., Shard]) -> None:
+    shard = make("tcp", most_frame_bytes=1 << 20, most_bytes=200 << 10)
+    ours = shard.connect()
+    small = pull("rows", [1])
+    for large in (push("rows", range(10_000), 8), pull("rows", range(10_000), 8)):
+        (reply,) = ask(ours, large)
+        assert (reply["error"], reply["retry_after_seconds"]) == ("Busy", 0.1)
+        assert ask(ours, small)[0]["rows"] == expected([1])
+    (reply,) = ask(ours, pull("rows", range(100), 4_000))
+    assert reply["error"] == "MessageTooLarge" and "ask for fewer rows at once" in reply["message"]
+    with pytest.raises(_core.ConnectionLost):
+        ask(ours, push("rows", range(50_000), 8))  # nothing is read of what is too large
+    assert ask(shard.connect(), small)[0]["rows"] == expected([1])
+
+
+def test_a_client_that_stops_in_the_middle_of_a_frame_is_let_go_of(make: Callable[..., Shard]) -> None:
+    shard = make("tcp", silence_seconds=0.1)
+    _, secret, port = shard.server.offer()
+    with socket.create_connection(("127.0.0.1", port)) as ours:
+        ours.settimeout(SOON)
+        ours.sendall(frame_codec.header(3, 0, 0, 32) + secret)
+        assert ours.recv(64, socket.MSG_WAITALL) == frame_codec.header(3, 0, 0, 0)
+        frame = frame_codec.request(1, 0, [push("rows", range(100))])
+        for byte in frame[:200]:  # in pieces, however small
+            ours.send(bytes([byte]))
+        ours.sendall(frame[200:])
+        head = ours.recv(64, socket.MSG_WAITALL)
+        rest = ours.recv(frame_codec.HEADER.unpack(head[:56])[6], socket.MSG_WAITALL)
+        assert frame_codec.parsed_reply(head + rest, 1, [0])[0]["created"] == 100
+        ours.sendall(frame[:-1])
+        assert ours.recv(1) == b""
+    assert shard.handler.num_writes == 1
+
+
+def test_a_client_that_takes_no_replies_is_not_read_on_and_let_go_of(make: Callable[..., Shard]) -> None:
+    shard = make("tcp", silence_seconds=0.3)
+    _, secret, port = shard.server.offer()
+    with socket.create_connection(("127.0.0.1", port)) as ours:
+        ours.sendall(frame_codec.header(3, 0, 0, 32) + secret)
+        frame = frame_codec.request(1, 0, [pull("rows", range(4_000), 1_000)])
+        with pytest.raises(OSError, match=r"reset|pipe"):  # 16 MB each
+            for _ in range(10_000):
+                ours.sendall(frame)
+    until(lambda: shard.server.num_connections == 1, shard.connect())
+
+
+@pytest.mark.parametrize("reply", ["another call's", "too long", "damaged", "cut"])
+def test_a_shard_that_answers_otherwise_is_left_by_tcp(reply: str) -> None:
+    good = frame_codec.reply(5, [{"created": 1}])
+    data = {
+        "another call's": frame_codec.reply(6, [{"created": 1}]) + good,
+        "too long": frame_codec.reply(5, [{"rows": bytes(10_000)}]),
+        "damaged": flipped(good, 20),
+        "cut": good[:-1],
+    }[reply]
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def serve() -> None:
+            there, _ = listener.accept()
+            with there:
+                there.recv(96, socket.MSG_WAITALL)
+                there.sendall(frame_codec.header(3, 0, 0, 0))
+                there.recv(1)
+                there.sendall(data)
+
+        serving = threads.submit(serve)
+        ours = _core.connect_tcp("127.0.0.1", listener.getsockname()[1], bytes(32), SOON)
+        frame = frame_codec.request(5, 0, [push("rows", [1])])
+        call = ours.begin(len(frame), 2048)
+        call.room(len(frame))[:] = np.frombuffer(frame, np.uint8)
+        call.send()
+        if reply == "another call's":  # that was given up, perhaps
+            assert call.wait(SOON)
+            assert frame_codec.parsed_reply(call.reply(), 5, [0])[0]["created"] == 1
+        else:
+            with pytest.raises(_core.ConnectionLost):
+                call.wait(SOON)
+        serving.result()
+
+
+def test_where_no_shard_listens_by_tcp_nothing_is_connected_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(RuntimeError, match="does not greet"):
+            _core.connect_tcp("127.0.0.1", port, bytes(32), 0.05)
+    with pytest.raises(OSError, match="refused"):
+        _core.connect_tcp("127.0.0.1", port, bytes(32), SOON)
+    with pytest.raises(RuntimeError, match="no address of"):
+        _core.connect_tcp("no.such.host.invalid", 1, bytes(32), SOON)
+    with pytest.raises(OSError, match="cannot listen"):
+        _core.DataServer(_core.ToyHandler(), host="192.0.2.1")

@@ -26,6 +26,18 @@ PLAIN: Described = {
 }
 
 
+def dial(way: str, socket: str, secret: bytes, port: int, **limits: Any) -> _core.DataConnection:
+    """A connection to an offer of a server of this machine."""
+    if way == "ring":
+        return _core.connect_ring(socket, secret, 10.0, **limits)
+    return _core.connect_tcp("127.0.0.1", port, secret, 10.0, **limits)
+
+
+def mailboxes(connection: _core.DataConnection) -> int:
+    """How many a connection has; one by TCP has none."""
+    return connection.num_mailboxes if isinstance(connection, _core.RingConnection) else 0
+
+
 def pull(table: str, ids: Sequence[int], dim: int = 4, **more: Any) -> Described:
     return {**PLAIN, "kind": "pull", "table": table, "ids": np.array(ids, np.int64).tobytes(), "dim": dim, **more}
 

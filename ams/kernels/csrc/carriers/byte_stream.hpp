@@ -1,0 +1,36 @@
+// A connected stream of bytes. All reading and writing of TCP goes through here: where TLS would be put in.
+#pragma once
+
+#include <cstddef>
+
+#include "carriers/forks.hpp"
+
+namespace geartrain {
+
+// Never blocks, but in wait().
+class ByteStream {
+ public:
+  ByteStream() = default;
+  // Takes a connected socket, and sets what keeps it quick and finds out in a minute that the way to the other end is gone.
+  explicit ByteStream(OwnedFd socket);
+  int fd() const { return socket_.get(); }
+  // Bytes read or written, at least 1; 0 if none can be now. Throw std::system_error, or its parent std::runtime_error when
+  // the other end has ended it.
+  size_t read(char* to, size_t most_bytes);
+  size_t write(const char* from, size_t bytes);
+  // Until something can be read, or (`for_writing`) written, or so many milliseconds (-1: any number) are over. Whether it can be read.
+  bool wait(bool for_writing, int millis) const;
+  // Ends it in both directions; the descriptor stays.
+  void end();
+
+ private:
+  OwnedFd socket_;
+};
+
+// A socket that listens at a name or an address, `port` 0: at a free one; all addresses of both protocols where `host` is "::".
+// Throws std::system_error, std::runtime_error for a name that nobody knows.
+OwnedFd listen_stream(const char* host, unsigned short port, unsigned short* bound_port);
+// A connected socket. Throws as that does.
+OwnedFd connect_stream(const char* host, unsigned short port, double timeout_seconds);
+
+}  // namespace geartrain
