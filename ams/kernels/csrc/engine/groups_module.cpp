@@ -125,7 +125,8 @@ nb::object python_of(const std::string& table, JointPush&& joint) {
           nb::arg("table") = table,
           nb::arg("ids") = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(moved->ids.data(), {count}, owner).cast(),
           nb::arg("gradients") = nb::ndarray<nb::numpy, float, nb::ndim<2>>(moved->gradients.get(), {count, width}, owner).cast(),
-          nb::arg("lr") = push.lr, nb::arg("optimizer_scalars") = scalars, nb::arg("step_goes_on") = push.step_goes_on);
+          nb::arg("lr") = push.lr, nb::arg("scale") = push.scale, nb::arg("optimizer_scalars") = scalars,
+          nb::arg("step_goes_on") = push.step_goes_on);
 }
 
 // One push of what all ranks push, or the list of their hosted updates.

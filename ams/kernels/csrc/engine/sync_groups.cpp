@@ -64,7 +64,7 @@ void require_equal_pieces(const std::string& table, const PushRequest& mine, con
 }
 
 void require_rank(const SyncGroup& member) {
-  if (member.world_size < 1 || member.world_size > kMaxWorldSize || member.rank < 0 || member.rank >= member.world_size)
+  if (member.world_size > kMaxWorldSize || member.rank < 0 || member.rank >= member.world_size)
     throw Fault("InvalidArgument", "rank " + std::to_string(member.rank) + " of world_size " + std::to_string(member.world_size) +
                                        " is not a rank of a group");
   if (member.sequence < 1)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.engine import SyncGroups
-from geartrain.ams.values.errors import InvalidRows, StepMismatch
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, HostedInputs, Push, SyncGroup, UpdateHosted
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -91,8 +91,12 @@ def test_a_step_is_pushed_by_all_ranks_or_updated_by_hosted_models_of_all() -> N
         joined(SyncGroups(1.0), push, update)
 
 
+WIDTH = 61
+"""So that gradients are more than two KiB, and no whole number of those or of blocks."""
+
+
 def plain_push() -> Push:
-    gradients = np.arange(9 * 5, dtype=np.float32).reshape(9, 5)
+    gradients = np.arange(9 * WIDTH, dtype=np.float32).reshape(9, WIDTH)
     scalars = {"momentum": 0.5, "beta": 0.25}
     return Push(table="t", ids=np.arange(9), gradients=gradients, lr=0.1, optimizer_scalars=scalars, group=member(0, 1))
 
@@ -118,10 +122,11 @@ def test_any_other_byte_or_number_is_another_part_of_a_step() -> None:
         replace(push, group=member(0, 1, samples=2)),
         replace(push, optimizer_scalars={"momentum": 0.25, "beta": 0.5}),
         replace(push, optimizer_scalars={"momentum": 0.5}),
+        replace(push, optimizer_scalars={"momentum": 0.5, "alpha": 0.25}),
         replace(push, gradients=push.gradients.astype(np.float16)),
         replace(push, ids=push.ids[:8], gradients=push.gradients[:8]),
     ]
-    for place in range(9 * 5 * 4):
+    for place in range(9 * WIDTH * 4):
         gradients = push.gradients.copy()
         gradients.reshape(-1).view(np.uint8)[place] ^= 1
         others.append(replace(push, gradients=gradients))
@@ -185,7 +190,51 @@ def test_groups_run_out_of_time_in_the_order_in_which_they_began_to_wait() -> No
     assert [caller.stream for caller, _ in groups.expire()] == ["a/0"]
     assert groups.next_deadline() == 12
     join("a", 0)
-    groups.fence("c", 2, forget=False)
+    assert groups.fence("c", 1, forget=False) == []  # nobody is below it
+    assert [caller.stream for caller, _ in groups.fence("c", 2, forget=False)] == ["c/0"]
     assert groups.next_deadline() == 20
     assert [caller.stream for caller in groups.drop_table("t")] == ["a/0"]
     assert groups.next_deadline() is None
+
+
+def test_a_group_begins_anew_under_a_name_that_many_others_have_followed() -> None:
+    groups = SyncGroups(1.0, max_groups=1)
+    pushes = [replace(plain_push(), group=member(0, 1, job=f"job{number}")) for number in range(7)]
+    for push in pushes:
+        assert not groups.is_applied(push)
+    for push in pushes[2:6]:
+        with pytest.raises(StepMismatch, match="pushed nothing to table 't' while 1 other groups did"):
+            groups.is_applied(push)
+    assert not groups.is_applied(pushes[0])
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 0), (-1, 2), (2, 2), (0, 65_537)])
+def test_a_rank_that_no_group_can_have_is_refused(rank: int, world_size: int) -> None:
+    push = replace(plain_push(), group=member(rank, world_size))
+    with pytest.raises(InvalidArgument, match=f"rank {rank} of world_size {world_size} is not a rank of a group"):
+        SyncGroups(1.0).is_applied(push)
+    with pytest.raises(InvalidArgument, match="sequence 0 of job 'j' must be >= 1"):
+        SyncGroups(1.0).is_applied(replace(push, group=member(0, 1, sequence=0)))
+
+
+def test_a_group_that_has_begun_stays_at_its_step_and_a_forgotten_one_goes_on_at_a_restored_one() -> None:
+    groups = SyncGroups(1.0, max_groups=1)
+    groups.is_applied(replace(plain_push(), group=member(0, 1, job="mine", sequence=4)))
+    groups.restore(("t", "mine", 1, 9))
+    assert groups.steps() == [("t", "mine", 1, 4)]
+    groups.is_applied(replace(plain_push(), group=member(0, 1, job="other")))
+    groups.restore(("t", "mine", 1, 9))
+    assert groups.steps() == [("t", "mine", 1, 9)]
+    assert not groups.is_applied(replace(plain_push(), group=member(0, 1, job="mine", sequence=9)))
+
+
+def test_the_group_that_pushed_last_is_forgotten_last() -> None:
+    groups = SyncGroups(1.0, max_groups=2)
+    first, second, third = (replace(plain_push(), group=member(0, 1, job=job)) for job in "abc")
+    for push in (first, second, first, third):
+        assert not groups.is_applied(push)
+    assert [job for _, job, _, _ in groups.steps()] == ["a", "c"]
+    groups.join(CallContext(), replace(first, group=member(0, 2, job="waits")))
+    for push in (replace(first, group=member(0, 1, job=job)) for job in "de"):
+        assert not groups.is_applied(push)
+    assert {job for _, job, _, _ in groups.steps()} == {"waits", "e"}

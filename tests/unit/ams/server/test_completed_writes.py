@@ -166,6 +166,7 @@ def test_a_stream_that_was_silent_for_too_many_others_is_refused_until_its_job_b
     assert set(writes.streams({"t"})) == {"waits", "a", "b"}
     assert not writes.admit(named("waits", 1, incarnation=1), again)  # one in flight is never forgotten
     writes.restore("job/rank0", StreamWrites(1, 3, []))
+    assert "job/rank0" not in writes.streams({"t"})
     with pytest.raises(StaleClient, match="wrote nothing"):
         writes.admit(written, future())
     writes.fence("job", 1, forget=True)  # not of its past
@@ -187,3 +188,68 @@ def test_a_stream_that_goes_on_writing_is_not_forgotten_for_others() -> None:
     assert not writes.admit(named("mine", 1, incarnation=1), again)
     assert again.result(0) == Done(created=4, duplicate=True)
     assert writes.num_forgotten_streams <= 6
+
+
+def write(writes: CompletedWrites, stream: str, sequence: int = 1, *, table: str = "t") -> bool:
+    """Whether the write was new."""
+    context, reply = named(stream, sequence, incarnation=1), future()
+    if is_new := writes.admit(context, reply):
+        writes.applied(context, Done(created=sequence), table)
+    assert reply.result(0) == Done(created=sequence, duplicate=not is_new)
+    return is_new
+
+
+def test_a_stream_with_a_write_in_flight_is_never_forgotten() -> None:
+    writes, reply = CompletedWrites(max_streams=2), future()
+    writes.admit(named("waits", 1, incarnation=1), reply)
+    for other in ("a", "b", "c"):
+        write(writes, other)
+    assert set(writes.streams({"t"})) == {"waits", "c"}
+    writes.applied(named("waits", 1, incarnation=1), Done(created=1), "t")
+    assert reply.result(0) == Done(created=1)
+    write(writes, "d")  # now it is the one that wrote last but one
+    assert set(writes.streams({"t"})) == {"waits", "d"}
+    write(writes, "e")
+    assert set(writes.streams({"t"})) == {"d", "e"}
+
+
+def test_a_stream_that_only_repeats_itself_is_not_forgotten_for_others() -> None:
+    writes = CompletedWrites(max_streams=2)
+    assert write(writes, "mine")
+    for number in range(3):
+        write(writes, f"other{number}")
+        assert not write(writes, "mine")
+
+
+def test_writes_to_a_table_that_was_dropped_are_told_from_those_to_the_next_of_its_name() -> None:
+    writes = CompletedWrites()
+    assert write(writes, "s", 1)
+    assert write(writes, "s", 2, table="u")
+    writes.dropped("t")
+    assert write(writes, "s", 3)
+    assert not write(writes, "s", 2)
+    assert not write(writes, "s", 3)
+    with pytest.raises(StaleClient, match="was applied to a table that was dropped since"):
+        writes.admit(named("s", 1, incarnation=1), future())
+    assert writes.streams({"t"}) == {"s": (1, 0, [(3, 3, "t")])}
+    writes.restore("s", StreamWrites(1, 0, [CompletedWrite(1, 1, "t")]))  # the rows that it changed are there again
+    assert not write(writes, "s", 1)
+
+
+def test_what_is_acknowledged_takes_no_memory() -> None:
+    writes = CompletedWrites()
+    for sequence in range(1, 5):
+        write(writes, "s", sequence)
+    writes.admit(named("s", 5, incarnation=1, oldest=3), future())
+    assert writes.streams({"t"}) == {"s": (1, 3, [(3, 3, "t"), (4, 4, "t")])}
+
+
+def test_the_highest_incarnation_is_that_of_any_write_fence_or_mark() -> None:
+    writes = CompletedWrites()
+    writes.admit(named("s", 1, incarnation=3), future())
+    assert writes.highest_incarnation == 3
+    writes.fence("job", 5, forget=False)
+    assert writes.highest_incarnation == 5
+    writes.restore("other", StreamWrites(9, 0, []))
+    write(writes, "third")
+    assert writes.highest_incarnation == 9
