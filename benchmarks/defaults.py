@@ -39,14 +39,22 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bias=True": {"bias": True},
     "PartialFC(0.5)": {"select": gt.PartialFC(0.5)},
     "PartialFC(0.1)": {"select": gt.PartialFC(0.1)},
-    "PartialFC(0.1, corrected=False)": {"select": gt.PartialFC(0.1, corrected=False)},
+    "PartialFC(0.1, corrected=False), AdamW(1e-3)": {
+        "select": gt.PartialFC(0.1, corrected=False),
+        "optimizer": gt.AdamW(1e-3),
+    },
     "AdamW(3e-4)": {"optimizer": gt.AdamW(3e-4)},
     "AdamW(3e-3)": {"optimizer": gt.AdamW(3e-3)},
     "SparseMomentum(0.1)": {"optimizer": gt.SparseMomentum(0.1)},
     "SparseMomentum(1)": {"optimizer": gt.SparseMomentum(1.0)},
     **{
-        f"PartialFC({rate}), SparseMomentum(0.1)": {"select": gt.PartialFC(rate), "optimizer": gt.SparseMomentum(0.1)}
+        f"PartialFC({rate}), {name}": {"select": gt.PartialFC(rate), "optimizer": optimizer}
         for rate in (0.5, 0.1)
+        for name, optimizer in {
+            "AdamW(1e-3)": gt.AdamW(1e-3),
+            "Adagrad(0.05)": gt.Adagrad(0.05),
+            "SparseMomentum(0.1)": gt.SparseMomentum(0.1),
+        }.items()
     },
     "Normal(std=0.01)": {"initializer": gt.Normal(std=0.01)},
     "CosFace()": {"margin": gt.CosFace()},

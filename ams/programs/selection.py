@@ -103,6 +103,10 @@ class Selection(ABC):
         """What a device needs to choose by itself for so many distinct labels; None: the host chooses."""
         return None
 
+    def steps_between_draws(self, num_classes: int) -> float:  # noqa: ARG002
+        """In one of how many steps a class is active by chance, where chance chooses; else 1."""
+        return 1.0
+
     def neighbours_of(self, num_classes: int) -> int:  # noqa: ARG002
         """Neighbours that it keeps of each class, in a graph."""
         return 0
@@ -218,6 +222,10 @@ class PartialFC(Selection):
         settings = {"sample_rate": self.sample_rate, "corrected": float(corrected)}
         settings["min_active"] = float(self.min_active)
         return ShardRule(seed=self.seed, settings=settings, takes_labels=True)
+
+    def steps_between_draws(self, num_classes: int) -> float:
+        """num_classes / budget."""
+        return num_classes / self.budget(num_classes)
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:  # noqa: ARG002
         """Labels, then the permutation."""

@@ -26,7 +26,7 @@ from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.biases import require_no_margin, with_ones
 from geartrain.bridge.head.checks import FIXED_SETTINGS, check_features, check_margin, check_selection, check_wanted_ids
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
-from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, linear_initializer
+from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, default_optimizer, linear_initializer
 from geartrain.bridge.head.head_state import HeadSize, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
@@ -71,7 +71,7 @@ class ClassHead(nn.Module):
         reduction: Reduction = "mean",
         ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
-        optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
+        optimizer: RowOptimizerSpec | None = None,
         rows: str = "pull",
         dtype: DTypeName = "float32",
         slot_dtype: DTypeName = "float32",
@@ -111,7 +111,8 @@ class ClassHead(nn.Module):
                 ``torch.nn.functional.cross_entropy`` does: over the active ones or, where the selection corrects its
                 logits, over all living ones (of which the active ones are an estimate). With a margin this part is over
                 the logits without it.
-            optimizer: Applied where the rows are. AdamW's slots are twice the rows.
+            optimizer: Applied where the rows are. None: AdamW at 1e-3, or where a sample of the classes is drawn (and
+                none come and go) at 1e-3 times ``num_classes`` / active ones; its slots are twice the rows.
             rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
                 ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
@@ -137,6 +138,8 @@ class ClassHead(nn.Module):
         self.bias = boolean("bias", bias)
         self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
         self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), self._loss)
+        if optimizer is None:
+            optimizer = default_optimizer(select, num_classes) if num_living is None else DEFAULT_OPTIMIZER
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,

@@ -60,6 +60,25 @@ def test_all_classes_are_active_up_to_so_many_and_a_corrected_sample_beyond() ->
     assert many.sorted_ids is not None
 
 
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 1e-3),
+        ({"select": gt.PartialFC(0.25)}, 4e-3),
+        ({"select": gt.PartialFC(0.1, min_active=20)}, 2e-3),
+        ({"select": gt.PartialFC(0.25), "num_living": 30}, 1e-3),
+        ({"select": gt.PartialFC(0.25), "optimizer": gt.AdamW()}, 1e-3),
+        ({"select": gt.FullSoftmax()}, 1e-3),
+    ],
+)
+def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
+    settings: dict[str, Any], rate: float
+) -> None:
+    with gt.local(1) as cluster:
+        head = gt.ClassHead(cluster, "h", num_classes=CLASSES, dim=DIM, **settings)
+        assert gt.RowOptimizer(head).param_groups[0]["lr"] == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("rows", PLACES)
 def test_as_many_classes_are_active_wherever_the_rows_are(rows: str) -> None:
     features, labels = batch(0)
