@@ -6,6 +6,7 @@ This module imports nothing of Geartrain.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -23,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = REPOSITORY / "ams/kernels/csrc"
 MODULE = "geartrain.ams.kernels._core"
 VARIABLE = "GEARTRAIN_TEST_REMOVE"
+_TARGET = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def core_without(names: Sequence[str]) -> Path:
             text = text.replace(words, instead)
         sources[removal.file] = text
     build = _build_folder()
-    built = (build / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}").stat()
+    built = (build / _TARGET).stat()
     key = hashlib.sha256(repr((built.st_mtime_ns, built.st_size, sorted(sources.items()))).encode()).hexdigest()[:16]
     core = build / f"mutants/_core-{key}.so"
     if not core.exists():
@@ -95,15 +97,14 @@ def core_without(names: Sequence[str]) -> Path:
 def _build_folder() -> Path:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     for folder in REPOSITORY.glob(f"build/{tag}-*"):
-        if (folder / "build.ninja").exists():
+        if (folder / "build.ninja").exists() and (folder / _TARGET).exists():
             return folder
     raise NoBuildFolder(f"{REPOSITORY}/build has no folder of a build for {tag}: 'make dev' makes one")
 
 
 def _build(sources: Mapping[str, str], build: Path, core: Path) -> None:
     ninja = Path(sys.executable).with_name("ninja")
-    target = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    told = [str(ninja if ninja.exists() else "ninja"), "-C", str(build), "-t", "commands", target]
+    told = [str(ninja if ninja.exists() else "ninja"), "-C", str(build), "-t", "commands", _TARGET]
     commands = subprocess.run(told, check=True, capture_output=True, text=True).stdout.splitlines()
     link = commands[-1]
     core.parent.mkdir(exist_ok=True)
@@ -111,16 +112,22 @@ def _build(sources: Mapping[str, str], build: Path, core: Path) -> None:
         for file, text in sources.items():
             changed, object_file = Path(folder, Path(file).name), Path(folder, Path(file).name + ".o")
             changed.write_text(text, encoding="utf-8")
-            command = next(one for one in commands if one.endswith(f" -c {SOURCES / file}"))
+            command = next((one for one in commands if one.endswith(f" -c {SOURCES / file}")), None)
+            if command is None:
+                raise NoBuildFolder(f"{build} was built from other sources than {SOURCES}: 'make dev' builds it anew")
             old_object = re.search(r" -o (\S+) -c ", command)[1]  # type: ignore[index]
             compiled = _without_dependencies(shlex.split(command.replace(str(SOURCES / file), str(changed))))
             compiled[compiled.index("-o") + 1] = str(object_file)
             subprocess.run(compiled, cwd=build, check=True, capture_output=True)
             link = link.replace(f" {old_object} ", f" {object_file} ")
         made = Path(folder, core.name)
-        link = link.replace(f" -o {target} ", f" -o {made} ")
+        link = link.replace(f" -o {_TARGET} ", f" -o {made} ")
         subprocess.run(link, cwd=build, check=True, capture_output=True, shell=True)
         made.rename(core)
+    with contextlib.suppress(FileNotFoundError):  # somebody else has
+        for other in core.parent.glob("_core-*.so"):
+            if other.stat().st_mtime < (build / _TARGET).stat().st_mtime:  # of the core as it was before
+                other.unlink()
 
 
 def _without_dependencies(command: list[str]) -> list[str]:
