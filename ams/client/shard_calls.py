@@ -12,10 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import ops
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
+from geartrain.ams.rpc.local import LocalCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     Busy,
@@ -28,8 +33,8 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, is_on_main_thread, shielded
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup, Thaw
+from geartrain.ams.values.specs import Ids, TableSpec
 
 Outcome = Reply | BaseException
 logger = logging.getLogger(__name__)
@@ -38,7 +43,21 @@ _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
 _FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
+_BESIDE_BYTES = 1 << 20
 _CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
+_num_forks = 0
+"""That led to this process from the one that imported this: to ask the system for its number takes longer than a call
+to a shard of the process.
+"""
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class ShardCalls:
@@ -59,9 +78,11 @@ class ShardCalls:
         self._view = view
         self._refresh = refresh
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
+        self._engines = [carrier.engine for carrier in self._carriers if isinstance(carrier, LocalCarrier)]
+        """Of the shards, if they are of this process; else none."""
         self._executor: ThreadPoolExecutor | None = None
         self._is_closing = self._closed = False
-        self._process = os.getpid()
+        self._process, self._num_forks = os.getpid(), _num_forks
         self._given_up = threading.Event()
         self.held_snapshots: set[str] = set()
         """Ids of those whose moment the shards hold for this process."""
@@ -77,7 +98,7 @@ class ShardCalls:
         It would number its writes as its parent does, so that the shards took one of two for a repetition; and neither
         connections nor threads came with it.
         """
-        return os.getpid() != self._process
+        return _num_forks != self._num_forks
 
     def require_own_process(self) -> None:
         """Raise Unavailable in a forked child."""
@@ -103,6 +124,38 @@ class ShardCalls:
         """The cluster as last seen."""
         return self._view
 
+    def pull_here(
+        self,
+        table: str,
+        table_incarnation: int,
+        routes: Sequence[tuple[int, Ids | None]],
+        ids: Ids,
+        out: npt.NDArray[Any],
+        present: npt.NDArray[np.bool_] | None,
+        required_sync: SyncGroup | None,
+    ) -> bool:
+        """Pull rows of shards of this process on this thread, without copies and requests; False: :meth:`read` them.
+
+        ``routes`` says for each shard which of ``ids`` it has; None: all. Work for several shards that is large is not
+        done here: side by side they are faster. Nothing breaks a pull off in the middle, and Ctrl-C ends the wait for
+        a shard's turn.
+        """
+        self.require_usable()
+        if not self._engines or (len(routes) > 1 and out.nbytes > _BESIDE_BYTES):
+            return False
+        bits, code = ops.as_bits(out)
+        present_bits = None if present is None else present.view(np.uint8)
+        for shard, positions in routes:
+            part = ids if positions is None else ids[positions]
+            fence = self._view.shards[shard].incarnation, self._view.cluster_version, table_incarnation
+            try:
+                self._engines[shard].pull(
+                    *fence, table, part, bits, code, positions, present_bits, required_sync, None, False
+                )
+            except (Unavailable, StaleCluster):
+                return False  # it may help to ask again
+        return True
+
     def deliver(
         self,
         calls: Sequence[tuple[int, Request]],
@@ -125,6 +178,35 @@ class ShardCalls:
         self.require_usable()
         if table_incarnation:
             context = replace(context, table_incarnation=table_incarnation)
+        if not self._engines or not _can_be_written_here(calls):
+            return self._deliver_elsewhere(calls, context, timeout_seconds, recovery_seconds)
+        outcomes = [self._write_here(shard, request, context) for shard, request in calls]
+        again = [n for n, outcome in enumerate(outcomes) if outcome is None]
+        if again:
+            late = self._deliver_elsewhere([calls[n] for n in again], context, timeout_seconds, recovery_seconds)
+            for n, outcome in zip(again, late, strict=True):
+                outcomes[n] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _write_here(self, shard: int, request: Push | Assign, context: CallContext) -> Outcome | None:
+        """The outcome of a write to a shard of this process; None: it is waited for, or it may help to ask again."""
+        carrier = self._carriers[shard]
+        assert isinstance(carrier, LocalCarrier)
+        try:
+            done = carrier.write(self._fenced(shard, context), request)
+        except (Unavailable, StaleCluster):
+            return None
+        except Exception as exc:
+            return exc
+        return done if isinstance(done, Done) else None
+
+    def _deliver_elsewhere(
+        self,
+        calls: Sequence[tuple[int, Request]],
+        context: CallContext,
+        timeout_seconds: float | None,
+        recovery_seconds: float | None,
+    ) -> list[Outcome]:
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
@@ -277,7 +359,12 @@ class ShardCalls:
     def _attempt(
         self, shard: int, request: Request, *, context: CallContext, timeout_seconds: float | None, alone: bool
     ) -> Future[Reply]:
-        fenced = CallContext(
+        fenced = self._fenced(shard, context)
+        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
+
+    def _fenced(self, shard: int, context: CallContext) -> CallContext:
+        """``context`` for a call that means a shard as it was last seen."""
+        return CallContext(
             stream=context.stream,
             incarnation=context.incarnation,
             sequence=context.sequence,
@@ -286,7 +373,6 @@ class ShardCalls:
             cluster_version=self._view.cluster_version,
             table_incarnation=context.table_incarnation,
         )
-        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
 
     def _attempt_seconds(self, timeout_seconds: float | None) -> float:
         return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -361,6 +447,19 @@ class ShardCalls:
             ) from None
         # Not the incarnations: they are those of the shards that hold our rows.
         self._view = replace(self._view, cluster_version=view.cluster_version)
+
+
+def _can_be_written_here(calls: Sequence[tuple[int, Request]]) -> TypeGuard[Sequence[tuple[int, Push | Assign]]]:
+    """Whether these are writes for a shard of this process, or a few rows for several, that wait for nobody else."""
+    num_bytes = 0
+    for _, request in calls:
+        if isinstance(request, Push) and request.group is None:
+            num_bytes += request.gradients.nbytes
+        elif isinstance(request, Assign):
+            num_bytes += request.rows.nbytes
+        else:
+            return False
+    return len(calls) == 1 or num_bytes <= _BESIDE_BYTES
 
 
 class _Patience:

@@ -73,7 +73,7 @@ class Table:
             distinct, inverse, _ = ops.merge_duplicates(checked)
             if len(distinct) < len(checked):
                 return like(self._pulled(distinct)[inverse], ids)
-        self.pull_into(checked, out)
+        self._read(checked, out)
         return like(out, ids)
 
     def pull_async(self, ids: Any) -> Future[Any]:
@@ -285,11 +285,14 @@ class Table:
         present: npt.NDArray[np.bool_] | None = None,
         required_sync: SyncGroup | None = None,
     ) -> None:
+        name, incarnation, routes = self.spec.name, self.incarnation, self._routes(ids)
+        if self._calls.pull_here(name, incarnation, routes, ids, out, present, required_sync):
+            return
         calls: list[tuple[int, Request]] = []
-        for shard, positions in self._routes(ids):
+        for shard, positions in routes:
             part = ids if positions is None else ids[positions]
             pull = Pull(
-                table=self.spec.name,
+                table=name,
                 ids=part,
                 out=out,
                 positions=positions,
@@ -297,7 +300,7 @@ class Table:
                 required_sync=required_sync,
             )
             calls.append((shard, pull))
-        self._calls.read(calls, table_incarnation=self.incarnation)
+        self._calls.read(calls, table_incarnation=incarnation)
 
     def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         view = self._calls.view

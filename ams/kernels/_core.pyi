@@ -1,6 +1,6 @@
 """Types of the compiled module. Half-precision arrays travel as uint16 views with a dtype code (ops.DTYPE_CODES)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -216,11 +216,144 @@ class Turn:
     def try_acquire(self) -> bool: ...
     def acquire(self) -> None: ...
     def release(self) -> None: ...
+    @property
+    def num_waiting(self) -> int: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
     def enter(self) -> Place:
         """Take a place in the line, without waiting."""
 
+class Waiter:
+    """Somebody who waits for a request, and may leave."""
+
+    def __init__(self) -> None: ...
+    def leave(self) -> None:
+        """What has not begun then never does."""
+
+    @property
+    def has_left(self) -> bool: ...
+
+class ServedTable:
+    """A table as an engine serves it. ``is_open``, ``torn`` and ``writes`` are changed by whoever has the turn."""
+
+    is_open: bool
+    torn: str
+    writes: int
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: int,
+        rows: RowStore,
+        lr: float,
+        optimizer: str,
+        scalars: dict[str, float],
+        fixed: dict[str, str],
+        is_open: bool,
+    ) -> None: ...
+    def require_meant(self, incarnation: int) -> None: ...
+    def require_open(self, table_incarnation: int) -> None: ...
+    def require_whole(self) -> None: ...
+    def refusal(self, reason: int, index: int, value: int, label: str) -> GeartrainError:
+        """What :class:`Refused` is to its caller."""
+
+class Alarm:
+    """When somebody looks at deadlines. Changed by whoever has the turn."""
+
+    at: float
+    def note(self, deadline: float | None) -> bool:
+        """Whether that is earlier; then it is when."""
+
+    def on_ring(self, ring: Callable[[], object]) -> None:
+        """How to tell him that it is earlier than he means to look."""
+
+class Engine:
+    """What a shard does with requests for rows. Thread-safe; tables are added and removed by whoever has the turn."""
+
+    cluster_version: int
+
+    def __init__(
+        self,
+        *,
+        shard: int,
+        incarnation: int,
+        cluster_version: int,
+        lease: Lease | None,
+        completed_writes: CompletedWrites,
+        groups: SyncGroups,
+    ) -> None: ...
+    @property
+    def turn(self) -> Turn: ...
+    @property
+    def alarm(self) -> Alarm: ...
+    def check_fence(self, shard_incarnation: int, cluster_version: int) -> None: ...
+    def pull(
+        self,
+        shard_incarnation: int,
+        cluster_version: int,
+        table_incarnation: int,
+        table: str,
+        ids: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        dtype_code: int,
+        positions: npt.NDArray[np.int64] | None,
+        present: npt.NDArray[np.uint8] | None,
+        required_sync: SyncGroup | None,
+        waiter: Waiter | None,
+        has_turn: bool,
+        /,
+    ) -> None: ...
+    def push(
+        self,
+        context: CallContext,
+        table: str,
+        ids: npt.NDArray[np.int64],
+        gradients: npt.NDArray[Any],
+        dtype_code: int,
+        lr: float | None,
+        scale: float,
+        scalars: Mapping[str, float],
+        group: SyncGroup | None,
+        step_goes_on: bool,
+        ids_are_distinct: bool,
+        waiter: Waiter | None,
+        has_turn: bool,
+        /,
+    ) -> Done | Future[Done]: ...
+    def assign(
+        self,
+        context: CallContext,
+        table: str,
+        ids: npt.NDArray[np.int64],
+        rows: npt.NDArray[Any],
+        dtype_code: int,
+        ids_are_distinct: bool,
+        waiter: Waiter | None,
+        has_turn: bool,
+        /,
+    ) -> Done | Future[Done]: ...
+    def close(self) -> None:
+        """Refuse what comes from now on."""
+
+    def end(self) -> None:
+        """Refuse also what waits for the turn, which the caller has."""
+
+    def add_table(self, table: ServedTable) -> None: ...
+    def remove_table(self, name: str) -> None: ...
+    def not_found(self, name: str) -> GeartrainError: ...
+
+def exercise_engine(
+    engine: Engine,
+    table: str,
+    ids: npt.NDArray[np.int64],
+    gradients: npt.NDArray[np.float32],
+    rounds: int,
+    num_threads: int,
+    *,
+    holds_interpreter: bool,
+    seconds: float,
+) -> tuple[int, int]: ...
 def has_bfloat16_class_pass() -> bool: ...
 
 class ClassPass:
@@ -332,6 +465,7 @@ def rank_candidates(
     *,
     threads: int,
 ) -> None: ...
+def first_outside(ids: npt.NDArray[np.int64], last: int) -> int: ...
 def is_rising(ids: npt.NDArray[np.int64]) -> bool: ...
 def merge_ids(ids: npt.NDArray[np.int64], distinct: npt.NDArray[np.int64], inverse: npt.NDArray[np.int64]) -> int: ...
 def sum_rows(
@@ -401,8 +535,10 @@ class ConnectionFull(RuntimeError):
 class Handler:
     """What a DataServer hands its requests to."""
 
-class PythonHandler(Handler):
-    def __init__(self, shard: Any) -> None: ...
+class EngineHandler(Handler):
+    """Performs what comes over the data plane of a shard."""
+
+    def __init__(self, engine: Engine) -> None: ...
 
 class ToyHandler(Handler):
     def __init__(self) -> None: ...

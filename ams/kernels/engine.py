@@ -5,6 +5,28 @@
 
 from __future__ import annotations
 
-from geartrain.ams.kernels._core import CompletedWrites, Lease, SyncGroups, boot_seconds
+from geartrain.ams.kernels._core import (
+    Alarm,
+    CompletedWrites,
+    Engine,
+    Lease,
+    Place,
+    ServedTable,
+    SyncGroups,
+    Turn,
+    Waiter,
+    boot_seconds,
+)
 
-__all__ = ["CompletedWrites", "Lease", "SyncGroups", "boot_seconds"]
+__all__ = [
+    "Alarm",
+    "CompletedWrites",
+    "Engine",
+    "Lease",
+    "Place",
+    "ServedTable",
+    "SyncGroups",
+    "Turn",
+    "Waiter",
+    "boot_seconds",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.values.errors import InvalidArgument, OutOfMemory
+from geartrain.ams.values.errors import InvalidArgument
 
 UNLIMITED = 2**63 - 1
 
@@ -27,12 +27,3 @@ def memory_limit() -> int:
 def memory_used() -> int:
     """Bytes that all tables of this process take, of those that the limit bounds."""
     return _core.memory_used()
-
-
-def over_budget(asked: int, used: int, limit: int) -> OutOfMemory:
-    """Word what the compiled module refuses."""
-    return OutOfMemory(
-        f"rows need {asked} more bytes; those of this process take {used} of the {limit} bytes that they may "
-        "(server.memory_bytes). Nothing was changed. Add shards on other machines, drop tables, or give the server "
-        "more memory"
-    )

@@ -29,6 +29,7 @@ __all__ = [
     "checked_ids",
     "compiled_optimizer",
     "first_non_finite",
+    "first_outside",
     "isa",
     "merge_duplicates",
     "merged",
@@ -75,6 +76,11 @@ def checked_ids(ids: Any, label: str = "ids") -> Ids:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise InvalidIds(f"{label} is {found}; it must be a numpy int64 vector [N]")
     return ids if ids.flags.c_contiguous and ids.flags.aligned else _native(ids)
+
+
+def first_outside(ids: Ids, num_rows: int | None) -> int:
+    """Return the index of the first id outside [0, num_rows) (None: [0, 2**63)), or -1. ``ids`` is contiguous."""
+    return _core.first_outside(ids, 2**63 - 1 if num_rows is None else num_rows - 1)
 
 
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from geartrain.ams.values.shard_messages import CallContext, Reply, Request
+from geartrain.ams.kernels.engine import Engine
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Push, Reply, Request
 
 
 class RequestSink(Protocol):
@@ -17,12 +18,33 @@ class RequestSink(Protocol):
     def run(self, context: CallContext, request: Request) -> Future[Reply]:
         """The same, but done on this thread before it returns if the shard is idle."""
 
+    def write(
+        self, context: CallContext, request: Push | Assign, *, ids_are_distinct: bool = False
+    ) -> Done | Future[Done]:
+        """Make a write on this thread."""
+
+    @property
+    def engine(self) -> Engine:
+        """What answers its requests for rows, on any thread."""
+
 
 class LocalCarrier:
     """Hands requests to a shard of this process."""
 
     def __init__(self, shard: RequestSink) -> None:
         self._shard = shard
+
+    @property
+    def engine(self) -> Engine:
+        """What answers requests for rows on the caller's own thread."""
+        return self._shard.engine
+
+    def write(self, context: CallContext, request: Push | Assign) -> Done | Future[Done]:
+        """Make a write on this thread, in its turn: see :meth:`geartrain.ams.server.shard.Shard.write`.
+
+        Its ids are distinct.
+        """
+        return self._shard.write(context, request, ids_are_distinct=True)
 
     def submit(
         self,

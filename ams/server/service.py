@@ -22,7 +22,7 @@ from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, bind
-from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply
+from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply, done_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, Begun
 from geartrain.ams.rpc.services import SHARD, context_from_pb
 from geartrain.ams.server.data_plane import DataPlanePort
@@ -31,7 +31,6 @@ from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.errors import (
     GeartrainError,
-    InvalidRows,
     MessageTooLarge,
     ShardUnavailable,
     StepPending,
@@ -61,7 +60,6 @@ from geartrain.ams.values.shard_messages import (
     WriteFrozen,
 )
 from geartrain.ams.values.specs import DTYPES
-from geartrain.ams.values.text import counted
 
 _OVERHEAD_BYTES = 1024
 _MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
@@ -194,7 +192,7 @@ class ShardService:
             else:
                 reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
             pull = SHARD[Pull].header.from_message(header, ids=ids, out=out, present=present)
-        await_reply(self.shard.run(context, pull), servicer_context)
+        done_here(lambda waiter: self.shard.pull(context, pull, waiter), servicer_context)
         if header.HasField("bulk"):
             with self._bulk_connection(header.bulk, servicer_context) as connection:
                 connection.send(header.bulk.use, out)
@@ -205,20 +203,36 @@ class ShardService:
 
     def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Apply gradients."""
-        return self._finished(self.begin_push(data, servicer_context), servicer_context)
+        asked = self._asked_push(data, servicer_context)
+        if asked is None:
+            return _INCOMPLETE
+        if asked[1].group is not None:
+            return self._finished(self._begun_push(*asked), servicer_context)
+        return self._written(*asked, servicer_context)
 
     def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:
         """Begin to apply gradients."""
+        asked = self._asked_push(data, servicer_context)
+        return _incomplete() if asked is None else self._begun_push(*asked)
+
+    def _begun_push(self, context: CallContext, push: Push) -> Begun:
+        # Our own client sends each id once; a foreign one may not.
+        ids, gradients = ops.merged(push.ids, push.gradients)
+        return self._begun(context, replace(push, ids=ids, gradients=gradients))
+
+    def _asked_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> tuple[CallContext, Push] | None:
+        """Who asks for which push; None: parts of it are missing."""
         header, raw, context = _split(Push, data)
         with _OfItsPast(self.shard, header.table, context):
             dim, dtype = self.shard.spec(header.table).dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
             whole = self._whole(header, context, self._payload(header, raw, dim, dtype, servicer_context))
             if whole is None:
-                return _incomplete()
-            # Our own client sends each id once; a foreign one may not, and the shard's kernels take distinct ids.
-            ids, gradients = ops.merged(*whole)
-            push = SHARD[Push].header.from_message(header, ids=ids, gradients=gradients)
-        return self._begun(context, push)
+                return None
+            return context, SHARD[Push].header.from_message(header, ids=whole[0], gradients=whole[1])
+
+    def _written(self, context: CallContext, write: Push | Assign, servicer_context: grpc.ServicerContext) -> bytes:
+        done = done_here(lambda waiter: self.shard.write(context, write, waiter), servicer_context)
+        return _encoded(await_reply(done, servicer_context) if isinstance(done, Future) else done)
 
     def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Overwrite rows."""
@@ -229,13 +243,8 @@ class ShardService:
             whole = self._whole(header, context, payload)
             if whole is None:
                 return _INCOMPLETE
-            num_distinct = ops.num_distinct(whole[0])
-            if num_distinct != len(whole[0]):
-                raise InvalidRows(
-                    f"{len(whole[0])} ids to assign hold {counted(len(whole[0]) - num_distinct, 'duplicate')}"
-                )
             assign = SHARD[Assign].header.from_message(header, ids=whole[0], rows=whole[1])
-        return _encoded(await_reply(self.shard.run(context, assign), servicer_context))
+        return self._written(context, assign, servicer_context)
 
     def compute_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Let a hosted model compute."""

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
-from geartrain.ams.kernels.engine import CompletedWrites, Lease, SyncGroups
+from geartrain.ams.kernels.engine import CompletedWrites, Engine, Lease, SyncGroups, Waiter
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
+from geartrain.ams.server import row_requests
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
@@ -26,10 +27,8 @@ from geartrain.ams.values.errors import (
     GeartrainError,
     InternalError,
     InvalidArgument,
-    ShardRestarted,
     ShardUnavailable,
     SnapshotFailed,
-    StaleCluster,
 )
 from geartrain.ams.values.interrupts import held
 from geartrain.ams.values.shard_messages import (
@@ -99,18 +98,28 @@ class Shard:
         self._name = f"shard {shard}"
         self.lease = lease
         self.incarnation = incarnation
-        self.cluster_version = cluster_version
-        self._clock = clock
-        self._started = clock()
-        self._tables = ShardTables(shard, owned_buckets, threads)
         self._completed_writes = CompletedWrites()
         self._groups = SyncGroups(sync_timeout_seconds, clock)
+        self.engine = Engine(
+            shard=shard,
+            incarnation=incarnation,
+            cluster_version=cluster_version,
+            lease=lease,
+            completed_writes=self._completed_writes,
+            groups=self._groups,
+        )
+        """Answers requests for rows, on any thread."""
+        self._clock = clock
+        self._started = clock()
+        self._tables = ShardTables(shard, owned_buckets, threads, self.engine)
         self._hosting = Hosting(models, owned_buckets, threads)
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._freezes = Freezes(shard, freeze_lease_seconds, clock, self._files)
         self._writer = SingleWriter(
             self._name,
             self._perform,
+            turn=self.engine.turn,
+            alarm=self.engine.alarm,
             next_deadline=self._next_deadline,
             expire=self._expire,
             refusal=lambda: ShardUnavailable(f"shard {shard} is shut down"),
@@ -122,9 +131,26 @@ class Shard:
             self._freezes,
             self._completed_writes,
             self._groups,
-            turn=self._writer.turn,
+            turn=self.engine.turn,
             files=self._files,
         )
+
+    def pull(self, context: CallContext, request: Pull, waiter: Waiter | None = None) -> None:
+        """Read rows on this thread, in its turn. What :meth:`submit` answers with is raised; ShardUnavailable, too, if
+        ``waiter`` leaves before the turn has come.
+        """
+        row_requests.pull(self.engine, context, request, waiter)
+
+    def write(
+        self,
+        context: CallContext,
+        request: Push | Assign,
+        waiter: Waiter | None = None,
+        *,
+        ids_are_distinct: bool = False,
+    ) -> Done | Future[Done]:
+        """:meth:`pull` for a write; a Future if it waits for others. See :func:`row_requests.write`."""
+        return row_requests.write(self.engine, context, request, waiter, ids_are_distinct=ids_are_distinct)
 
     def submit(self, context: CallContext, request: Request) -> Future[Reply]:
         """Queue a request; the future holds its reply or a GeartrainError. Never blocks."""
@@ -140,6 +166,15 @@ class Shard:
             isinstance(request, Push | UpdateHosted) and request.group is not None
         )
         return self._writer.run(context, request, sets_deadline=sets_deadline)
+
+    @property
+    def cluster_version(self) -> int:
+        """The cluster that it belongs to."""
+        return self.engine.cluster_version
+
+    @cluster_version.setter
+    def cluster_version(self, version: int) -> None:
+        self.engine.cluster_version = version
 
     def spec(self, table: str) -> TableSpec:
         """Return the spec of a table: which rows have room where. Raises TableNotFound. Any thread."""
@@ -157,18 +192,7 @@ class Shard:
         ShardUnavailable: the shard may belong to another process. ShardRestarted, StaleCluster: the caller means
         another past than this shard's.
         """
-        self.check_lease()
-        if context.shard_incarnation not in (0, self.incarnation):
-            raise ShardRestarted(
-                f"shard {self.shard} was restarted (incarnation {self.incarnation}, the call means "
-                f"{context.shard_incarnation}): rows in its memory are gone; connect again and restore "
-                "a snapshot, or start the job again"
-            )
-        if context.cluster_version not in (0, self.cluster_version):
-            raise StaleCluster(
-                f"the call means cluster version {context.cluster_version}, shard {self.shard} is at "
-                f"{self.cluster_version}; ask the scheduler again"
-            )
+        self.engine.check_fence(context.shard_incarnation, context.cluster_version)
 
     def check_lease(self) -> None:
         """Raise ShardUnavailable if the shard may belong to another process by now. Any thread."""
@@ -197,13 +221,15 @@ class Shard:
 
     def close(self) -> None:
         """Finish the requests that are queued, refuse those that come later, end the thread. Idempotent."""
+        self.engine.close()
         self._writer.close()
-        with self._writer.turn:
+        with self.engine.turn:
             error = ShardUnavailable(f"shard {self.shard} was shut down before its sync group met")
             for name in self._tables.names:
                 self._fail_waiting(name, error)
             for snapshot_id in self._freezes.snapshots:
                 self._freezes.end(snapshot_id, kept=False)
+            self.engine.end()
         self._files.shutdown(wait=True, cancel_futures=True)
         self._hosting.close()
 
@@ -219,14 +245,29 @@ class Shard:
         self._freezes.end_silent()
 
     def _perform(self, call: QueuedRequest) -> None:
+        if isinstance(call.request, Pull | Push | Assign):
+            self._ask_engine(call, call.request)
+            return
         self.check_fence(call.context)
-        if isinstance(call.request, Push | Assign | UpdateHosted):
-            self._write(call, call.request)
+        if isinstance(call.request, UpdateHosted):
+            self._update_hosted(call, call.request)
         elif isinstance(call.request, WriteFrozen | Restore):
             self._completed_writes.require_current(call.context)
             pass_on(self._begin_files(call.request), call.future)
         else:
             call.future.set_result(self._answer(call.context, call.request))
+
+    def _ask_engine(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
+        with held(request.buffer_lease):
+            if isinstance(request, Pull):
+                row_requests.pull(self.engine, call.context, request, has_turn=True)
+                call.future.set_result(Done())
+                return
+            done = row_requests.write(self.engine, call.context, request, ids_are_distinct=True, has_turn=True)
+        if isinstance(done, Future):
+            pass_on(done, call.future)  # type: ignore[arg-type]
+        else:
+            call.future.set_result(done)
 
     def _begin_files(self, request: WriteFrozen | Restore) -> Future[Reply]:
         """Begin work on files on a thread of its own: the shard goes on."""
@@ -234,13 +275,11 @@ class Shard:
 
     def _answer(self, context: CallContext, request: Request) -> Reply:
         match request:
-            case Pull():
-                table = self._table_at_step(context, request)
-                with held(request.buffer_lease):
-                    table.rows.pull(request.ids, request.out, request.positions, request.present)
-                return Done()
             case ComputeHosted():
-                return self._hosting.compute(self._table_at_step(context, request).rows, request)
+                table = self._tables.open(request.table, context)
+                if request.required_sync is not None:
+                    self._groups.require_step(request.table, request.required_sync)
+                return self._hosting.compute(table.rows, request)
             case CreateTable():
                 return self._tables.create(request.spec, for_restore=request.for_restore)
             case PublishTable():
@@ -261,27 +300,21 @@ class Shard:
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
-    def _table_at_step(self, context: CallContext, request: Pull | ComputeHosted) -> ShardTable:
-        table = self._tables.open(request.table, context)
-        if request.required_sync is not None:
-            self._groups.require_step(request.table, request.required_sync)
-        return table
-
-    def _write(self, call: QueuedRequest, request: Push | Assign | UpdateHosted) -> None:
+    def _update_hosted(self, call: QueuedRequest, request: UpdateHosted) -> None:
+        """As the engine makes a push."""
         if (present := self._tables.get(request.table)) is not None:
-            present.require_open(call.context)  # not even as a repetition: the rows of the write it repeats are gone
+            # Not even as a repetition: the rows of the write it repeats are gone.
+            present.rows.served.require_open(call.context.table_incarnation)
         if not self._completed_writes.admit(call.context, call.future):
             return
         try:
-            if not isinstance(request, Assign):
-                _check_settings(request)
+            _check_settings(request)
             table = self._tables.find(request.table)
             failpoints.reach("shard.apply.before")
-            if not isinstance(request, Assign) and request.group is not None:
-                with held(request.buffer_lease if isinstance(request, Push) else None):
-                    self._write_jointly(call.context, request, table)
+            if request.group is not None:
+                self._update_jointly(call.context, request, table)
                 return
-            created = self._apply(table, request)
+            created = self._hosting.update(table.rows, request, self.check_lease)
             failpoints.reach("shard.apply.after")
             table.writes += 1
         except BaseException as error:
@@ -289,44 +322,29 @@ class Shard:
             return
         self._completed_writes.applied(call.context, Done(created=created), request.table)
 
-    def _apply(self, table: ShardTable, request: Push | Assign | UpdateHosted) -> int:
-        if isinstance(request, UpdateHosted):
-            return self._hosting.update(table.rows, request, self.check_lease)
-        self.check_lease()
-        with held(request.buffer_lease):
-            if isinstance(request, Push):
-                return table.rows.push(
-                    request.ids,
-                    request.gradients,
-                    lr=request.lr,
-                    scale=request.scale,
-                    optimizer_scalars=request.optimizer_scalars,
-                    ends_step=not request.step_goes_on,
-                )
-            return table.rows.assign(request.ids, request.rows)
-
-    def _write_jointly(self, context: CallContext, write: Push | UpdateHosted, table: ShardTable) -> None:
-        if self._groups.is_applied(write):
-            self._completed_writes.applied(context, Done(duplicate=True), write.table)
+    def _update_jointly(self, context: CallContext, update: UpdateHosted, table: ShardTable) -> None:
+        if self._groups.is_applied(update):
+            self._completed_writes.applied(context, Done(duplicate=True), update.table)
             return
-        replaced, callers = self._groups.join(context, write)
+        replaced, callers = self._groups.join(context, update)
         if replaced is not None:  # or its caller, if it still lives, would ask for its reply for ever
             self._completed_writes.failed(*replaced)
         if not callers:
             return
         try:
-            joint = self._groups.joint(write)
-            created = self._apply(table, joint if isinstance(joint, Push) else joint_update(joint))
+            updates = self._groups.joint(update)
+            assert isinstance(updates, list), "an update is among them"
+            created = self._hosting.update(table.rows, joint_update(updates), self.check_lease)
             failpoints.reach("shard.apply.after")
         except BaseException as error:
-            self._groups.abandon(write)
+            self._groups.abandon(update)
             for caller in callers:
                 self._completed_writes.failed(caller, as_ours(error, self._name))
             return
         table.writes += 1
-        self._groups.complete(write)
+        self._groups.complete(update)
         for caller in callers:
-            self._completed_writes.applied(caller, Done(created=created), write.table)
+            self._completed_writes.applied(caller, Done(created=created), update.table)
 
     def _drop(self, name: str, incarnation: int) -> Done:
         table = self._tables.get(name)
@@ -377,7 +395,7 @@ class Shard:
         )
 
 
-def _check_settings(push: Push | UpdateHosted) -> None:
+def _check_settings(push: UpdateHosted) -> None:
     if push.lr is not None and not (math.isfinite(push.lr) and push.lr >= 0):
         raise InvalidArgument(f"lr is {push.lr!r}; it must be finite and >= 0")
     if not math.isfinite(push.scale):

@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
 
-from geartrain.ams.kernels._core import Place, Turn
+from geartrain.ams.kernels.engine import Alarm, Place, Turn
 from geartrain.ams.values.errors import GeartrainError, InternalError, OutOfMemory, ShardUnavailable
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
@@ -31,7 +32,7 @@ class QueuedRequest:
 
 
 class SingleWriter:
-    """Hands calls to ``perform``, one after the other; what that raises is the call's reply. Thread-safe.
+    """Hands calls to ``perform``, each in its ``turn``; what that raises is the call's reply. Thread-safe.
 
     Between calls the writer's own thread keeps to deadlines: it calls ``expire`` when the earliest, as
     ``next_deadline`` says it (None: there is none), is over on ``clock``. Both are called by whoever has the turn.
@@ -43,12 +44,14 @@ class SingleWriter:
         name: str,
         perform: Callable[[QueuedRequest], None],
         *,
+        turn: Turn,
+        alarm: Alarm,
         next_deadline: Callable[[], float | None],
         expire: Callable[[], None],
         refusal: Callable[[], GeartrainError],
         clock: Callable[[], float],
     ) -> None:
-        self.turn = Turn()
+        self.turn = turn
         """Held by the thread at work: whoever holds it owns what ``perform`` changes."""
         self._name = name
         self._perform = perform
@@ -56,14 +59,15 @@ class SingleWriter:
         self._expire = expire
         self._refusal = refusal
         self._clock = clock
-        self._looks_at = math.inf
-        """When the own thread looks at the deadlines next, on the clock. Changed by whoever has the turn."""
+        self._alarm = alarm
+        """When the own thread looks at the deadlines next, on the clock."""
         self._calls: queue.SimpleQueue[tuple[QueuedRequest, Place] | None] = queue.SimpleQueue()
         """With their places in the line for the turn, in its order. None: look again, at the deadlines and at
         ``_closed``."""
         self._closed = False
         self._gate = threading.Lock()
         """Guards ``_closed`` and the order of ``_calls``."""
+        alarm.on_ring(partial(self._calls.put, None))
         self._thread = threading.Thread(target=self._serve, name=name.replace(" ", "-"), daemon=True)
         self._thread.start()
 
@@ -118,11 +122,7 @@ class SingleWriter:
 
     def _note_deadline(self) -> bool:
         """Return whether the own thread must look earlier than it means to."""
-        deadline = self._next_deadline()
-        if deadline is None or deadline >= self._looks_at:
-            return False
-        self._looks_at = deadline
-        return True
+        return self._alarm.note(self._next_deadline())
 
     def _serve(self) -> None:
         while (entry := self._next_call()) is not None:
@@ -138,7 +138,7 @@ class SingleWriter:
     def _next_call(self) -> tuple[QueuedRequest, Place] | None:
         """The next in the queue; None: it was closed, and nothing is left."""
         while True:
-            left = self._looks_at - self._clock()
+            left = self._alarm.at - self._clock()
             if left > 0:
                 try:
                     entry = self._calls.get(timeout=None if left == math.inf else left)
@@ -154,7 +154,7 @@ class SingleWriter:
             with self.turn:
                 self._expire()
                 deadline = self._next_deadline()
-                self._looks_at = math.inf if deadline is None else deadline
+                self._alarm.at = math.inf if deadline is None else deadline
 
 
 def as_ours(error: BaseException, name: str) -> GeartrainError:

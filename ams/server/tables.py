@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from geartrain.ams.kernels.engine import Engine
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import InternalError, SpecMismatch, TableExists, TableNotFound, being_restored
+from geartrain.ams.values.errors import GeartrainError, SpecMismatch, TableExists, being_restored
 from geartrain.ams.values.shard_messages import CallContext, Done, Reply, TableState
 from geartrain.ams.values.specs import Ids, TableSpec
 
@@ -25,56 +26,73 @@ class RestoreWork:
         return self.reply.done() and (self.reply.cancelled() or self.reply.exception() is not None)
 
 
-@dataclass
 class ShardTable:
     """A table of a shard: its rows, and which moment they are of."""
 
-    rows: RowTable
-    spec: TableSpec
-    writes: int = 0
-    """Since it was made here."""
-    writes_before: int = 0
-    """Those that the snapshot holds which it was restored from."""
-    restored_from: str = ""
-    """Folder of the snapshot whose rows it was given first; empty: none."""
-    is_whole: bool = True
-    """Whether it has all rows of ``restored_from``."""
-    is_public: bool = True
-    """False: made to be restored, and not published, since other shards may not have its rows yet."""
-    restore: RestoreWork | None = None
-    """What gives, or gave, it the rows of a snapshot."""
+    def __init__(self, rows: RowTable, *, for_restore: bool) -> None:
+        """``for_restore``: nobody reads or writes it before it has the rows of a snapshot and is published."""
+        self.rows = rows
+        self.writes_before = 0
+        """Those that the snapshot holds which it was restored from."""
+        self.restored_from = ""
+        """Folder of the snapshot whose rows it was given first; empty: none."""
+        self.restore: RestoreWork | None = None
+        """What gives, or gave, it the rows of a snapshot."""
+        self._is_whole = self._is_public = not for_restore
+        rows.served.is_open = self.is_open
+
+    @property
+    def spec(self) -> TableSpec:
+        """What the table is."""
+        return self.rows.spec
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows of ``restored_from``."""
+        return self._is_whole
+
+    @is_whole.setter
+    def is_whole(self, is_whole: bool) -> None:
+        self._is_whole = is_whole
+        self.rows.served.is_open = self.is_open
+
+    @property
+    def is_public(self) -> bool:
+        """False: made to be restored, and not published, since other shards may not have its rows yet."""
+        return self._is_public
+
+    @is_public.setter
+    def is_public(self, is_public: bool) -> None:
+        self._is_public = is_public
+        self.rows.served.is_open = self.is_open
 
     @property
     def is_open(self) -> bool:
         """Whether it may be read and written."""
-        return self.is_whole and self.is_public
+        return self._is_whole and self._is_public
+
+    @property
+    def writes(self) -> int:
+        """Since it was made here."""
+        return self.rows.served.writes
+
+    @writes.setter
+    def writes(self, writes: int) -> None:
+        self.rows.served.writes = writes
 
     @property
     def all_writes(self) -> int:
         """Those of the snapshot included."""
         return self.writes_before + self.writes
 
-    def require_meant(self, incarnation: int) -> None:
-        """Raise TableNotFound if another table of the name is meant; 0 means any."""
-        if incarnation not in (0, self.spec.incarnation):
-            name = self.spec.name
-            raise TableNotFound(
-                f"the table {name!r} that is meant was dropped, and another was made or restored under its name; "
-                f"open that one: cluster.table({name!r}), or make its head, dense module or slow gear anew"
-            )
-
-    def require_open(self, context: CallContext) -> None:
-        """Raise TableBeingRestored, or TableNotFound if another table of the name is meant."""
-        if not self.is_open:
-            raise being_restored(self.spec.name)
-        self.require_meant(context.table_incarnation)
-
 
 class ShardTables:
     """Used by the thread that has the shard's turn, but for what says otherwise."""
 
-    def __init__(self, shard: int, owned_buckets: Ids, threads: int) -> None:
+    def __init__(self, shard: int, owned_buckets: Ids, threads: int, engine: Engine) -> None:
+        """``engine`` reads and writes the tables that are here."""
         self._shard = shard
+        self._engine = engine
         self._owned_buckets = owned_buckets
         self._threads = threads
         self._tables: dict[str, ShardTable] = {}
@@ -110,21 +128,20 @@ class ShardTables:
         table = self._tables.get(name)
         if table is None:
             raise self.not_found(name)
-        table.require_open(context)
+        table.rows.served.require_open(context.table_incarnation)
 
     def find(self, name: str) -> ShardTable:
         """The table. Raises TableNotFound, and InternalError if its rows are not whole."""
         table = self._tables.get(name)
         if table is None:
             raise self.not_found(name)
-        if table.rows.torn:
-            raise InternalError(table.rows.torn)
+        table.rows.served.require_whole()
         return table
 
     def open(self, name: str, context: CallContext) -> ShardTable:
         """:meth:`find` what the caller means to read or write. Also raises TableBeingRestored."""
         table = self.find(name)
-        table.require_open(context)
+        table.rows.served.require_open(context.table_incarnation)
         return table
 
     def create(self, spec: TableSpec, *, for_restore: bool) -> Done:
@@ -137,7 +154,8 @@ class ShardTables:
                 raise TableExists(f"shard {self._shard} has another table of the name {spec.name!r}; drop it first")
             return Done(duplicate=True)
         rows = RowTable(spec, self._owned_buckets, threads=self._threads)
-        self._tables[spec.name] = ShardTable(rows, spec, is_whole=not for_restore, is_public=not for_restore)
+        self._tables[spec.name] = ShardTable(rows, for_restore=for_restore)
+        self._engine.add_table(rows.served)
         self.highest_incarnation = max(self.highest_incarnation, spec.incarnation)
         self._note_specs()
         return Done()
@@ -145,7 +163,7 @@ class ShardTables:
     def publish(self, name: str, incarnation: int) -> Done:
         """Open a table that was made to be restored. Raises TableNotFound and TableBeingRestored."""
         table = self.find(name)
-        table.require_meant(incarnation)
+        table.rows.served.require_meant(incarnation)
         if not table.is_whole:
             raise being_restored(name)
         was_public, table.is_public = table.is_public, True
@@ -154,6 +172,7 @@ class ShardTables:
     def remove(self, name: str) -> bool:
         """Forget a table and its rows; return whether there was one."""
         found = self._tables.pop(name, None) is not None
+        self._engine.remove_table(name)
         self._note_specs()
         return found
 
@@ -169,10 +188,9 @@ class ShardTables:
             for table in self._tables.values()
         )
 
-    def not_found(self, name: str) -> TableNotFound:
+    def not_found(self, name: str) -> GeartrainError:
         """The error for a name that has no table."""
-        known = ", ".join(map(repr, self.names)) or "none"
-        return TableNotFound(f"there is no table {name!r}; tables of this cluster: {known}")
+        return self._engine.not_found(name)
 
     def _note_specs(self) -> None:
         self.specs = tuple(table.spec for table in self._tables.values())

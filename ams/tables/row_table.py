@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
+from geartrain.ams.kernels.engine import ServedTable
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
 
 __all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableSteps", "table_hash"]
 
-_NEGATIVE_ID, _ID_TOO_LARGE, _FOREIGN_BUCKET, _NON_FINITE, _OVERFLOW, _BAD_POSITION = range(6)
+_BAD_POSITION = 5
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
 _MOST_UPDATES = 2**53
@@ -138,15 +139,33 @@ class RowTable:
         self.owned_buckets = owned
         self.kept_as = ""
         """Snapshot that holds every row but those written since; empty: none does. Set by who freezes and restores."""
-        self.torn = ""
-        """Why its rows are of no one moment, if a write was cut off; else empty. Set by who writes in pieces."""
         self._store = _store(spec, owned, threads, window)
+        self.served = ServedTable(
+            name=spec.name,
+            incarnation=spec.incarnation,
+            rows=self._store,
+            lr=spec.optimizer.lr,
+            optimizer=spec.optimizer.name,
+            scalars=spec.optimizer.scalars(),
+            fixed=dict(spec.optimizer.fixed_scalars),
+            is_open=True,
+        )
+        """The same rows as a shard's engine serves them."""
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 
     @property
     def num_present(self) -> int:
         """Rows that were pushed or assigned."""
         return self._store.num_present
+
+    @property
+    def torn(self) -> str:
+        """Why its rows are of no one moment, if a write was cut off; else empty. Set by who writes in pieces."""
+        return self.served.torn
+
+    @torn.setter
+    def torn(self, why: str) -> None:
+        self.served.torn = why
 
     @property
     def memory_bytes(self) -> int:
@@ -445,25 +464,4 @@ class RowTable:
 
     def _refuse(self, refused: ops.Refused, values: Ids, label: str = "out") -> NoReturn:
         reason, index = refused.args
-        value, name = int(values[index]), self.spec.name
-        if reason == _BAD_POSITION:
-            raise InvalidRows(f"positions[{index}] is {value}; it must be a row of out") from None
-        if reason == _NEGATIVE_ID:
-            raise InvalidIds(f"ids[{index}] of table {name!r} is {value}; ids must be >= 0") from None
-        if reason == _ID_TOO_LARGE:
-            raise InvalidIds(
-                f"ids[{index}] of table {name!r} is {value}; ids must lie in [0, {self.spec.num_rows})"
-            ) from None
-        if reason == _FOREIGN_BUCKET:
-            raise InvalidIds(
-                f"ids[{index}] of table {name!r} is {value}, whose bucket this shard does not own;"
-                " route it by the cluster's map"
-            ) from None
-        if reason == _NON_FINITE:
-            raise NonFinite(
-                f"{label} of id {value} (index {index}) in table {name!r} hold NaN or infinity; nothing was changed"
-            ) from None
-        raise NonFinite(
-            f"the push would carry id {value} (index {index}) of table {name!r} beyond the range of {self.spec.dtype}"
-            f" rows or {self.spec.slot_dtype} slots; lower lr or scale. This shard changed nothing"
-        ) from None
+        raise self.served.refusal(reason, index, int(values[index]), label) from None

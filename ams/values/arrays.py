@@ -9,9 +9,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import GeartrainError, InvalidIds, InvalidRows
 from geartrain.ams.values.specs import DTYPES, Ids
 from geartrain.ams.values.text import counted
+
+_INT64 = np.dtype(np.int64)
 
 
 def _torch_of(value: Any) -> Any:
@@ -52,6 +55,16 @@ def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> Non
 
 def ids_array(value: Any, num_rows: int | None) -> Ids:
     """Return ``value`` as int64 [N], C-contiguous, checked. Raises InvalidIds naming the offender and the range."""
+    is_plain = type(value) is np.ndarray and value.dtype == _INT64 and value.ndim == 1 and value.flags.carray
+    ids = value if is_plain else _int64_vector(value)
+    index = ops.first_outside(ids, num_rows)
+    if index >= 0:
+        limit = 2**63 if num_rows is None else num_rows
+        raise InvalidIds(f"id {ids[index]} at index {index} is out of range; ids lie in [0, {limit})")
+    return ids
+
+
+def _int64_vector(value: Any) -> Ids:
     _require_unmasked(value, InvalidIds, "ids")
     array = _as_array(value, InvalidIds, "ids")
     if array.dtype.kind not in "iu" and array.size:
@@ -60,15 +73,7 @@ def ids_array(value: Any, num_rows: int | None) -> Ids:
         raise InvalidIds(f"ids have shape {array.shape}; they must be one-dimensional [N]")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
         raise InvalidIds(f"id {int(array.max())} is out of range; ids lie in [0, 2**63)")
-    ids = np.ascontiguousarray(array, dtype=np.int64)
-    if ids.size:
-        limit = 2**63 if num_rows is None else num_rows
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= limit:
-            offender = low if low < 0 else high
-            index = int(np.flatnonzero(ids == offender)[0])
-            raise InvalidIds(f"id {offender} at index {index} is out of range; ids lie in [0, {limit})")
-    return ids
+    return np.require(array, np.int64, ["C", "A"])
 
 
 def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | None = None) -> npt.NDArray[Any]:

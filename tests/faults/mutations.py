@@ -21,16 +21,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot import folder as snapshot_folder
 from tests.faults.mutated_core import MODULE, VARIABLE, NoBuildFolder, core_without
 from tests.faults.mutated_core import REMOVALS as COMPILED_REMOVALS
-
-
-def _shard_fence(patch: pytest.MonkeyPatch) -> None:
-    """A shard answers calls that mean the one before it."""
-    patch.setattr(Shard, "check_fence", lambda *_: None)
 
 
 class _EqualToAll(str):
@@ -85,7 +79,6 @@ def _no_sync(patch: pytest.MonkeyPatch, spared: Callable[[Path], bool]) -> None:
 
 
 PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "shard fence": _shard_fence,
     "checksum": _checksum,
     "rename last": _rename_last,
     "fsync": lambda patch: _no_sync(patch, lambda _: False),

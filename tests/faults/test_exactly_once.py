@@ -142,7 +142,7 @@ def attack(
             is_stopped = threading.Event()
 
             def stop() -> None:
-                with shards[shard]._writer.turn:
+                with shards[shard].engine.turn:
                     is_stopped.set()
                     over.wait(1.5 * ATTEMPT_SECONDS)
 

@@ -229,7 +229,7 @@ def test_a_call_without_a_reply_ends_its_connection(ours: Cluster, cluster: Serv
     shard = cluster.servers[0]._held[0].shard
     assert shard is not None
     out = np.full((NUM_ROWS, DIM), 77, np.float32)
-    with shard._writer.turn:  # the shard is at work
+    with shard.engine.turn:  # the shard is at work
         pull = Pull(table="t", ids=IDS, out=out)
         for alone in (True, False):
             with pytest.raises(AttemptFailed, match="no reply in time"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.shard_calls import _Patience
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
+from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Busy, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD
@@ -69,7 +69,6 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
     served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = served(1)
-    service: ShardService = cluster.servers[0]._held[0].service
     pauses: list[float] = []
     whole = _Patience.pause
     monkeypatch.setattr(
@@ -77,15 +76,18 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
     )
     busy = 2
 
-    def fence(context: CallContext) -> None:  # noqa: ARG001
+    whole_pull = Shard.pull
+
+    def pull(*arguments: Any) -> None:
         nonlocal busy
         busy -= 1
         if busy >= 0:
             raise Busy("too many requests wait", 0.25)
+        whole_pull(*arguments)
 
     with connect(cluster.address, config=CONFIG) as client:
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
-        monkeypatch.setattr(service.shard, "check_fence", fence)
+        monkeypatch.setattr(Shard, "pull", pull)
         assert (table.pull([1]) == 0).all()
         assert pauses == [0.25, 0.25]
         busy = 1000
@@ -96,30 +98,22 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
         assert raised.value.retry_after_seconds == 0.25
 
 
-def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(
-    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(served: Callable[..., Any]) -> None:
     cluster = served(1)
     hasty = CONFIG.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0})
     with connect(cluster.address, config=CONFIG) as client:
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
-        shard = cluster.servers[0]._held[0].service.shard
-        ended = threading.Semaphore(0)
-        run = shard.run
-
-        def watched(*arguments: Any) -> Future[Any]:
-            future: Future[Any] = run(*arguments)
-            future.add_done_callback(lambda _: ended.release())
-            return future
-
-        monkeypatch.setattr(shard, "run", watched)
+        turn = cluster.servers[0]._held[0].service.shard.engine.turn
         push = table.prepare_push([7], np.ones((1, DIM), np.float32))
-        with shard._writer.turn:  # the shard is at work
+        with turn:  # the shard is at work
             client._calls.config = hasty
             for call in (push.send, lambda: table.pull([7])):
                 with pytest.raises(ShardUnavailable):
                     call()
-                assert ended.acquire(timeout=10)
+                deadline = time.monotonic() + 10
+                while turn.num_waiting:
+                    assert time.monotonic() < deadline, "it waits for its turn still"
+                    time.sleep(0.01)
         client._calls.config = CONFIG
         assert (table.pull([7]) == 0).all()
         assert not push.send().duplicate

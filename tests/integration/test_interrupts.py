@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,19 +50,27 @@ def test_a_client_that_is_interrupted_again_and_again_goes_on(served: Served, wa
 
 
 class Held:
-    """Requests of one kind that wait in the shards until they are let go."""
+    """Shards at work, so that requests wait for their turns until they are let go."""
 
-    def __init__(self) -> None:
-        self.arrived = threading.Semaphore(0)
-        self.go_on = threading.Event()
+    def __init__(self, shards: list[Shard]) -> None:
+        self._turns = [shard.engine.turn for shard in shards]
+        for turn in self._turns:
+            turn.acquire()
+
+    def go_on(self) -> None:
+        while self._turns:
+            self._turns.pop().release()
 
     @contextmanager
-    def interrupted(self, num_shards: int) -> Iterator[None]:
-        """Ctrl-C, once a request has come to every shard."""
+    def interrupted(self, cluster: Cluster) -> Iterator[None]:
+        """Ctrl-C, once a request waits for every shard that is asked at once."""
+        num_asked = cluster.num_shards if cluster._calls.remote else 1
 
         def work() -> None:
-            for _ in range(num_shards):
-                assert self.arrived.acquire(timeout=20)
+            deadline = time.monotonic() + 20
+            while sum(turn.num_waiting for turn in self._turns) < num_asked:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=work)
@@ -70,27 +80,32 @@ class Held:
         thread.join()
 
 
+@pytest.fixture(autouse=True)
+def shards(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+    """All shards of this process that are made from here on."""
+    made: list[Shard] = []
+    whole = Shard.__init__
+
+    def noted(self: Shard, *arguments: Any, **keywords: Any) -> None:
+        whole(self, *arguments, **keywords)
+        made.append(self)
+
+    monkeypatch.setattr(Shard, "__init__", noted)
+    return made
+
+
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Held]]:
-    """Hold what a method of the shards does."""
+def hold(shards: list[Shard]) -> Iterator[Callable[[], Held]]:
+    """Hold all shards."""
     made: list[Held] = []
 
-    def begin(name: str) -> Held:
-        held, whole = Held(), getattr(Shard, name)
-        made.append(held)
-
-        def waiting(self: Shard, *arguments: object) -> object:
-            if not held.go_on.is_set():
-                held.arrived.release()
-                assert held.go_on.wait(20)
-            return whole(self, *arguments)
-
-        monkeypatch.setattr(Shard, name, waiting)
-        return held
+    def begin() -> Held:
+        made.append(Held(shards))
+        return made[-1]
 
     yield begin
     for held in made:
-        held.go_on.set()
+        held.go_on()
 
 
 @pytest.fixture
@@ -98,40 +113,38 @@ def table(cluster: Cluster) -> Table:
     return cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
 
 
-def test_an_interrupted_pull_leaves_the_array_alone(
-    cluster: Cluster, table: Table, hold: Callable[[str], Held]
-) -> None:
+def test_an_interrupted_pull_leaves_the_array_alone(cluster: Cluster, table: Table, hold: Callable[[], Held]) -> None:
     out = np.zeros((NUM_ROWS, DIM), np.float32)
-    held = hold("_answer")
-    with held.interrupted(cluster.num_shards):
+    held = hold()
+    with held.interrupted(cluster):
         table.pull_into(IDS, out)
     out[:] = 777
-    held.go_on.set()
+    held.go_on()
     assert (table.pull(IDS) == 0).all()
     cluster.close()  # nothing is under way any more
     assert (out == 777).all()
 
 
 def test_an_interrupted_push_does_not_read_what_the_array_holds_later(
-    cluster: Cluster, table: Table, hold: Callable[[str], Held]
+    cluster: Cluster, table: Table, hold: Callable[[], Held]
 ) -> None:
     gradients = ONES.copy()
-    held = hold("_write")
-    with held.interrupted(cluster.num_shards):
+    held = hold()
+    with held.interrupted(cluster):
         table.push(IDS, gradients)
     gradients[:] = 1000
-    held.go_on.set()
+    held.go_on()
     assert set(np.unique(table.pull(IDS)).tolist()) <= {0.0, -1.0}
 
 
 def test_an_interrupted_write_can_be_sent_again_and_counts_once(
-    cluster: Cluster, table: Table, hold: Callable[[str], Held]
+    cluster: Cluster, table: Table, hold: Callable[[], Held]
 ) -> None:
     write = table.prepare_push(IDS, ONES)
-    held = hold("_write")
-    with held.interrupted(cluster.num_shards):
+    held = hold()
+    with held.interrupted(cluster):
         write.send()
-    held.go_on.set()
+    held.go_on()
     write.send()
     assert (table.pull(IDS) == -1).all()
 

@@ -154,7 +154,7 @@ def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -
         shard = cluster.servers[0]._held[0].shard
         assert shard is not None
         out = np.full((NUM_ROWS, DIM), 77, np.float32)
-        with shard._writer.turn:  # the shard is at work
+        with shard.engine.turn:  # the shard is at work
             with pytest.raises(AttemptFailed, match="no reply in time"):
                 carrier.submit(CallContext(), Pull(table="t", ids=IDS, out=out), 0.2).result(10)
             assert plane.num_mailboxes == before - 1

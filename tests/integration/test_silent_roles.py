@@ -146,13 +146,12 @@ def test_a_shard_that_works_for_long_is_not_named(
 ) -> None:
     cluster = served(1)
     entered, asked = threading.Event(), threading.Event()
-    answer, ask = Shard._answer, silence.SilenceLog.ask
+    pull, ask = Shard.pull, silence.SilenceLog.ask
 
-    def slowly(self: Shard, context: Any, request: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread() and type(request).__name__ == "Pull":
-            entered.set()
-            assert asked.wait(20)
-        return answer(self, context, request)
+    def slowly(*arguments: Any) -> None:
+        entered.set()
+        assert asked.wait(20)
+        pull(*arguments)
 
     def note(self: silence.SilenceLog, *arguments: Any) -> None:
         ask(self, *arguments)
@@ -160,7 +159,7 @@ def test_a_shard_that_works_for_long_is_not_named(
 
     with connect(cluster.address, config=ClientConfig(shared_memory=False)) as ours, Said("does not answer") as said:
         table = table_of(ours)
-        monkeypatch.setattr(Shard, "_answer", slowly)
+        monkeypatch.setattr(Shard, "pull", slowly)
         monkeypatch.setattr(silence.SilenceLog, "ask", note)
         table.pull(IDS)
         assert entered.is_set() and asked.is_set() and not said.lines

@@ -43,6 +43,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
 # What single files or rooms may use beside that, each for a reason.
 ALSO: dict[str, tuple[str, ...]] = {
     "ams/values/placement.py": ("kernels",),  # ids are routed by a kernel
+    "ams/values/arrays.py": ("kernels",),  # and looked through by one
     "ams/client/embedded.py": ("server", "scheduler"),  # the services on threads of the client's process
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
     "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps

@@ -9,17 +9,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from geartrain.ams.kernels.engine import Waiter
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
 from geartrain.ams.values.config import split_address
-from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError
+from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError, ShardUnavailable
+
+R = TypeVar("R")
 
 MAX_CONCURRENT_CALLS = 128
 """Threads. Calls that wait for other callers hold none (see geartrain.ams.rpc.server.waiting)."""
@@ -152,6 +155,19 @@ def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> 
         future.cancel()
         servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
     return future.result()
+
+
+def done_here(work: Callable[[Waiter], R], servicer_context: grpc.ServicerContext) -> R:
+    """Return what ``work`` does on this thread. If the caller leaves before it has begun, it never does."""
+    waiter = Waiter()
+    if not servicer_context.add_callback(waiter.leave):
+        waiter.leave()
+    try:
+        return work(waiter)
+    except ShardUnavailable:
+        if waiter.has_left:
+            servicer_context.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
+        raise
 
 
 def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Callable[..., Any]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.kernels._core import Turn
-from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
+from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
@@ -59,7 +58,7 @@ class Restores:
         if len(meant) != len(request.tables):
             raise InvalidArgument(f"{len(request.tables)} tables to restore have {len(meant)} incarnations; one each")
         for name, incarnation in zip(request.tables, meant, strict=True):
-            tables[name].require_meant(incarnation)
+            tables[name].rows.served.require_meant(incarnation)
         names = frozenset(tables)
         for known in [table.restore for table in tables.values()][:1]:
             is_same = known is not None and (known.folder, known.tables) == (request.folder, names)

@@ -68,6 +68,11 @@ class SparseMomentum(RowOptimizerSpec):
         return fixed
 
     @property
+    def fixed_scalars(self) -> Mapping[str, str]:
+        """See the base class."""
+        return {"elapsed" if name == "untouched" else name: reason for name, reason in self.fixed.items()}
+
+    @property
     def drift(self) -> Drift | None:
         """See the base class."""
         return Drift(self.momentum, self.weight_decay) if self.untouched == "elapsed" else None

@@ -75,6 +75,11 @@ class RowOptimizerSpec(ABC):
         return {}
 
     @property
+    def fixed_scalars(self) -> Mapping[str, str]:
+        """:attr:`fixed` by the names of :meth:`scalars`."""
+        return self.fixed
+
+    @property
     def counts_updates(self) -> bool:
         """Whether an update depends on how many the row had before."""
         return False

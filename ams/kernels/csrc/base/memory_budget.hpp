@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <new>
+#include <string>
 
 namespace geartrain {
 
@@ -14,6 +15,8 @@ struct OverBudget : std::bad_alloc {
   OverBudget(int64_t asked_bytes, int64_t used_bytes, int64_t limit_bytes)
       : asked(asked_bytes), used(used_bytes), limit(limit_bytes) {}
   const char* what() const noexcept override { return "over the memory budget"; }
+  // What its caller is told.
+  std::string words() const;
   int64_t asked, used, limit;
 };
 

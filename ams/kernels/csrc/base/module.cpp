@@ -16,6 +16,8 @@ using ShardMap = nb::ndarray<const uint16_t, nb::shape<kNumBuckets>, nb::c_conti
 using FloatOutput = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
+constexpr int64_t kFewIds = 10'000;
+
 void bind_refusal(nb::module_& m) {
   static PyObject* refused = PyErr_NewException("geartrain.ams.kernels._core.Refused", PyExc_ValueError, nullptr);
   m.attr("Refused") = nb::borrow(refused);
@@ -33,14 +35,19 @@ void bind_memory_budget(nb::module_& m) {
     try {
       std::rethrow_exception(error);
     } catch (const OverBudget& refused) {
-      const nb::object raised = nb::module_::import_("geartrain.ams.kernels.memory")
-                                    .attr("over_budget")(refused.asked, refused.used, refused.limit);
-      PyErr_SetObject(raised.type().ptr(), raised.ptr());
+      PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
     }
   });
   m.def("set_memory_limit", &set_memory_limit, nb::arg("bytes"));
   m.def("memory_limit", &memory_limit);
   m.def("memory_used", &memory_used);
+}
+
+int64_t first_outside_checked(const IdArray& ids, int64_t last) {
+  const int64_t count = static_cast<int64_t>(ids.size());
+  if (count <= kFewIds) return first_outside(ids.data(), count, last);  // sooner done than the interpreter lock is had again
+  const nb::gil_scoped_release release;
+  return first_outside(ids.data(), count, last);
 }
 
 int64_t merge_ids_checked(const IdArray& ids, const IdOutput& distinct, const IdOutput& inverse) {
@@ -124,11 +131,14 @@ NB_MODULE(_core, m) {
   bind_neighbour_recall(m);
   bind_position_lru(m);
   bind_turn(m);
+  bind_engine(m);
+  bind_exercise(m);
   bind_engine_state(m);
   bind_sync_groups(m);
   m.def(
       "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
       nb::arg("ids").noconvert(), nb::call_guard<nb::gil_scoped_release>());
+  m.def("first_outside", &first_outside_checked, nb::arg("ids").noconvert(), nb::arg("last"));
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
         nb::arg("inverse").noconvert());
   m.def("sum_rows", &sum_rows_checked, nb::arg("rows").noconvert(), nb::arg("dtype_code"), nb::arg("inverse").noconvert(),

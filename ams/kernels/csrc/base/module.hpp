@@ -42,6 +42,8 @@ void bind_neighbours(nb::module_& m);
 void bind_neighbour_recall(nb::module_& m);
 void bind_position_lru(nb::module_& m);
 void bind_turn(nb::module_& m);
+void bind_engine(nb::module_& m);
+void bind_exercise(nb::module_& m);
 void bind_engine_state(nb::module_& m);
 void bind_sync_groups(nb::module_& m);
 

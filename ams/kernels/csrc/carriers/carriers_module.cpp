@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "base/module.hpp"
-#include "carriers/python_handler.hpp"
 #include "carriers/ring_client.hpp"
 #include "carriers/server.hpp"
 #include "carriers/tcp_client.hpp"
@@ -93,7 +92,6 @@ void bind_carriers(nb::module_& m) {
     }
   });
   nb::class_<Handler>(m, "Handler");
-  nb::class_<PythonHandler, Handler>(m, "PythonHandler").def(nb::init<nb::object>(), nb::arg("shard"));
   nb::class_<ToyHandler, Handler>(m, "ToyHandler")
       .def(nb::init<>())
       .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())

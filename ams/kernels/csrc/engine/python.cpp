@@ -122,6 +122,12 @@ Completion completion_of(nb::object future) {
   };
 }
 
+bool look_for_signals() {
+  const nb::gil_scoped_acquire interpreter;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  return false;
+}
+
 Clock clock_of(nb::object clock, double (*native)()) {
   if (clock.is_none() || clock.is(nb::module_::import_("time").attr("monotonic"))) return native;
   return [held = kept(std::move(clock))] {

@@ -30,6 +30,10 @@ std::shared_ptr<nb::object> kept(nb::object object);
 // Settles a concurrent.futures.Future with Done or an error.
 Completion completion_of(nb::object future);
 
+// Lets Ctrl-C end a wait of the main thread: runs the handlers of signals that came. A Turn::Look, which never gives up but by
+// what a handler raises. Takes the interpreter lock.
+bool look_for_signals();
+
 // None and time.monotonic are clocks of C++; any other callable is asked, with the interpreter lock.
 Clock clock_of(nb::object clock, double (*native)());
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <functional>
 #include <list>
 #include <mutex>
@@ -48,11 +49,16 @@ class Turn {
   bool try_acquire();
   // Gives back what try_acquire took, or a place kept.
   void release();
+  // How many wait for it.
+  size_t num_waiting() const {
+    const std::lock_guard lock(mutex_);
+    return line_.size();
+  }
 
  private:
   void pass_on();
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::list<Place*> line_;  // those that wait, and none that has the turn
   bool is_taken_ = false;
 };

@@ -1,15 +1,9 @@
 #include "base/module.hpp"
+#include "engine/python.hpp"
 #include "engine/turn.hpp"
 
 namespace geartrain {
 namespace {
-
-// Lets Ctrl-C end a wait of the main thread.
-bool look_for_signals() {
-  const nb::gil_scoped_acquire interpreter;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  return false;
-}
 
 void wait(Turn::Place& place) {
   const nb::gil_scoped_release release;
@@ -33,6 +27,7 @@ void bind_turn(nb::module_& m) {
       .def("try_acquire", &Turn::try_acquire)
       .def("acquire", &acquire)
       .def("release", &Turn::release)
+      .def_prop_ro("num_waiting", &Turn::num_waiting)
       .def("__enter__", &acquire)
       .def("__exit__", &exit, nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def("enter", [](Turn& turn) { return new Turn::Place(turn); }, nb::keep_alive<0, 1>());

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <stdexcept>
 
 #include "base/isa.hpp"
 #include "optimizers/largest.hpp"
@@ -35,15 +34,12 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 // without what it begins at.
 class Adagrad final : public Optimizer {
  public:
-  explicit Adagrad(const Scalars& scalars)
-      : lr_decay_(scalars.wide("lr_decay")),
-        weight_decay_(scalars["weight_decay"]),
-        initial_(scalars["initial_accumulator_value"]),
-        epsilon_(scalars["eps"]),
-        update_(Versions<&update_body>::pick(active_isa())) {
-    if (!(std::isnormal(epsilon_) && epsilon_ > 0)) throw std::invalid_argument("eps must be a normal float32 > 0");
-    if (!(initial_ >= 0)) throw std::invalid_argument("initial_accumulator_value must be >= 0");
-  }
+  explicit Adagrad(const OptimizerScalars& scalars)
+      : lr_decay_(scalars.rate("lr_decay")),
+        weight_decay_(static_cast<float>(scalars.rate("weight_decay"))),
+        initial_(static_cast<float>(scalars.rate("initial_accumulator_value"))),
+        epsilon_(scalars.epsilon("eps")),
+        update_(Versions<&update_body>::pick(active_isa())) {}
 
   int num_slots() const override { return 1; }
   bool counts_updates() const override { return lr_decay_ != 0; }
@@ -72,6 +68,6 @@ class Adagrad final : public Optimizer {
 
 }  // namespace
 
-std::shared_ptr<Optimizer> make_adagrad(const Scalars& scalars) { return std::make_shared<Adagrad>(scalars); }
+std::shared_ptr<Optimizer> make_adagrad(const OptimizerScalars& scalars) { return std::make_shared<Adagrad>(scalars); }
 
 }  // namespace geartrain

@@ -1,7 +1,6 @@
 #include "optimizers/adam.hpp"
 
 #include <cmath>
-#include <stdexcept>
 
 #include "base/isa.hpp"
 #include "optimizers/largest.hpp"
@@ -38,16 +37,12 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 
 }  // namespace
 
-Adam::Adam(const Scalars& scalars, float weight_decay)
-    : beta1_(scalars.wide("beta1")),
-      beta2_(scalars.wide("beta2")),
-      epsilon_(scalars["eps"]),
+Adam::Adam(const OptimizerScalars& scalars, float weight_decay)
+    : beta1_(scalars.decay("beta1")),
+      beta2_(scalars.decay("beta2")),
+      epsilon_(scalars.epsilon("eps")),
       weight_decay_(weight_decay),
-      update_(Versions<&update_body>::pick(active_isa())) {
-  if (!(beta1_ >= 0 && beta1_ < 1 && beta2_ >= 0 && beta2_ < 1))
-    throw std::invalid_argument("beta1 and beta2 must lie in [0, 1)");
-  if (!(std::isnormal(epsilon_) && epsilon_ > 0)) throw std::invalid_argument("eps must be a normal float32 > 0");
-}
+      update_(Versions<&update_body>::pick(active_isa())) {}
 
 AdamFactors Adam::factors_of(const PushFactors& push, double correction1, double correction2) const {
   return {.scale = push.scale,
@@ -73,6 +68,8 @@ Magnitudes Adam::worst(float gradient, const PushFactors& push, const Magnitudes
   return {before.row + most.step_size * (first / most.epsilon), {first, second}};
 }
 
-std::shared_ptr<Optimizer> make_adam(const Scalars& scalars) { return std::make_shared<Adam>(scalars, scalars["weight_decay"]); }
+std::shared_ptr<Optimizer> make_adam(const OptimizerScalars& scalars) {
+  return std::make_shared<Adam>(scalars, static_cast<float>(scalars.rate("weight_decay")));
+}
 
 }  // namespace geartrain

@@ -22,7 +22,7 @@ struct AdamFactors {
 class Adam : public Optimizer {
  public:
   // `weight_decay`: of the gradient.
-  Adam(const Scalars& scalars, float weight_decay);
+  Adam(const OptimizerScalars& scalars, float weight_decay);
 
   int num_slots() const override { return 2; }
   bool counts_updates() const override { return true; }

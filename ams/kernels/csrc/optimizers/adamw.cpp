@@ -9,7 +9,7 @@ namespace {
 // of the row goes before the step of Adam, whose gradient does not know of it.
 class AdamW final : public Adam {
  public:
-  explicit AdamW(const Scalars& scalars) : Adam(scalars, 0.0f), decay_(scalars.wide("weight_decay")) {}
+  explicit AdamW(const OptimizerScalars& scalars) : Adam(scalars, 0.0f), decay_(scalars.rate("weight_decay")) {}
 
   Magnitudes update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push,
                     int64_t t) const override {
@@ -30,6 +30,6 @@ class AdamW final : public Adam {
 
 }  // namespace
 
-std::shared_ptr<Optimizer> make_adamw(const Scalars& scalars) { return std::make_shared<AdamW>(scalars); }
+std::shared_ptr<Optimizer> make_adamw(const OptimizerScalars& scalars) { return std::make_shared<AdamW>(scalars); }
 
 }  // namespace geartrain

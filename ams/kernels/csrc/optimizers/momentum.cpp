@@ -27,8 +27,8 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
 
 }  // namespace
 
-Momentum::Momentum(const Scalars& scalars, bool nesterov)
-    : factors_{scalars["momentum"], scalars["weight_decay"]},
+Momentum::Momentum(const OptimizerScalars& scalars, bool nesterov)
+    : factors_{static_cast<float>(scalars.decay("momentum")), static_cast<float>(scalars.rate("weight_decay"))},
       nesterov_(nesterov),
       update_(nesterov ? Versions<&update_body<true>>::pick(active_isa()) : Versions<&update_body<false>>::pick(active_isa())) {}
 
@@ -43,8 +43,8 @@ Magnitudes Momentum::worst(float gradient, const PushFactors& push, const Magnit
   return {before.row + push.lr * step, {velocity}};
 }
 
-std::shared_ptr<Optimizer> make_momentum(const Scalars& scalars) {
-  return std::make_shared<Momentum>(scalars, scalars["nesterov"] != 0);
+std::shared_ptr<Optimizer> make_momentum(const OptimizerScalars& scalars) {
+  return std::make_shared<Momentum>(scalars, scalars.flag("nesterov"));
 }
 
 }  // namespace geartrain

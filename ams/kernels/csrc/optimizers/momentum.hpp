@@ -8,7 +8,7 @@ namespace geartrain {
 // d = g + weight_decay * w;  v = momentum * v + d;  w -= lr * v, with nesterov w -= lr * (d + momentum * v).
 class Momentum : public Optimizer {
  public:
-  Momentum(const Scalars& scalars, bool nesterov);
+  Momentum(const OptimizerScalars& scalars, bool nesterov);
 
   int num_slots() const override { return 1; }
   Magnitudes update(float* row, float* slot, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const override;

@@ -28,15 +28,23 @@ struct Magnitudes {
   }
 };
 
-// The numbers that an optimizer is made from, by name; true is 1.
-class Scalars {
+// The numbers that an optimizer is made from, by name; true is 1. All throw std::invalid_argument where there is no number of the
+// name, or one outside its range.
+class OptimizerScalars {
  public:
-  explicit Scalars(const std::map<std::string, double>& values) : values_(values) {}
-  // Throws std::invalid_argument where there is no number of the name.
-  double wide(const char* name) const;
-  float operator[](const char* name) const { return static_cast<float>(wide(name)); }
+  explicit OptimizerScalars(const std::map<std::string, double>& values) : values_(values) {}
+  // Finite, and at least 0.
+  double rate(const char* name) const;
+  // In [0, 1).
+  double decay(const char* name) const;
+  // 0 or 1.
+  bool flag(const char* name) const;
+  // A normal float32 above 0.
+  float epsilon(const char* name) const;
 
  private:
+  double at(const char* name) const;
+
   const std::map<std::string, double>& values_;
 };
 
@@ -70,7 +78,7 @@ class Optimizer {
 };
 
 // Throws std::invalid_argument for an unknown name, and for numbers that are missing or outside their range.
-std::shared_ptr<Optimizer> make_optimizer(const std::string& name, const Scalars& scalars);
+std::shared_ptr<Optimizer> make_optimizer(const std::string& name, const OptimizerScalars& scalars);
 std::vector<std::string> optimizer_names();
 
 }  // namespace geartrain

@@ -20,7 +20,7 @@ GEARTRAIN_INLINE float update_body(float* __restrict row, const float* __restric
 
 class Sgd final : public Optimizer {
  public:
-  explicit Sgd(const Scalars& scalars) : weight_decay_(scalars["weight_decay"]) {}
+  explicit Sgd(const OptimizerScalars& scalars) : weight_decay_(static_cast<float>(scalars.rate("weight_decay"))) {}
 
   int num_slots() const override { return 0; }
 
@@ -40,6 +40,6 @@ class Sgd final : public Optimizer {
 
 }  // namespace
 
-std::shared_ptr<Optimizer> make_sgd(const Scalars& scalars) { return std::make_shared<Sgd>(scalars); }
+std::shared_ptr<Optimizer> make_sgd(const OptimizerScalars& scalars) { return std::make_shared<Sgd>(scalars); }
 
 }  // namespace geartrain

@@ -6,7 +6,7 @@ namespace {
 // Rows that a step does not touch move by their momentum (step_history.hpp says how), so that this is dense momentum.
 class ElapsedMomentum final : public Momentum {
  public:
-  explicit ElapsedMomentum(const Scalars& scalars) : Momentum(scalars, false) {}
+  explicit ElapsedMomentum(const OptimizerScalars& scalars) : Momentum(scalars, false) {}
 
   std::optional<Drift> drift() const override { return factors_; }
 
@@ -19,8 +19,8 @@ class ElapsedMomentum final : public Momentum {
 
 }  // namespace
 
-std::shared_ptr<Optimizer> make_sparse_momentum(const Scalars& scalars) {
-  if (scalars["elapsed"] != 0) return std::make_shared<ElapsedMomentum>(scalars);
+std::shared_ptr<Optimizer> make_sparse_momentum(const OptimizerScalars& scalars) {
+  if (scalars.flag("elapsed")) return std::make_shared<ElapsedMomentum>(scalars);
   return std::make_shared<Momentum>(scalars, false);
 }
 

@@ -10,6 +10,9 @@ namespace geartrain {
 // Whether each of `count` ids is higher than the one before it, so that none occurs twice.
 bool is_rising(const int64_t* ids, int64_t count);
 
+// Index of the first id that is below 0 or above `last`, or -1.
+int64_t first_outside(const int64_t* ids, int64_t count, int64_t last);
+
 // Writes the distinct ids in order of first appearance and, for each of `count` ids, the place of its id among them.
 // Returns how many are distinct.
 int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse);

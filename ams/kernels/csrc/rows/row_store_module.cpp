@@ -167,7 +167,7 @@ void bind_row_store(nb::module_& m) {
   m.def("optimizer_names", &optimizer_names);
   nb::class_<Optimizer>(m, "Optimizer")
       .def(nb::new_([](const std::string& name, const std::map<std::string, double>& scalars) {
-             return make_optimizer(name, Scalars(scalars));
+             return make_optimizer(name, OptimizerScalars(scalars));
            }),
            nb::arg("name"), nb::arg("scalars"));
   nb::class_<RowStore>(m, "RowStore")

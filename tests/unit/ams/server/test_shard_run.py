@@ -11,11 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from geartrain.ams.kernels._core import arm_failpoints
+from geartrain.ams.observe import failpoints
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import RankMissing
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext, CreateTable, Done, Freeze, Pull, Push, SyncGroup
+from geartrain.ams.values.shard_messages import (
+    CallContext,
+    CreateTable,
+    Describe,
+    Freeze,
+    Pull,
+    Push,
+    ShardState,
+    SyncGroup,
+)
 from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), num_rows=8, initializer=Constant(0))
@@ -41,17 +51,30 @@ def rows(shard: Shard) -> np.ndarray[Any, Any]:
     return out
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture
-def who(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def before_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Call a function whenever a write has its turn, on the thread that makes it."""
+
+    def call(function: Callable[[], None]) -> None:
+        monkeypatch.setattr(failpoints, "reach", lambda name: function() if name == "shard.apply.before" else None)
+        arm_failpoints(True)
+
+    yield call
+    arm_failpoints(False)
+
+
+@pytest.fixture
+def who(before_writes: Callable[[Callable[[], None]], None]) -> list[int]:
     """The threads that pushes run on."""
     seen: list[int] = []
-    whole = RowTable.push
-
-    def noting(self: RowTable, *args: Any, **keywords: Any) -> int:
-        seen.append(threading.get_ident())
-        return whole(self, *args, **keywords)
-
-    monkeypatch.setattr(RowTable, "push", noting)
+    before_writes(lambda: seen.append(threading.get_ident()))
     return seen
 
 
@@ -77,30 +100,34 @@ def test_the_main_thread_which_signals_interrupt_runs_nothing_itself(shard: Shar
     assert who != [threading.get_ident()]
 
 
-def test_what_arrives_behind_a_queued_request_waits_its_turn(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+def test_what_arrives_behind_queued_requests_waits_its_turn(
+    shard: Shard, before_writes: Callable[[Callable[[], None]], None]
+) -> None:
     at_work, go_on = threading.Event(), threading.Event()
-    whole = RowTable.push
 
-    def slow(self: RowTable, *args: Any, **keywords: Any) -> int:
-        order.append("push")
+    def slow() -> None:
         at_work.set()
         assert go_on.wait(30)
-        return whole(self, *args, **keywords)
 
-    monkeypatch.setattr(RowTable, "push", slow)
-    queued = shard.submit(*push(1))
+    before_writes(slow)
+    queued = [shard.submit(*push(sequence)) for sequence in (1, 2)]
     assert at_work.wait(30)
-    out = np.zeros((8, 2), np.float32)
-    later = on_a_thread(lambda: shard.run(CallContext(), Pull(table="t", ids=np.arange(8), out=out)))
-    assert not later.done()
-    go_on.set()
-    assert queued.result(timeout=10) == Done(created=8)
-    later.result(timeout=10)
-    assert (out == 1).all(), "the pull overtook the push"
+    outs = [np.zeros((8, 2), np.float32) for _ in range(2)]
+    pulls = [Pull(table="t", ids=np.arange(8), out=out) for out in outs]
+    later = on_a_thread(lambda: shard.run(CallContext(), pulls[0]))
+    with ThreadPoolExecutor(1) as pool:
+        on_its_thread = pool.submit(shard.pull, CallContext(), pulls[1])
+        until(lambda: shard.engine.turn.num_waiting == 3)
+        assert not later.done()
+        go_on.set()
+        assert [one.result(timeout=10).created for one in queued] == [8, 0]
+        later.result(timeout=10)
+        on_its_thread.result(timeout=10)
+    for out in outs:
+        assert (out == 2).all(), "the pull overtook a push"
 
 
-def test_the_last_part_of_a_synchronous_push_applies_all_of_them_once(shard: Shard, who: list[int]) -> None:
+def test_the_last_part_of_a_synchronous_push_applies_all_of_them_once(shard: Shard) -> None:
     def part(rank: int) -> SyncGroup:
         return SyncGroup(job="j", world_size=2, rank=rank, sequence=1, sample_count=1)
 
@@ -108,18 +135,14 @@ def test_the_last_part_of_a_synchronous_push_applies_all_of_them_once(shard: Sha
     assert not first.done()
     second = shard.run(CallContext(stream="other", incarnation=1, sequence=1), push(1, part(1))[1])
     assert first.result(timeout=10) == second.result(timeout=10)
-    assert len(who) == 1
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    state = shard.submit(CallContext(), Describe()).result(timeout=10)
+    assert isinstance(state, ShardState)
+    assert state.tables[0].writes == 1
+    assert (rows(shard) == 1).all()
 
 
 def until_idle(shard: Shard) -> None:
-    with shard._writer.turn:  # behind whatever is at work
+    with shard.engine.turn:  # behind whatever is at work
         pass
 
 

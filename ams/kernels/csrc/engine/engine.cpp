@@ -1,0 +1,250 @@
+#include "engine/engine.hpp"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/memory_budget.hpp"
+#include "base/text.hpp"
+#include "engine/failpoint.hpp"
+#include "routing/merge_route.hpp"
+
+namespace geartrain {
+namespace {
+
+// A push whose equal ids are merged: the sums of their gradients, in the caller's order.
+struct MergedPush {
+  PushRequest push;
+  std::vector<int64_t> ids;
+  std::vector<float> sums;
+};
+
+int64_t distinct_ids(const int64_t* ids, int64_t count, std::vector<int64_t>& distinct, std::vector<int64_t>& places) {
+  distinct.resize(static_cast<size_t>(count));
+  places.resize(static_cast<size_t>(count));
+  return merge_ids(ids, count, distinct.data(), places.data());
+}
+
+int64_t count_distinct(const int64_t* ids, int64_t count) {
+  if (is_rising(ids, count)) return count;
+  std::vector<int64_t> distinct, places;
+  return distinct_ids(ids, count, distinct, places);
+}
+
+void merge_equal_ids(MergedPush& merged) {
+  PushRequest& push = merged.push;
+  if (is_rising(push.ids, push.count)) return;
+  std::vector<int64_t> places;
+  const int64_t count = distinct_ids(push.ids, push.count, merged.ids, places);
+  if (count == push.count) return;
+  merged.sums.resize(static_cast<size_t>(count * push.dim));
+  sum_rows(push.gradients, push.dtype, places.data(), push.count, push.dim, count, merged.sums.data());
+  push.ids = merged.ids.data();
+  push.count = count;
+  push.gradients = reinterpret_cast<const char*>(merged.sums.data());
+  push.dtype = DType::float32;
+}
+
+}  // namespace
+
+Fault fault_in_flight(const std::string& of_whom) {
+  try {
+    throw;
+  } catch (const Fault& fault) {
+    return fault;
+  } catch (const OverBudget& refused) {
+    return {"OutOfMemory", refused.words()};
+  } catch (const std::bad_alloc&) {
+    return {"OutOfMemory", of_whom + " is out of memory: the system gives it no more; the call changed nothing"};
+  } catch (const std::exception& error) {
+    return {"InternalError", of_whom + ": " + error.what()};
+  }
+}
+
+// The turn, from when it has come to the end of this object. Throws Fault("ShardUnavailable"), and what the caller's look throws.
+class Engine::Holding {
+ public:
+  Holding(Engine& engine, const Caller& caller) {
+    if (!caller.has_turn) wait(engine, caller);
+    if (engine.has_ended_) throw shut_down(engine);
+  }
+
+ private:
+  static Fault shut_down(const Engine& engine) { return {"ShardUnavailable", engine.name_ + " is shut down"}; }
+
+  void wait(Engine& engine, const Caller& caller) {
+    if (engine.is_closed_) throw shut_down(engine);
+    place_.emplace(engine.turn_);
+    if (!place_->wait(caller.look) || (caller.has_left != nullptr && *caller.has_left))
+      throw Fault("ShardUnavailable", "the caller has gone");
+  }
+
+  std::optional<Turn::Place> place_;
+};
+
+Engine::Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std::shared_ptr<Lease> lease,
+               std::shared_ptr<CompletedWrites> completed_writes, std::shared_ptr<SyncGroups> groups)
+    : shard_(shard),
+      incarnation_(incarnation),
+      name_("shard " + std::to_string(shard)),
+      cluster_version_(cluster_version),
+      lease_(std::move(lease)),
+      completed_writes_(std::move(completed_writes)),
+      groups_(std::move(groups)) {}
+
+void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
+  check_lease();
+  if (shard_incarnation != 0 && shard_incarnation != incarnation_)
+    throw Fault("ShardRestarted",
+                name_ + " was restarted (incarnation " + std::to_string(incarnation_) + ", the call means " +
+                    std::to_string(shard_incarnation) +
+                    "): rows in its memory are gone; connect again and restore a snapshot, or start the job again");
+  if (const int64_t own = cluster_version_; cluster_version != 0 && cluster_version != own)
+    throw Fault("StaleCluster", "the call means cluster version " + std::to_string(cluster_version) + ", " + name_ +
+                                    " is at " + std::to_string(own) + "; ask the scheduler again");
+}
+
+void Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller) {
+  const Holding holding(*this, caller);
+  try {
+    check_fence(context.shard_incarnation, context.cluster_version);
+    ServedTable& found = find(table);
+    found.require_open(context.table_incarnation);
+    if (request.required_sync) groups_->require_step(table, *request.required_sync);
+    found.pull(request);
+  } catch (const std::exception&) {
+    throw fault_in_flight(name_);
+  }
+}
+
+// Calls write(table), which returns nothing if it has completed the write itself, or others will.
+template <class Write>
+void Engine::write(const CallContext& context, const std::string& name, const Completion& completion, const Caller& caller,
+                   const Write& write) {
+  std::optional<Holding> holding;
+  try {
+    holding.emplace(*this, caller);
+  } catch (const Fault& fault) {
+    return completion(fault);
+  }
+  try {
+    check_fence(context.shard_incarnation, context.cluster_version);
+    // Not even as a repetition: the rows of the write that it repeats are gone.
+    if (const ServedTable* present = find_or_null(name)) present->require_open(context.table_incarnation);
+    if (!completed_writes_->admit(context, completion)) return;
+  } catch (const std::exception&) {
+    return completion(fault_in_flight(name_));
+  }
+  std::optional<Done> done;
+  try {
+    ServedTable& table = find(name);
+    failpoint("shard.apply.before");
+    done = write(table);
+  } catch (const std::exception&) {
+    return completed_writes_->failed(context, fault_in_flight(name_));
+  }
+  if (done) completed_writes_->applied(context, *done, name);
+}
+
+template <class Apply>
+Done Engine::applied(ServedTable& table, const Apply& apply) {
+  check_lease();
+  const int64_t created = apply();
+  failpoint("shard.apply.after");
+  ++table.writes;
+  return {created, false};
+}
+
+void Engine::push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
+                  const Completion& completion, const Caller& caller) {
+  MergedPush merged{.push = request, .ids = {}, .sums = {}};
+  try {
+    if (!ids_are_distinct) merge_equal_ids(merged);
+  } catch (const std::exception&) {
+    return completion(fault_in_flight(name_));
+  }
+  bool is_earlier = false;
+  write(context, table, completion, caller, [&](ServedTable& found) -> std::optional<Done> {
+    if (!request.group) return applied(found, [&] { return found.push(merged.push); });
+    const std::optional<Done> done = push_jointly(context, found, merged.push);
+    is_earlier = alarm_.note(groups_->next_deadline());
+    return done;
+  });
+  if (is_earlier) alarm_.ring();
+}
+
+// Adds one rank's part; the last one applies those of all, and completes them.
+std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push) {
+  table.require_factors(push);
+  const std::string& name = table.name();
+  const RankWrite write{.push = push, .hosted = nullptr, .arrays = nullptr};
+  if (groups_->is_applied(name, write)) return Done{0, true};
+  const Joined joined = groups_->join(context, name, write);
+  // Or its caller, if it still lives, would ask for its reply for ever.
+  if (joined.replaced) completed_writes_->failed(joined.replaced->context, joined.replaced->fault);
+  if (!joined.is_complete) return std::nullopt;
+  const std::vector<CallContext> callers = groups_->callers(name, *push.group);
+  Done done;
+  try {
+    const std::vector<const RankWrite*> parts = groups_->parts(name, *push.group);
+    are_hosted(name, parts);  // none is, for this one is not; throws if another is
+    const JointPush joint = joint_push(name, parts);
+    done = applied(table, [&] { return table.push(joint.push); });
+  } catch (const std::exception&) {
+    const Fault fault = fault_in_flight(name_);
+    groups_->abandon(name, *push.group);
+    for (const CallContext& one : callers) completed_writes_->failed(one, fault);
+    return std::nullopt;
+  }
+  groups_->complete(name, *push.group);
+  for (const CallContext& one : callers) completed_writes_->applied(one, done, name);
+  return std::nullopt;
+}
+
+void Engine::assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
+                    const Completion& completion, const Caller& caller) {
+  int64_t num_distinct = request.count;
+  try {
+    if (!ids_are_distinct) num_distinct = count_distinct(request.ids, request.count);
+  } catch (const std::exception&) {
+    return completion(fault_in_flight(name_));
+  }
+  write(context, table, completion, caller, [&](ServedTable& found) -> std::optional<Done> {
+    if (num_distinct < request.count)
+      throw Fault("InvalidRows", std::to_string(request.count) + " ids to assign hold " +
+                                     std::to_string(request.count - num_distinct) +
+                                     (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
+    return applied(found, [&] { return found.assign(request); });
+  });
+}
+
+void Engine::add_table(std::shared_ptr<ServedTable> table) {
+  tables_by_name_[table->name()] = table.get();
+  tables_.push_back(std::move(table));
+}
+
+void Engine::remove_table(const std::string& name) {
+  tables_by_name_.erase(name);
+  std::erase_if(tables_, [&](const auto& table) { return table->name() == name; });
+}
+
+ServedTable* Engine::find_or_null(const std::string& name) const {
+  const auto found = tables_by_name_.find(name);
+  return found == tables_by_name_.end() ? nullptr : found->second;
+}
+
+ServedTable& Engine::find(const std::string& name) const {
+  ServedTable* table = find_or_null(name);
+  if (table == nullptr) throw not_found(name);
+  table->require_whole();
+  return *table;
+}
+
+Fault Engine::not_found(const std::string& name) const {
+  std::string known;
+  for (const auto& table : tables_) known += (known.empty() ? "" : ", ") + quoted(table->name());
+  return {"TableNotFound",
+          "there is no table " + quoted(name) + "; tables of this cluster: " + (known.empty() ? "none" : known)};
+}
+
+}  // namespace geartrain

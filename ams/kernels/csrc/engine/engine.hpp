@@ -1,0 +1,101 @@
+// What a shard does with requests for rows, without the interpreter. Python makes, opens and drops tables, freezes, restores and
+// hosts programs in turns of the same line.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/alarm.hpp"
+#include "engine/call.hpp"
+#include "engine/completed_writes.hpp"
+#include "engine/lease.hpp"
+#include "engine/served_table.hpp"
+#include "engine/sync_groups.hpp"
+#include "engine/turn.hpp"
+
+namespace geartrain {
+
+// Who waits for a request to be done.
+struct Caller {
+  const std::atomic<bool>* has_left = nullptr;  // nothing is begun for one who has
+  Turn::Look look;                              // see Turn::Look
+  bool has_turn = false;                        // has it already, and keeps it
+};
+
+// The fault that the exception in flight is, of whatever kind. Called in a catch block.
+Fault fault_in_flight(const std::string& of_whom);
+
+// Thread-safe but for what says otherwise. No interpreter lock is needed, and who calls must not have it unless he has the turn.
+class Engine {
+ public:
+  // `lease`: until when the shard is its own; null: nobody else can hold it.
+  Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std::shared_ptr<Lease> lease,
+         std::shared_ptr<CompletedWrites> completed_writes, std::shared_ptr<SyncGroups> groups);
+
+  Turn& turn() { return turn_; }
+  // Of the deadlines of groups, rung when one waits that did not before.
+  Alarm& alarm() { return alarm_; }
+  std::atomic<int64_t>& cluster_version() { return cluster_version_; }
+
+  // Throws the Faults ShardUnavailable: the shard may belong to another process; ShardRestarted, StaleCluster: another past than
+  // this shard's is meant.
+  void check_fence(int64_t shard_incarnation, int64_t cluster_version);
+  // Throws the first of those.
+  void check_lease() {
+    if (lease_) lease_->check();
+  }
+
+  // Writes rows to where the request says. Throws Faults; nothing was written then.
+  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller = {});
+
+  // Each is applied once, whole or not at all. `completion` is called once, here or, of a write that waits for other ranks, later:
+  // its arrays are copied. Only what the caller's look throws is thrown, and then nothing was begun. Equal ids of a push are merged
+  // first, unless `ids_are_distinct` says that there are none; those of an assign are refused.
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
+            const Completion& completion, const Caller& caller = {});
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
+              const Completion& completion, const Caller& caller = {});
+
+  // Refuses requests that come from now on (ShardUnavailable); those that wait for the turn are done.
+  void close() { is_closed_ = true; }
+  // Refuses those, too. By whoever has the turn.
+  void end() { has_ended_ = true; }
+
+  // Tables are changed by whoever has the turn and the interpreter lock, and read by whoever has either.
+  void add_table(std::shared_ptr<ServedTable> table);
+  void remove_table(const std::string& name);
+  // What is told of a name that no table has.
+  Fault not_found(const std::string& name) const;
+
+ private:
+  class Holding;
+
+  ServedTable* find_or_null(const std::string& name) const;
+  ServedTable& find(const std::string& name) const;
+  template <class Apply>
+  Done applied(ServedTable& table, const Apply& apply);
+  std::optional<Done> push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push);
+  template <class Write>
+  void write(const CallContext& context, const std::string& table, const Completion& completion, const Caller& caller,
+             const Write& write);
+
+  const int64_t shard_, incarnation_;
+  const std::string name_;  // "shard 3"
+  std::atomic<int64_t> cluster_version_;
+  std::atomic<bool> is_closed_{false};
+  bool has_ended_ = false;
+  const std::shared_ptr<Lease> lease_;
+  const std::shared_ptr<CompletedWrites> completed_writes_;
+  const std::shared_ptr<SyncGroups> groups_;
+  Turn turn_;
+  Alarm alarm_;
+  std::vector<std::shared_ptr<ServedTable>> tables_;  // as they were made
+  std::unordered_map<std::string, ServedTable*> tables_by_name_;
+};
+
+}  // namespace geartrain

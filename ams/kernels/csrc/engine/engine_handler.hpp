@@ -1,0 +1,37 @@
+// The engine of a shard as its data plane sees it.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "carriers/handler.hpp"
+#include "engine/engine.hpp"
+#include "engine/failpoint.hpp"
+
+namespace geartrain {
+
+class EngineHandler final : public Handler {
+ public:
+  explicit EngineHandler(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+
+  void pull(const CallContext& context, const std::string& table, const PullRequest& request) override {
+    engine_->pull(context, table, request);
+  }
+  // The ids of a caller of somebody's own may be any.
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, Completion completion) override {
+    engine_->push(context, table, request, false, completion);
+  }
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, Completion completion) override {
+    engine_->assign(context, table, request, false, completion);
+  }
+  void before_reply(bool has_writes) override {
+    if (has_writes) failpoint("shard.reply.before");
+    engine_->check_lease();
+  }
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,253 @@
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <mutex>
+
+#include "base/module.hpp"
+#include "base/text.hpp"
+#include "engine/engine.hpp"
+#include "engine/engine_handler.hpp"
+#include "engine/python.hpp"
+
+namespace geartrain {
+namespace {
+
+using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void on_ring(Alarm& alarm, nb::object ring) {
+  alarm.on_ring([held = kept(std::move(ring))] {
+    const nb::gil_scoped_acquire interpreter;
+    (*held)();
+  });
+}
+
+// A caller of Python who may stop waiting.
+struct Waiter {
+  std::atomic<bool> has_left{false};
+};
+
+// Ctrl-C ends the wait of the main thread for its turn.
+Caller caller_of(const Waiter* waiter, bool has_turn) {
+  return {.has_left = waiter == nullptr ? nullptr : &waiter->has_left,
+          .look = [waiter] { return look_for_signals() || (waiter != nullptr && waiter->has_left); },
+          .has_turn = has_turn};
+}
+
+// A request of so few bytes of rows is sooner done than the interpreter lock is had again, for which another thread may let this one
+// wait for milliseconds.
+constexpr size_t kFewBytes = size_t{64} << 10;
+
+// Calls ask(caller), without the interpreter lock unless it is soon over. Nobody waits for the turn with it.
+template <class Ask>
+void ask_engine(Engine& engine, size_t bytes, const Waiter* waiter, bool has_turn, const Ask& ask) {
+  Caller caller = caller_of(waiter, has_turn);
+  if (has_turn || bytes > kFewBytes || !engine.turn().try_acquire()) {
+    const nb::gil_scoped_release release;
+    ask(caller);
+    return;
+  }
+  const std::unique_ptr<Turn, void (*)(Turn*)> turn(&engine.turn(), [](Turn* taken) { taken->release(); });
+  caller.has_turn = true;
+  ask(caller);
+}
+
+void create_table(ServedTable* self, const std::string& name, int64_t incarnation, std::shared_ptr<RowStore> rows, double lr,
+                  const std::string& optimizer, const std::map<std::string, double>& scalars,
+                  const std::map<std::string, std::string>& fixed, bool is_open) {
+  std::shared_ptr<const Optimizer> own = rows->spec().optimizer;
+  new (self) ServedTable(name, incarnation, std::move(rows), lr, PushOptimizers(optimizer, scalars, fixed, std::move(own)),
+                         is_open);
+}
+
+// The error that a refusal of the table's rows is.
+nb::object refusal(const ServedTable& table, int reason, int64_t index, int64_t value, const std::string& label) {
+  return error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label));
+}
+
+int64_t count_of(size_t count) { return static_cast<int64_t>(count); }
+
+void pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation, const std::string& table,
+          const IdArray& ids, const MatrixOutput& out, int dtype_code, const std::optional<IdArray>& positions,
+          const std::optional<Flags>& present, nb::handle required_sync, const Waiter* waiter, bool has_turn) {
+  const DType dtype = checked_dtype(out, dtype_code);
+  if (positions ? positions->size() != ids.size() : out.shape(0) < ids.size())
+    throw Fault("InvalidRows", (positions ? std::to_string(positions->size()) + " positions"
+                                          : std::to_string(out.shape(0)) + " rows of out") +
+                                   " for " + std::to_string(ids.size()) + " ids; there must be one per id");
+  if (present && present->size() != out.shape(0))
+    throw Fault("InvalidRows", "present is [" + std::to_string(present->size()) + "]; it must be [" +
+                                   std::to_string(out.shape(0)) + "], as many as out has rows");
+  CallContext context;
+  context.shard_incarnation = shard_incarnation;
+  context.cluster_version = cluster_version;
+  context.table_incarnation = table_incarnation;
+  PullRequest request;
+  request.ids = ids.data();
+  request.count = count_of(ids.size());
+  request.dim = count_of(out.shape(1));
+  request.dtype = dtype;
+  request.rows = static_cast<char*>(out.data());
+  request.present = present ? present->data() : nullptr;
+  request.positions = positions ? positions->data() : nullptr;
+  request.size = count_of(out.shape(0));
+  if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
+  ask_engine(engine, out.nbytes(), waiter, has_turn,
+             [&](const Caller& caller) { engine.pull(context, table, request, caller); });
+}
+
+// The outcome of a write, and who is told of it if it comes when the call is over.
+class Reply {
+ public:
+  void settle(const Outcome& outcome) {
+    Completion later;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!later_) {
+        outcome_ = outcome;
+        return;
+      }
+      later = later_;
+    }
+    later(outcome);
+  }
+
+  // Done, or a Future of it if it waits for others. Throws the Fault that it ended with. Called once, with the interpreter lock.
+  nb::object take() {
+    nb::object future;
+    if (!outcome()) {
+      future = nb::module_::import_("concurrent.futures").attr("Future")();
+      Completion later = completion_of(future);
+      const std::lock_guard lock(mutex_);
+      if (!outcome_) {
+        later_ = std::move(later);
+        return future;
+      }
+    }
+    if (const Fault* fault = std::get_if<Fault>(&*outcome_)) throw *fault;
+    return python_of(std::get<Done>(*outcome_));
+  }
+
+ private:
+  bool outcome() {
+    const std::lock_guard lock(mutex_);
+    return outcome_.has_value();
+  }
+
+  std::mutex mutex_;
+  std::optional<Outcome> outcome_;
+  Completion later_;
+};
+
+template <class Write>
+nb::object written(Engine& engine, size_t bytes, const Waiter* waiter, bool has_turn, const Write& write) {
+  const auto reply = std::make_shared<Reply>();
+  ask_engine(engine, bytes, waiter, has_turn, [&](const Caller& caller) {
+    write([reply](const Outcome& outcome) { reply->settle(outcome); }, caller);
+  });
+  return reply->take();
+}
+
+Scalars scalars_of(nb::handle numbers) {
+  Scalars scalars;
+  if (nb::len(numbers) > 0)
+    for (const nb::handle item : numbers.attr("items")())
+      scalars.emplace_back(nb::cast<std::string>(item[0]), nb::cast<double>(item[1]));
+  return scalars;
+}
+
+void require_a_row_each(const IdArray& ids, const Matrix& rows, const char* label, const std::string& table) {
+  if (rows.shape(0) != ids.size())
+    throw Fault("InvalidRows", std::string(label) + " of table " + quoted(table) + " is [" + std::to_string(rows.shape(0)) + ", " +
+                                   std::to_string(rows.shape(1)) + "]; it must have a row for each of " +
+                                   std::to_string(ids.size()) + " ids");
+}
+
+nb::object push(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& gradients,
+                int dtype_code, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
+                bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
+  require_a_row_each(ids, gradients, "gradients", table);
+  PushRequest request;
+  request.dtype = checked_dtype(gradients, dtype_code);
+  request.ids = ids.data();
+  request.count = count_of(ids.size());
+  request.dim = count_of(gradients.shape(1));
+  request.gradients = static_cast<const char*>(gradients.data());
+  request.lr = lr;
+  request.scale = scale;
+  request.scalars = scalars_of(scalars);
+  if (!group.is_none()) request.group = group_of(group);
+  request.step_goes_on = step_goes_on;
+  const CallContext who = context_of(context);
+  return written(engine, gradients.nbytes(), waiter, has_turn, [&](const Completion& completion, const Caller& caller) {
+    engine.push(who, table, request, ids_are_distinct, completion, caller);
+  });
+}
+
+nb::object assign(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& rows,
+                  int dtype_code, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
+  require_a_row_each(ids, rows, "rows", table);
+  AssignRequest request;
+  request.dtype = checked_dtype(rows, dtype_code);
+  request.ids = ids.data();
+  request.count = count_of(ids.size());
+  request.dim = count_of(rows.shape(1));
+  request.rows = static_cast<const char*>(rows.data());
+  const CallContext who = context_of(context);
+  return written(engine, rows.nbytes(), waiter, has_turn, [&](const Completion& completion, const Caller& caller) {
+    engine.assign(who, table, request, ids_are_distinct, completion, caller);
+  });
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  nb::class_<Waiter>(m, "Waiter")
+      .def(nb::init<>())
+      .def("leave", [](Waiter& waiter) { waiter.has_left = true; })
+      .def_prop_ro("has_left", [](const Waiter& waiter) { return waiter.has_left.load(); });
+  nb::class_<ServedTable>(m, "ServedTable")
+      .def("__init__", &create_table, nb::kw_only(), nb::arg("name"), nb::arg("incarnation"), nb::arg("rows"), nb::arg("lr"),
+           nb::arg("optimizer"), nb::arg("scalars"), nb::arg("fixed"), nb::arg("is_open"))
+      .def("require_meant", &ServedTable::require_meant, nb::arg("incarnation"))
+      .def("require_open", &ServedTable::require_open, nb::arg("table_incarnation"))
+      .def("require_whole", &ServedTable::require_whole)
+      .def("refusal", &refusal, nb::arg("reason"), nb::arg("index"), nb::arg("value"), nb::arg("label"))
+      .def_rw("is_open", &ServedTable::is_open)
+      .def_rw("torn", &ServedTable::torn)
+      .def_rw("writes", &ServedTable::writes);
+  nb::class_<Alarm>(m, "Alarm")
+      .def_prop_rw("at", &Alarm::at, &Alarm::set)
+      .def("note", &Alarm::note, nb::arg("deadline").none())
+      .def("on_ring", &on_ring, nb::arg("ring"));
+  nb::class_<Engine>(m, "Engine")
+      .def(nb::init<int64_t, int64_t, int64_t, std::shared_ptr<Lease>, std::shared_ptr<CompletedWrites>, std::shared_ptr<SyncGroups>>(),
+           nb::kw_only(),
+           nb::arg("shard"), nb::arg("incarnation"), nb::arg("cluster_version"), nb::arg("lease").none(),
+           nb::arg("completed_writes"), nb::arg("groups"))
+      .def_prop_ro("turn", &Engine::turn, nb::rv_policy::reference_internal)
+      .def_prop_ro("alarm", &Engine::alarm, nb::rv_policy::reference_internal)
+      .def_prop_rw(
+          "cluster_version", [](Engine& engine) { return engine.cluster_version().load(); },
+          [](Engine& engine, int64_t version) { engine.cluster_version() = version; })
+      .def("check_fence", &Engine::check_fence, nb::arg("shard_incarnation"), nb::arg("cluster_version"))
+      .def("pull", &pull, nb::arg("shard_incarnation"), nb::arg("cluster_version"), nb::arg("table_incarnation"),
+           nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("dtype_code"),
+           nb::arg("positions").noconvert().none(), nb::arg("present").noconvert().none(),
+           nb::arg("required_sync").none(), nb::arg("waiter").none(), nb::arg("has_turn"))
+      .def("push", &push, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(),
+           nb::arg("dtype_code"), nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"),
+           nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
+      .def("assign", &assign, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("dtype_code"), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
+      .def("close", &Engine::close)
+      .def("end", &Engine::end)
+      .def("add_table", &Engine::add_table, nb::arg("table"))
+      .def("remove_table", &Engine::remove_table, nb::arg("name"))
+      .def("not_found", [](const Engine& engine, const std::string& name) { return error_of(engine.not_found(name)); },
+           nb::arg("name"));
+  nb::class_<EngineHandler, Handler>(m, "EngineHandler").def(nb::init<std::shared_ptr<Engine>>(), nb::arg("engine"));
+}
+
+}  // namespace geartrain

@@ -1,0 +1,76 @@
+// A table as a shard serves it: its rows, what its pushes are applied by, and whether it may be read and written now.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "engine/call.hpp"
+#include "optimizers/optimizer.hpp"
+#include "rows/row_store.hpp"
+
+namespace geartrain {
+
+// What a refusal of the rows of table `name` tells its caller: of place refusal.index, where `value` (an id or a position) is,
+// of what `label` names.
+Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, const RowStoreSpec& spec, const std::string& label);
+
+// The optimizer of a table, and those that its pushes may name instead: of the same kind with other numbers.
+class PushOptimizers {
+ public:
+  // `fixed` says of the numbers that cannot change why.
+  PushOptimizers(std::string name, std::map<std::string, double> scalars, std::map<std::string, std::string> fixed,
+                 std::shared_ptr<const Optimizer> own);
+
+  // As RowOptimizerSpec.for_push. Throws the Fault InvalidArgument. Used by one thread at a time.
+  const Optimizer& of_push(const Scalars& scalars);
+
+ private:
+  std::string name_;
+  std::map<std::string, double> scalars_;
+  std::map<std::string, std::string> fixed_;
+  std::shared_ptr<const Optimizer> own_;
+  Scalars last_scalars_;  // pushes of one step name the same
+  std::shared_ptr<const Optimizer> last_;
+};
+
+// Used by whoever has the shard's turn.
+class ServedTable {
+ public:
+  ServedTable(std::string name, int64_t incarnation, std::shared_ptr<RowStore> rows, double lr, PushOptimizers optimizers,
+              bool is_open);
+
+  // Throws the Fault TableNotFound if another table of the name is meant; 0 means any.
+  void require_meant(int64_t incarnation) const;
+  // Throws the Fault TableBeingRestored, or what require_meant does.
+  void require_open(int64_t meant_incarnation) const;
+  // Throws the Fault InternalError if its rows are torn.
+  void require_whole() const;
+
+  // As those of RowTable in Python. Throw Faults, and std::bad_alloc: no row has changed then.
+  void pull(const PullRequest& request) const;
+  int64_t push(const PushRequest& request);
+  // What `push` refuses without looking at ids and gradients.
+  void require_factors(const PushRequest& request) const;
+  int64_t assign(const AssignRequest& request);
+
+  const std::string& name() const { return name_; }
+  const RowStore& rows() const { return *rows_; }
+
+  bool is_open;      // not being restored, and published
+  std::string torn;  // why its rows are of no one moment, if a write was cut off; else empty
+  int64_t writes = 0;
+
+ private:
+  void require_width(const char* label, int64_t dim) const;
+  void require_dtype(const char* label, DType dtype) const;
+
+  const std::string name_;
+  const int64_t incarnation_;
+  const std::shared_ptr<RowStore> rows_;
+  const double lr_;
+  PushOptimizers optimizers_;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,266 @@
+"""A shard's engine beside Python: threads without an interpreter, one order for all, and the words of refusals."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from geartrain.ams.kernels import _core
+from geartrain.ams.kernels._core import exercise_engine
+from geartrain.ams.kernels.engine import Waiter
+from geartrain.ams.server import row_requests
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.values.errors import (
+    InvalidArgument,
+    InvalidRows,
+    RankMissing,
+    ShardUnavailable,
+    StepMismatch,
+    TableBeingRestored,
+    being_restored,
+)
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS, SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.shard_messages import (
+    Assign,
+    CallContext,
+    CreateTable,
+    Describe,
+    Done,
+    Freeze,
+    Pull,
+    Push,
+    ShardState,
+    SyncGroup,
+    Thaw,
+)
+from geartrain.ams.values.specs import Constant, TableSpec
+from tests.support import frame_calls
+
+DIM = 4
+IDS = np.arange(0, 80, 2)
+ONES = np.ones((len(IDS), DIM), np.float32)
+
+
+@pytest.fixture
+def shard() -> Iterator[Shard]:
+    shard = Shard(0, np.arange(4096), incarnation=1)
+    create(shard, "t")
+    yield shard
+    shard.close()
+
+
+def create(shard: Shard, name: str, optimizer: RowOptimizerSpec | None = None, *, for_restore: bool = False) -> None:
+    spec = TableSpec(name=name, dim=DIM, optimizer=optimizer or SGD(1.0), initializer=Constant(0))
+    shard.submit(CallContext(), CreateTable(spec=spec, for_restore=for_restore)).result(10)
+
+
+def rows(shard: Shard) -> np.ndarray:
+    out = np.empty((len(IDS), DIM), np.float32)
+    shard.pull(CallContext(), Pull(table="t", ids=IDS, out=out))
+    return out
+
+
+def test_rows_are_pushed_and_pulled_while_the_interpreter_is_held_elsewhere(shard: Shard) -> None:
+    told = exercise_engine(shard.engine, "t", IDS, ONES, 20, 2, holds_interpreter=True, seconds=20)
+    assert told == (40, 0)
+    assert (rows(shard) == -40).all()
+
+
+def test_what_all_kinds_of_callers_do_at_once_adds_up(shard: Shard) -> None:
+    """Threads of C++ and of Python, requests that are queued, and freezes."""
+    rounds = 60
+    mixed: list[np.ndarray] = []
+
+    def of_python(number: int) -> None:
+        out = np.empty((len(IDS), DIM), np.float32)
+        for sequence in range(1, rounds + 1):
+            context = CallContext(stream=f"s{number}", incarnation=1, sequence=sequence)
+            push = Push(table="t", ids=IDS, gradients=ONES)
+            done = shard.write(context, push) if sequence % 2 else shard.submit(context, push).result(30)
+            assert isinstance(done, Done) and not done.duplicate
+            shard.pull(CallContext(), Pull(table="t", ids=IDS, out=out))
+            if not (out == out[0, 0]).all():
+                mixed.append(out.copy())
+
+    def of_snapshots() -> None:
+        for number in range(rounds):
+            shard.run(CallContext(), Freeze(snapshot_id=str(number))).result(30)
+            shard.submit(CallContext(), Thaw(snapshot_id=str(number), kept=False)).result(30)
+
+    with ThreadPoolExecutor(5) as pool:
+        work = [pool.submit(of_python, number) for number in range(3)] + [pool.submit(of_snapshots)]
+        native = pool.submit(
+            lambda: exercise_engine(shard.engine, "t", IDS, ONES, rounds, 2, holds_interpreter=False, seconds=60)
+        )
+        for one in work:
+            one.result(60)
+        assert native.result(60) == (2 * rounds, 0)
+    assert not mixed
+    assert (rows(shard) == -5 * rounds).all()
+    state = shard.submit(CallContext(), Describe()).result(10)
+    assert isinstance(state, ShardState)
+    assert state.tables[0].writes == 5 * rounds
+
+
+def test_equal_ids_of_a_push_are_merged_and_those_of_an_assign_refused(shard: Shard) -> None:
+    ids = np.array([4, 2, 4, 2, 4])
+    values = np.arange(20, dtype=np.float32).reshape(5, 4)
+    shard.write(CallContext(stream="s", incarnation=1, sequence=1), Push(table="t", ids=ids, gradients=values))
+    expected = np.zeros_like(ONES)
+    np.subtract.at(expected, ids // 2, values)
+    np.testing.assert_array_equal(rows(shard), expected)
+    again = CallContext(stream="s", incarnation=1, sequence=2)
+    with pytest.raises(InvalidRows, match="5 ids to assign hold 3 duplicates"):
+        shard.write(again, Assign(table="t", ids=ids, rows=values))
+    np.testing.assert_array_equal(rows(shard), expected)
+    shard.write(again, Assign(table="t", ids=IDS, rows=ONES))  # the number was not used up
+    assert (rows(shard) == 1).all()
+
+
+def until_waiting(shard: Shard, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while shard.engine.turn.num_waiting < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_closed_shard_refuses_what_comes_and_finishes_what_waited(shard: Shard) -> None:
+    push = Push(table="t", ids=IDS, gradients=ONES)
+    first, second, late = (CallContext(stream=name, incarnation=1, sequence=1) for name in ("first", "second", "late"))
+    with ThreadPoolExecutor(3) as pool:
+        with shard.engine.turn:
+            before = pool.submit(shard.write, first, push)
+            until_waiting(shard, 1)
+            closing = pool.submit(shard.close)
+            until_waiting(shard, 2)
+            with pytest.raises(ShardUnavailable, match="shard 0 is shut down"):
+                shard.write(late, push)
+            place = shard.engine.turn.enter()  # one that was in the line when it began to close
+        assert before.result(10) == Done(created=len(IDS))
+        closing.result(10)
+        place.wait()
+        with pytest.raises(ShardUnavailable, match="shard 0 is shut down"):
+            row_requests.write(shard.engine, second, push, ids_are_distinct=True, has_turn=True)
+        place.leave()
+
+
+def test_a_caller_who_leaves_before_the_turn_has_come_gets_nothing_done(shard: Shard) -> None:
+    waiter = Waiter()
+    push = Push(table="t", ids=IDS, gradients=ONES)
+    context = CallContext(stream="s", incarnation=1, sequence=1)
+    with ThreadPoolExecutor(1) as pool, shard.engine.turn:
+        written = pool.submit(shard.write, context, push, waiter)
+        until_waiting(shard, 1)
+        waiter.leave()
+        with pytest.raises(ShardUnavailable, match="the caller has gone"):
+            written.result(10)
+    assert (rows(shard) == 0).all()
+    assert shard.write(context, push) == Done(created=len(IDS))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_a_push_may_carry_the_numbers_that_its_optimizer_can_be_made_with(
+    shard: Shard, kind: type[RowOptimizerSpec]
+) -> None:
+    for number, optimizer in enumerate({kind(lr=0.1), SparseMomentum(lr=0.1, untouched="elapsed")}):
+        name = f"t{number}"
+        create(shard, name, optimizer)
+        values = [-1.0, 0.0, 0.25, 1.0, 2.0, 1e-45, 1e30, np.inf, np.nan]
+        numbers = itertools.product([*optimizer.scalars(), "none such"], values)
+        for sequence, (scalar, value) in enumerate(numbers, 1):
+            context = CallContext(stream=name, incarnation=1, sequence=sequence)
+            push = Push(table=name, ids=IDS, gradients=0 * ONES, optimizer_scalars={scalar: value})
+            try:
+                optimizer.for_push({scalar: value})
+            except InvalidArgument:
+                with pytest.raises(InvalidArgument, match=scalar):
+                    shard.write(context, push)
+            else:
+                shard.write(context, push)
+
+
+def test_a_table_that_is_restored_says_so_as_python_does(shard: Shard) -> None:
+    create(shard, "r", for_restore=True)
+    with pytest.raises(TableBeingRestored) as raised:
+        shard.pull(CallContext(), Pull(table="r", ids=IDS, out=ONES.copy()))
+    assert str(raised.value) == str(being_restored("r"))
+
+
+def test_numbers_out_of_range_change_nothing_and_use_up_no_number(shard: Shard) -> None:
+    context = CallContext(stream="s", incarnation=1, sequence=1)
+    for settings, why in (
+        ({"lr": -1.0}, r"lr is -1.0; it must be finite"),
+        ({"lr": float("nan")}, r"lr is nan"),
+        ({"lr": 1e39}, r"lr is 1e\+39"),
+        ({"scale": float("inf")}, r"scale is inf"),
+    ):
+        with pytest.raises(InvalidArgument, match=why):
+            shard.write(context, Push(table="t", ids=IDS, gradients=ONES, **settings))
+    with pytest.raises(InvalidRows, match="gradients of table 't' has rows of width 2; they must be of width 4"):
+        shard.write(context, Push(table="t", ids=IDS, gradients=ONES[:, :2]))
+    with pytest.raises(InvalidRows, match="rows of table 't' is float16; it must be float32"):
+        shard.write(context, Assign(table="t", ids=IDS, rows=ONES.astype(np.float16)))
+    assert shard.write(context, Push(table="t", ids=IDS, gradients=ONES)) == Done(created=len(IDS))
+
+
+def test_what_comes_through_shared_memory_needs_no_interpreter_and_counts_once(shard: Shard) -> None:
+    server = _core.DataServer(_core.EngineHandler(shard.engine))
+    try:
+        ours = _core.connect_ring(*server.offer()[:2], 10.0)
+        write = {"stream": "ring", "incarnation": 1, "sequence": 1}
+        frame = frame_calls.push("t", [*range(10), 3], **write), frame_calls.pull("t", range(10), with_present=True)
+        for is_repeated in (False, True):
+            pushed, pulled = frame_calls.ask(ours, *frame)
+            assert (pushed["created"], pushed["duplicate"]) == (10, is_repeated)
+            expected = np.full((10, DIM), -1, np.float32)
+            expected[3] = -2
+            assert (pulled["rows"], pulled["present"]) == (expected.tobytes(), b"\1" * 10)
+        (refused,) = frame_calls.ask(ours, frame_calls.push("t", [1, 1], kind="assign", **(write | {"sequence": 2})))
+        assert (refused["error"], refused["message"]) == ("InvalidRows", "2 ids to assign hold 1 duplicate")
+        (restarted,) = frame_calls.ask(ours, frame_calls.pull("t", [1], shard_incarnation=7))
+        assert restarted["error"] == "ShardRestarted"
+    finally:
+        server.close()
+
+
+def part(rank: int) -> Push:
+    group = SyncGroup(job="j", world_size=2, rank=rank, sequence=1, sample_count=1)
+    return Push(table="t", ids=IDS, gradients=(rank + 1) * ONES, group=group)
+
+
+def test_ranks_that_write_on_their_own_threads_are_applied_together(shard: Shard) -> None:
+    contexts = [CallContext(stream=f"j/{rank}", incarnation=1, sequence=1) for rank in range(2)]
+    first_push = part(0)
+    first = shard.write(contexts[0], first_push)
+    assert isinstance(first, Future)
+    first_push.gradients[:] = 1000  # it was copied
+    joined = shard.write(contexts[0], part(0))  # the same once more, as clients repeat a call
+    assert isinstance(joined, Future)
+    assert not first.done()
+    assert shard.write(contexts[1], part(1)) == Done(created=len(IDS))
+    assert first.result(10) == joined.result(10) == Done(created=len(IDS))
+    assert (rows(shard) == -1.5).all()
+    assert shard.write(contexts[1], part(1)) == Done(created=len(IDS), duplicate=True)
+    sync = SyncGroup(job="j", world_size=2, rank=0, sequence=2, sample_count=1)
+    shard.pull(CallContext(), Pull(table="t", ids=IDS, out=ONES.copy(), required_sync=sync))
+    with pytest.raises(StepMismatch, match=r"at step 3 .* its group at 2"):
+        later = replace(sync, sequence=3)
+        shard.pull(CallContext(), Pull(table="t", ids=IDS, out=ONES.copy(), required_sync=later))
+
+
+def test_a_rank_that_waits_in_vain_is_told_by_the_shards_own_thread() -> None:
+    shard = Shard(0, np.arange(4096), incarnation=1, sync_timeout_seconds=0.2)
+    try:
+        create(shard, "t")
+        waiting = shard.write(CallContext(stream="j/1", incarnation=1, sequence=1), part(1))
+        assert isinstance(waiting, Future)
+        with pytest.raises(RankMissing, match=r"ranks \[0\]"):
+            waiting.result(30)
+    finally:
+        shard.close()
