@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 from geartrain.ams.kernels import _core
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.shard_messages import DataPlaneOffer
+
+logger = logging.getLogger(__name__)
 
 
 class DataPlanePort:
@@ -16,9 +19,13 @@ class DataPlanePort:
     Listens from the first offer on.
     """
 
-    def __init__(self, shard: Callable[[], Shard]) -> None:
-        """``shard`` may raise a GeartrainError: then nothing is offered."""
+    def __init__(self, shard: Callable[[], Shard], host: str, port: int) -> None:
+        """``shard`` may raise a GeartrainError: then nothing is offered.
+
+        Clients of other machines connect to ``host`` and ``port``, 0: a free one; no ``host``: there are none.
+        """
         self._shard = shard
+        self._host, self._port = host, port
         self._lock = threading.Lock()
         self._server: _core.DataServer | None = None
         self._is_closed = False
@@ -30,11 +37,20 @@ class DataPlanePort:
                 if self._is_closed:
                     return DataPlaneOffer(reason="this shard is ending")
                 if self._server is None:
-                    self._server = _core.DataServer(_core.EngineHandler(self._shard().engine))
-                socket, secret, _ = self._server.offer()
+                    self._server = self._listening(_core.EngineHandler(self._shard().engine))
+                socket, secret, port = self._server.offer()
         except (OSError, RuntimeError) as exc:
             return DataPlaneOffer(reason=str(exc))
-        return DataPlaneOffer(socket=socket, secret=secret)
+        return DataPlaneOffer(socket=socket, secret=secret, port=port)
+
+    def _listening(self, handler: _core.Handler) -> _core.DataServer:
+        try:
+            return _core.DataServer(handler, host=self._host, port=self._port)
+        except (OSError, RuntimeError) as exc:
+            logger.warning(
+                "rows of other machines' clients travel in messages: %s (%s:%d)", exc, self._host, self._port
+            )
+            return _core.DataServer(handler)
 
     @property
     def num_connections(self) -> int:

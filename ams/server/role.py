@@ -13,7 +13,6 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
-from geartrain.ams.rpc.payload.bulk import BulkPort
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService
@@ -50,13 +49,15 @@ class _HeldShard:
         listen: str,
         wanted: int | None,
         models: HostedModels,
-        bulk: BulkPort,
         roots: SnapshotRoots,
+        bulk_port: int,
     ) -> None:
         self.config = config
         self.models = models
         self.wanted = wanted
-        self.service = ShardService(config.max_message_bytes, bulk, roots)
+        self.service = ShardService(
+            config.max_message_bytes, roots, host=split_address(config.listen)[0], port=bulk_port
+        )
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)
         self.address = config.advertise or _reachable(self.server.address)
@@ -111,7 +112,6 @@ class _HeldShard:
     def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
         """Send a heartbeat; return False if another process holds the shard now."""
         assert self.shard is not None
-        self.service.bulk.forget_closed()
         failpoints.reach("lease.heartbeat.before")
         began = boot_seconds()
         alive = Heartbeat(
@@ -157,7 +157,6 @@ class ShardServer:
         self._config = config
         self._roots = SnapshotRoots("server", config.listen, config.snapshot_roots)
         self._models = models
-        self._bulk = BulkPort(split_address(config.listen)[0], config.bulk_port)
         self._scheduler = GrpcSchedulerCarrier(config.scheduler, max_message_bytes=config.max_message_bytes)
         self._held: list[_HeldShard] = []
         self._stopping = threading.Event()
@@ -187,7 +186,8 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._bulk, self._roots)
+                bulk_port = self._config.bulk_port and self._config.bulk_port + index
+                held = _HeldShard(self._config, listen, wanted, self._models, self._roots, bulk_port)
                 self._held.append(held)
                 held.server.start()
             self._join_all()
@@ -233,7 +233,6 @@ class ShardServer:
                     logger.info("left without telling the scheduler: %s", exc)
             held.close(grace_seconds)
         self._held.clear()
-        self._bulk.close()
         self._scheduler.close()
         self._ended.set()
 

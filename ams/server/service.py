@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
-from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPort, NotOffered, seconds_to_receive
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, bind
 from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply, done_here
@@ -38,7 +36,6 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.shard_messages import (
     Assign,
-    BulkOffer,
     CallContext,
     ComputeHosted,
     CreateTable,
@@ -48,7 +45,6 @@ from geartrain.ams.values.shard_messages import (
     DropTable,
     Fence,
     Freeze,
-    OpenBulk,
     OpenDataPlane,
     PublishTable,
     Pull,
@@ -77,17 +73,17 @@ class ShardService:
     def __init__(
         self,
         max_message_bytes: int,
-        bulk: BulkPort | None = None,
         roots: SnapshotRoots | None = None,
+        *,
+        host: str = "",
+        port: int = 0,
     ) -> None:
         self._max_message_bytes = max_message_bytes
         self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
         self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
-        self.bulk = BulkPort("127.0.0.1") if bulk is None else bulk
-        """Connections of clients to this process for nothing but rows."""
         self._shard: Shard | None = None
-        self.data_plane = DataPlanePort(lambda: self.shard)
+        self.data_plane = DataPlanePort(lambda: self.shard, host, port)
         """Connections of clients to this shard for pulls, pushes and assigns."""
 
     def serve(self, shard: Shard) -> None:
@@ -115,7 +111,6 @@ class ShardService:
                 Restore: self._restore,
                 Fence: self._fence,
                 OpenDataPlane: self._open_data_plane,
-                OpenBulk: self._open_bulk,
             },
             {
                 Pull: self.pull,
@@ -172,13 +167,6 @@ class ShardService:
     def _open_data_plane(self, _: OpenDataPlane, __: Call) -> DataPlaneOffer:
         return self.data_plane.offer()
 
-    def _open_bulk(self, _: OpenBulk, __: Call) -> BulkOffer:
-        try:
-            port, number, secret = self.bulk.offer()
-        except NotOffered as exc:
-            return BulkOffer(reason=str(exc))
-        return BulkOffer(connection=number, port=port, secret=secret)
-
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""
         header, raw, context = _split(Pull, data)
@@ -187,32 +175,25 @@ class ShardService:
             ids = framing.ids_from(raw.get(14))
             self._check_size("one reply", len(ids), spec.row_bytes + 1)
             present = np.zeros(len(ids), np.bool_) if header.with_present else None
-            if header.HasField("bulk"):
-                reply, out = b"", np.empty((len(ids), spec.dim), spec.numpy_dtype)
-            else:
-                reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
+            reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
             pull = SHARD[Pull].header.from_message(header, ids=ids, out=out, present=present)
         done_here(lambda waiter: self.shard.pull(context, pull, waiter), servicer_context)
-        if header.HasField("bulk"):
-            with self._bulk_connection(header.bulk, servicer_context) as connection:
-                connection.send(header.bulk.use, out)
-            return b"" if present is None else framing.encode_framed(shard_pb2.PullReply(), [(14, present)])
         if present is None:
             return reply
         return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
 
     def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Apply gradients."""
-        asked = self._asked_push(data, servicer_context)
+        asked = self._asked_push(data)
         if asked is None:
             return _INCOMPLETE
         if asked[1].group is not None:
             return self._finished(self._begun_push(*asked), servicer_context)
         return self._written(*asked, servicer_context)
 
-    def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:
+    def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
         """Begin to apply gradients."""
-        asked = self._asked_push(data, servicer_context)
+        asked = self._asked_push(data)
         return _incomplete() if asked is None else self._begun_push(*asked)
 
     def _begun_push(self, context: CallContext, push: Push) -> Begun:
@@ -220,12 +201,12 @@ class ShardService:
         ids, gradients = ops.merged(push.ids, push.gradients)
         return self._begun(context, replace(push, ids=ids, gradients=gradients))
 
-    def _asked_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> tuple[CallContext, Push] | None:
+    def _asked_push(self, data: bytes) -> tuple[CallContext, Push] | None:
         """Who asks for which push; None: parts of it are missing."""
         header, raw, context = _split(Push, data)
         with _OfItsPast(self.shard, header.table, context):
             dim, dtype = self.shard.spec(header.table).dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
-            whole = self._whole(header, context, self._payload(header, raw, dim, dtype, servicer_context))
+            whole = self._whole(header, context, _payload(raw, dim, dtype))
             if whole is None:
                 return None
             return context, SHARD[Push].header.from_message(header, ids=whole[0], gradients=whole[1])
@@ -239,8 +220,7 @@ class ShardService:
         header, raw, context = _split(Assign, data)
         with _OfItsPast(self.shard, header.table, context):
             spec = self.shard.spec(header.table)
-            payload = self._payload(header, raw, spec.dim, spec.numpy_dtype, servicer_context)
-            whole = self._whole(header, context, payload)
+            whole = self._whole(header, context, _payload(raw, spec.dim, spec.numpy_dtype))
             if whole is None:
                 return _INCOMPLETE
             assign = SHARD[Assign].header.from_message(header, ids=whole[0], rows=whole[1])
@@ -316,30 +296,6 @@ class ShardService:
         finally:
             self._threads_that_wait.release()
 
-    def _bulk_connection(
-        self, named: shard_pb2.BulkBytes, servicer_context: grpc.ServicerContext
-    ) -> AbstractContextManager[BulkConnection]:
-        return self.bulk.claimed(named.connection, named.use, servicer_context.add_callback)
-
-    def _payload(
-        self,
-        header: shard_pb2.PushRequest | shard_pb2.AssignRequest,
-        raw: Raw,
-        dim: int,
-        dtype: np.dtype[Any],
-        servicer_context: grpc.ServicerContext,
-    ) -> Payload:
-        """The ids [N] and rows [N, dim] of a write."""
-        if header.HasField("bulk"):
-            ids = framing.ids_from(raw.get(14))
-            self._check_size("one write", len(ids), dim * dtype.itemsize + 8)
-            rows = np.empty((len(ids), dim), dtype)
-            with self._bulk_connection(header.bulk, servicer_context) as connection:
-                connection.receive(header.bulk.use, rows, seconds_to_receive(rows.nbytes))
-            return ids, rows
-        ids = framing.ids_from(raw.get(14))
-        return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
-
     def _whole(self, header: _SplitHeader, context: CallContext, payload: Payload) -> Payload | None:
         if not header.HasField("part"):
             return payload
@@ -388,6 +344,12 @@ def _split(kind: type[Request], data: bytes) -> tuple[Any, Raw, CallContext]:
     """The header of a request with rows, its raw fields by number, and who calls."""
     header, raw = framing.decode_framed(data, SHARD[kind].header.message)
     return header, raw, context_from_pb(header.context)  # type: ignore[attr-defined]
+
+
+def _payload(raw: Raw, dim: int, dtype: np.dtype[Any]) -> Payload:
+    """The ids [N] and rows [N, dim] of a write."""
+    ids = framing.ids_from(raw.get(14))
+    return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
 
 
 _INCOMPLETE = SHARD[Push].reply.encode(Done(incomplete=True))

@@ -196,7 +196,7 @@ class ServerConfig(Section):
     ports: Ports | None = None
     """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
     bulk_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the process for bulk connections, over which rows travel beside gRPC; 0: a free one."""
+    """Port of the process's first shard for bulk connections (TCP); each further one has the next. 0: free ones."""
     heartbeat_seconds: Seconds = 1.0
     """Interval between heartbeats to the scheduler."""
     sync_timeout_seconds: Seconds = 60.0

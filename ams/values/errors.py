@@ -16,7 +16,6 @@ GeartrainError
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
-│   ├── BulkConnectionLost           a bulk connection ended before all rows of a call were there: clients send messages
 │   ├── StoreUnavailable             a key-value server did not answer
 │   ├── Busy                         a role has too much to do: says after how many seconds to ask again
 │   ├── StepPending                  a synchronous push waits for other ranks: clients ask again
@@ -125,13 +124,6 @@ class GearUnavailable(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """A key-value server (Redis) did not answer. The message names its URL."""
-
-
-class BulkConnectionLost(Unavailable):
-    """A call names a bulk connection that the shard does not have, or that ended before all rows were there.
-
-    Nothing was done. Geartrain's own client sends the bytes in messages then, so that no caller of it sees this.
-    """
 
 
 class Busy(Unavailable):

@@ -130,25 +130,14 @@ class DataPlaneOffer:
     socket: str = ""
     """Name in the abstract namespace of the shard's machine."""
     secret: bytes = b""
-    """To be shown there, good for one connection."""
+    """To be shown first, good for one connection."""
     reason: str = ""
     """Why there is none; the other fields are empty then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BulkOffer:
-    """Reply to :class:`OpenBulk`."""
-
-    connection: int = 0
-    """Calls may name it once it is made."""
     port: int = 0
-    secret: bytes = b""
-    """To be sent first, good for one connection."""
-    reason: str = ""
-    """Why there is none; the other fields are empty then."""
+    """Of the shard's host, for TCP; 0: none."""
 
 
-Reply = Done | ShardState | Written | Computed | DataPlaneOffer | BulkOffer
+Reply = Done | ShardState | Written | Computed | DataPlaneOffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,11 +328,6 @@ class UpdateHosted(Rpc[Done]):
 @dataclass(frozen=True, kw_only=True)
 class OpenDataPlane(Rpc[DataPlaneOffer]):
     """Ask for a connection over which pulls, pushes and assigns go: see :mod:`geartrain.ams.rpc.payload.data_plane`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenBulk(Rpc[BulkOffer]):
-    """Ask for a connection for nothing but rows: see :mod:`geartrain.ams.rpc.payload.bulk`."""
 
 
 Request = Rpc[Any]

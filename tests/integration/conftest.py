@@ -12,7 +12,6 @@ import pytest
 from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.rpc.client.shard import GrpcCarrier
-from geartrain.ams.rpc.payload import bulk
 from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.rpc.server.server import Bound
 from geartrain.ams.scheduler.service import SchedulerServer
@@ -85,11 +84,11 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "bulk-1", "bulk-2-parts", "shared-2"])
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "bulk-1", "bulk-2", "shared-2"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A cluster over each carrier.
 
-    "parts" cuts every payload above 64 KiB; "bulk" sends all rows over bulk connections, "shared" all calls through
+    "parts" cuts every message above 64 KiB; "bulk" sends all calls for rows over bulk connections, "shared" through
     shared memory.
     """
     kind, shards, *parts = request.param.split("-")
@@ -98,17 +97,13 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             yield embedded
         return
     served = ServedCluster(int(shards))
-    monkeypatch.setattr(bulk, "MIN_BULK_BYTES", 1)
     ways = {"shared_memory": kind == "shared", "bulk_connections": kind == "bulk"}
     config = QUICK.model_copy(update={**ways, **({"part_bytes": 64 << 10} if parts else {})})
     try:
         with connect(served.address, config=config) as connected:
-            if kind == "shared":
+            if kind in ("shared", "bulk"):
                 for carrier in carriers_of(connected):
                     connect_data_plane(carrier)
-            if kind == "bulk":
-                for carrier in carriers_of(connected):
-                    connect_bulk(carrier)
             yield connected
     finally:
         served.stop()
@@ -140,18 +135,3 @@ def connect_data_plane(carrier: GrpcCarrier) -> DataPlane:
         plane._open_connection()
     assert plane._connection is not None and not plane._connection.is_lost
     return plane
-
-
-def connect_bulk(carrier: GrpcCarrier, num_connections: int = 2) -> None:
-    """Open bulk connections to a shard; later ones are opened by the call that lacks one."""
-    pool = carrier._bulk
-    assert pool is not None
-    pool._begin = lambda work: work()
-    taken = []
-    while len(taken) < num_connections:
-        connection = pool.take(bulk.MIN_BULK_BYTES)
-        if connection is not None:
-            taken.append(connection)
-    for connection in taken:
-        pool.give_back(connection)
-    assert pool.num_connections == num_connections

@@ -20,6 +20,7 @@ from geartrain.ams.values.errors import Busy, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import CallContext
 from geartrain.ams.values.specs import Constant
+from tests.integration.conftest import carriers_of, connect_data_plane
 
 WRITERS, PUSHES, ROWS, DIM = 8, 3, 2000, 16
 CONFIG = ClientConfig(part_bytes=64 << 10, attempt_timeout_seconds=10, recovery_timeout_seconds=60, shared_memory=False)
@@ -85,7 +86,8 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
             raise Busy("too many requests wait", 0.25)
         whole_pull(*arguments)
 
-    with connect(cluster.address, config=CONFIG) as client:
+    in_messages = CONFIG.model_copy(update={"bulk_connections": False})
+    with connect(cluster.address, config=in_messages) as client:
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
         monkeypatch.setattr(Shard, "pull", pull)
         assert (table.pull([1]) == 0).all()
@@ -98,10 +100,14 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
         assert raised.value.retry_after_seconds == 0.25
 
 
-def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(served: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", ["messages", "bulk", "shared"])
+def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(served: Callable[..., Any], way: str) -> None:
     cluster = served(1)
-    hasty = CONFIG.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0})
-    with connect(cluster.address, config=CONFIG) as client:
+    config = CONFIG.model_copy(update={"shared_memory": way == "shared", "bulk_connections": way == "bulk"})
+    hasty = config.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0})
+    with connect(cluster.address, config=config) as client:
+        if way != "messages":
+            connect_data_plane(carriers_of(client)[0])
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
         turn = cluster.servers[0]._held[0].service.shard.engine.turn
         push = table.prepare_push([7], np.ones((1, DIM), np.float32))
@@ -114,7 +120,7 @@ def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(served: Callab
                 while turn.num_waiting:
                     assert time.monotonic() < deadline, "it waits for its turn still"
                     time.sleep(0.01)
-        client._calls.config = CONFIG
+        client._calls.config = config
         assert (table.pull([7]) == 0).all()
         assert not push.send().duplicate
         assert (table.pull([7]) == -1).all()

@@ -116,7 +116,7 @@ def test_garbage_on_the_port_does_not_disturb_the_shard(served: Callable[..., ob
 
 def test_an_oversize_message_names_the_limit(served: Callable[..., object]) -> None:
     cluster = served(1, max_message_bytes=2 << 20)
-    too_large = ClientConfig(part_bytes=8 << 20, shared_memory=False)
+    too_large = ClientConfig(part_bytes=8 << 20, shared_memory=False, bulk_connections=False)
     with connect(cluster.address, config=too_large) as ours:  # type: ignore[attr-defined]
         table = ours.create_table("t", dim=256, optimizer=SGD(1.0))
         with pytest.raises(errors.MessageTooLarge, match="part_bytes"):

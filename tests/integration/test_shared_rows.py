@@ -127,6 +127,7 @@ def test_another_process_shares_its_memory_and_when_it_is_killed_the_shard_lets_
     with connected(cluster) as ours:
         connect_data_plane(carriers_of(ours)[0])
         ours.table("t").push(IDS, ONES)
+        ours.table("t").pull(IDS)
         before = port.num_mailboxes
         with subprocess.Popen(
             [sys.executable, "-c", CHILD, cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -178,7 +179,7 @@ def test_the_log_says_once_which_way_rows_go(
     monkeypatch.setattr(DataPlanePort, "offer", lambda _: DataPlaneOffer(reason="there are too many"))
     with connected(cluster) as ours, pytest.raises(AssertionError):  # there is none
         connect_data_plane(carriers_of(ours)[0])
-    assert "go in messages, not through shared memory: there are too many" in caplog.text
+    assert "go in messages, not through shared memory or over bulk connections: there are too many" in caplog.text
 
 
 def test_calls_side_by_side_do_not_mix(served: Served) -> None:

@@ -21,7 +21,6 @@ LARGEST_ROOM = 14
 # Optional mechanism -> who may know it, and the bench that justifies it with the words of its case.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
     "geartrain.ams.rpc.payload.data_plane": (("ams/rpc",), "rows_grpc.py", "shared memory"),
-    "geartrain.ams.rpc.payload.bulk": (("ams/rpc", "ams/server"), "rows_grpc.py", "bulk connections"),
     "geartrain.ams.storage.snapshot.chain": (
         ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/head/backends/ranks"),
         "snapshot_dirty.py",
@@ -141,8 +140,8 @@ def test_a_planted_violation_is_found(check: object, planted: Sources) -> None:
 
 def test_a_mechanism_that_leaks_or_loses_its_bench_is_found() -> None:
     sources, benches = product_sources(), bench_sources()
-    leak = {**sources, "workers/job/loop.py": "from geartrain.ams.rpc.payload import bulk"}
+    leak = {**sources, "workers/job/loop.py": "from geartrain.ams.rpc.payload import data_plane"}
     assert len(mechanisms_without_a_reason(leak, benches)) == 1
     assert mechanisms_without_a_reason(sources, {**benches, "rows_grpc.py": ""})
-    gone = {path: source for path, source in sources.items() if path != "ams/rpc/payload/bulk.py"}
+    gone = {path: source for path, source in sources.items() if path != "ams/rpc/payload/data_plane.py"}
     assert mechanisms_without_a_reason(gone, benches)

@@ -162,105 +162,30 @@ class OpenDataPlaneReply(_message.Message):
     SOCKET_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
     """On the shard's own machine: name of a unix socket (SOCK_SEQPACKET) in the abstract namespace."""
     secret: _builtins.bytes
     """32 bytes to be shown there within 5 seconds, good for one connection."""
     reason: _builtins.str
     """Why there is none; the other fields are empty then."""
+    port: _builtins.int
+    """From elsewhere: port of the shard's host for TCP; 0: none."""
     def __init__(
         self,
         *,
         socket: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         reason: _builtins.str = ...,
+        port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "secret", b"secret", "socket", b"socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "reason", b"reason", "secret", b"secret", "socket", b"socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenDataPlaneReply: _TypeAlias = OpenDataPlaneReply  # noqa: Y015
-
-@_typing.final
-class OpenBulkRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OpenBulkRequest: _TypeAlias = OpenBulkRequest  # noqa: Y015
-
-@_typing.final
-class OpenBulkReply(_message.Message):
-    """The client connects to `port` of the shard's host within 5 seconds and sends `secret`; the shard sends the 16 bytes
-    "geartrain bulk 1". The connection then carries the rows of those calls that name it.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONNECTION_FIELD_NUMBER: _builtins.int
-    PORT_FIELD_NUMBER: _builtins.int
-    SECRET_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    connection: _builtins.int
-    """Calls may name it from now on."""
-    port: _builtins.int
-    secret: _builtins.bytes
-    """32 bytes, good for one connection."""
-    reason: _builtins.str
-    """Why there is none; the other fields are empty then."""
-    def __init__(
-        self,
-        *,
-        connection: _builtins.int = ...,
-        port: _builtins.int = ...,
-        secret: _builtins.bytes = ...,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "port", b"port", "reason", b"reason", "secret", b"secret"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OpenBulkReply: _TypeAlias = OpenBulkReply  # noqa: Y015
-
-@_typing.final
-class BulkBytes(_message.Message):
-    """The rows or gradients of one call, on a bulk connection: `use` and their number of bytes (uint64, little endian), then
-    the bytes. The shard sends those of a pull before its reply; the caller those of a push or assign while the call is
-    under way. Whoever meets an error closes the connection.
-    BulkConnectionLost: the shard does not have this connection (any more), or had this use of it. Nothing was done.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONNECTION_FIELD_NUMBER: _builtins.int
-    USE_FIELD_NUMBER: _builtins.int
-    connection: _builtins.int
-    use: _builtins.int
-    """From 1, higher with each call that uses this connection, which is one at a time."""
-    def __init__(
-        self,
-        *,
-        connection: _builtins.int = ...,
-        use: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "use", b"use"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BulkBytes: _TypeAlias = BulkBytes  # noqa: Y015
 
 @_typing.final
 class PullRequest(_message.Message):
@@ -270,7 +195,6 @@ class PullRequest(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
     WITH_PRESENT_FIELD_NUMBER: _builtins.int
-    BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     table: _builtins.str
@@ -286,10 +210,6 @@ class PullRequest(_message.Message):
     def required_sync(self) -> _types_pb2.SyncGroup:
         """Answer only if exactly the writes before required_sync.sequence are applied."""
 
-    @_builtins.property
-    def bulk(self) -> Global___BulkBytes:
-        """Where the rows go to instead of the reply, which has `present` all the same."""
-
     def __init__(
         self,
         *,
@@ -297,13 +217,12 @@ class PullRequest(_message.Message):
         table: _builtins.str = ...,
         required_sync: _types_pb2.SyncGroup | None = ...,
         with_present: _builtins.bool = ...,
-        bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,7 +315,6 @@ class PushRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     STEP_GOES_ON_FIELD_NUMBER: _builtins.int
     OPTIMIZER_SCALARS_FIELD_NUMBER: _builtins.int
-    BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -431,10 +349,6 @@ class PushRequest(_message.Message):
         weight_decay, beta1. InvalidArgument, and nothing done, for one that is out of range or cannot change.
         """
 
-    @_builtins.property
-    def bulk(self) -> Global___BulkBytes:
-        """Where the gradients come from. The ids are in the field below."""
-
     def __init__(
         self,
         *,
@@ -447,14 +361,13 @@ class PushRequest(_message.Message):
         part: Global___Part | None = ...,
         step_goes_on: _builtins.bool = ...,
         optimizer_scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "bulk", b"bulk", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -474,7 +387,6 @@ class AssignRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
-    BULK_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
@@ -491,24 +403,19 @@ class AssignRequest(_message.Message):
     def part(self) -> Global___Part:
         """Absent: this message is the whole write."""
 
-    @_builtins.property
-    def bulk(self) -> Global___BulkBytes:
-        """Where the rows come from. The ids are in the field below."""
-
     def __init__(
         self,
         *,
         context: _types_pb2.CallContext | None = ...,
         table: _builtins.str = ...,
         part: Global___Part | None = ...,
-        bulk: Global___BulkBytes | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         rows: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "part", b"part", "rows", b"rows", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

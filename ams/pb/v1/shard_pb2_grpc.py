@@ -70,11 +70,6 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneReply.FromString,
                 _registered_method=True)
-        self.OpenBulk = channel.unary_unary(
-                '/geartrain.ams.v1.Shard/OpenBulk',
-                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkRequest.SerializeToString,
-                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkReply.FromString,
-                _registered_method=True)
         self.ComputeHosted = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/ComputeHosted',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ComputeHostedRequest.SerializeToString,
@@ -170,14 +165,6 @@ class ShardServicer:
     def OpenDataPlane(self, request, context):
         """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
         Not giving one is no error: the reply says why.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def OpenBulk(self, request, context):
-        """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
-        no error: the reply says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,11 +271,6 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.OpenDataPlane,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneReply.SerializeToString,
-            ),
-            'OpenBulk': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenBulk,
-                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkRequest.FromString,
-                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkReply.SerializeToString,
             ),
             'ComputeHosted': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeHosted,
@@ -525,33 +507,6 @@ class Shard:
             '/geartrain.ams.v1.Shard/OpenDataPlane',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenBulk(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/geartrain.ams.v1.Shard/OpenBulk',
-            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkRequest.SerializeToString,
-            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenBulkReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,10 +58,6 @@ class ShardStub:
     """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
     Not giving one is no error: the reply says why.
     """
-    OpenBulk: _grpc.UnaryUnaryMultiCallable[_shard_pb2.OpenBulkRequest, _shard_pb2.OpenBulkReply]
-    """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
-    no error: the reply says why.
-    """
     ComputeHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]
     """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
     UpdateHosted: _grpc.UnaryUnaryMultiCallable[_shard_pb2.UpdateHostedRequest, _shard_pb2.WriteReply]
@@ -101,10 +97,6 @@ class ShardAsyncStub(ShardStub):
     OpenDataPlane: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]  # type: ignore[assignment]
     """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
     Not giving one is no error: the reply says why.
-    """
-    OpenBulk: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenBulkRequest, _shard_pb2.OpenBulkReply]  # type: ignore[assignment]
-    """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
-    no error: the reply says why.
     """
     ComputeHosted: _aio.UnaryUnaryMultiCallable[_shard_pb2.ComputeHostedRequest, _shard_pb2.ComputeHostedReply]  # type: ignore[assignment]
     """Let a hosted model compute from the rows that this shard owns. Changes nothing."""
@@ -184,16 +176,6 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_shard_pb2.OpenDataPlaneReply, _abc.Awaitable[_shard_pb2.OpenDataPlaneReply]]:
         """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
         Not giving one is no error: the reply says why.
-        """
-
-    @_abc_1.abstractmethod
-    def OpenBulk(
-        self,
-        request: _shard_pb2.OpenBulkRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_shard_pb2.OpenBulkReply, _abc.Awaitable[_shard_pb2.OpenBulkReply]]:
-        """Ask for a connection of plain TCP: rows of later calls may travel there instead of in messages. Not giving one is
-        no error: the reply says why.
         """
 
     @_abc_1.abstractmethod

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,12 @@ from geartrain.ams.rpc.carrier import (
 from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
-from geartrain.ams.rpc.payload.bulk import BulkConnection, BulkPool, NotOffered, connect
-from geartrain.ams.rpc.payload.data_plane import DataPlane
-from geartrain.ams.rpc.payload.transfer import BulkUse, Unpack
+from geartrain.ams.rpc.payload.data_plane import DataPlane, RowRequest
+from geartrain.ams.rpc.payload.inline import Unpack
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
-from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB, split_address
+from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB
 from geartrain.ams.values.errors import (
-    BulkConnectionLost,
     GeartrainError,
     InternalError,
 )
@@ -38,7 +36,6 @@ from geartrain.ams.values.shard_messages import (
     ComputeHosted,
     DataPlaneOffer,
     Done,
-    OpenBulk,
     OpenDataPlane,
     Pull,
     Push,
@@ -51,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 _WAITS = ((WAITS_KEY, "1"),)
 _OFFER_SECONDS = 5.0
-_MOVERS = 8
-"""Most threads that move rows over bulk connections to one shard, where a caller has calls to several."""
 
 
 class _Connection:
@@ -71,8 +66,8 @@ class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
     With ``shared_memory``, pulls, pushes and assigns of a shard on this machine go over the data plane, in memory that
-    both share. With ``bulk_connections``, rows of other shards travel beside gRPC. A call waits ``connect_seconds`` for
-    a connection: few, for who repeats calls, more for who does not.
+    both share; with ``bulk_connections``, those of other shards do so by TCP. A call waits ``connect_seconds`` for a
+    connection: few, for who repeats calls, more for who does not.
     """
 
     def __init__(
@@ -92,10 +87,12 @@ class GrpcCarrier:
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
-        self.data_plane = DataPlane(address, self._ask_for_offer, tell=self._tell) if shared_memory else None
+        self.data_plane: DataPlane | None = None
         """The way of rows beside gRPC."""
-        self._bulk = BulkPool(self._open_bulk) if bulk_connections else None
-        self._movers: ThreadPoolExecutor | None = None
+        if shared_memory or bulk_connections:
+            self.data_plane = DataPlane(
+                address, self._ask_for_offer, near=shared_memory, far=bulk_connections, tell=self._tell
+            )
         self._told: str | None = None
         """What was last logged."""
 
@@ -103,33 +100,33 @@ class GrpcCarrier:
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
     ) -> Future[Reply]:
         """See :class:`ShardCarrier`."""
-        if self.data_plane is not None and isinstance(request, Pull | Push | Assign):
-            reply = self.data_plane.submit(context, request, timeout_seconds, alone=alone)
-            if reply is not None:
-                return reply
         match request:
-            case Pull():
-                return self._pull(context, request, timeout_seconds, alone=alone)
-            case Push() | Assign():
-                return self._write(context, request, timeout_seconds, alone=alone)
+            case Pull() | Push() | Assign():
+                reply = None
+                if self.data_plane is not None:
+                    again = partial(self._in_messages, context, request, alone=True)
+                    reply = self.data_plane.submit(context, request, timeout_seconds, alone=alone, again=again)
+                return reply or self._in_messages(context, request, timeout_seconds, alone=alone)
             case ComputeHosted() | UpdateHosted():
                 return self._hosted(context, request, timeout_seconds, alone=alone)
             case _:
                 method = SHARD[type(request)]
                 return self._call(method.name, method.encode(request, context), timeout_seconds, method.reply.decode)
 
+    def _in_messages(
+        self, context: CallContext, request: RowRequest, timeout_seconds: float | None, *, alone: bool
+    ) -> Future[Reply]:
+        if isinstance(request, Pull):
+            return self._pull(context, request, timeout_seconds, alone=alone)
+        return self._write(context, request, timeout_seconds, alone=alone)
+
     def close(self) -> None:
         """Close the connection; calls under way fail with AttemptFailed."""
         with self._lock:
             self._is_closed = True
-            movers = self._movers
         if self.data_plane is not None:
             self.data_plane.close()
-        if self._bulk is not None:
-            self._bulk.close()
         self._connection.channel.close()
-        if movers is not None:
-            movers.shutdown(wait=False)
 
     def _begin(self) -> _Connection:
         with self._lock:
@@ -155,14 +152,13 @@ class GrpcCarrier:
         decode: Callable[[bytes], Reply],
         *,
         alone: bool = False,
-        payload: BulkUse | None = None,
         may_retire: bool = True,
         waits: bool = False,
     ) -> Future[Reply]:
         """Begin a call.
 
-        ``payload`` carries its rows up to its end. Without ``may_retire`` the connection is kept, though no answer
-        comes in time. One that ``waits`` for other callers is answered late.
+        Without ``may_retire`` the connection is kept, though no answer comes in time. One that ``waits`` for other
+        callers is answered late.
         """
         future: Future[Reply] = Future()
         connection = self._begin()
@@ -187,9 +183,6 @@ class GrpcCarrier:
             except BaseException:  # Ctrl-C
                 self._end(connection, timed_out=False)
                 raise
-            finally:
-                if payload is not None:
-                    payload.end()
             self._end(
                 connection, timed_out=timed_out and may_retire
             )  # first, so that a retry finds the next connection
@@ -198,44 +191,20 @@ class GrpcCarrier:
             else:
                 future.set_result(outcome)
 
-        if alone and payload is None:
+        if alone:
             settle(lambda: _unless_closed(send, data, timeout_seconds))
             return future
         try:
             call = _unless_closed(send.future, data, timeout_seconds)
         except BaseException as exc:
-            if payload is not None:
-                payload.end()
             self._end(connection, timed_out=False)
             if not isinstance(exc, _ChannelClosed):
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
-        if payload is None:
-            # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
-            call.add_done_callback(lambda call: settle(call.result))
-        elif alone:
-            settle(partial(payload.moved, call, timeout_seconds))
-        else:
-            self._run_on_thread(partial(settle, partial(payload.moved, call, timeout_seconds)))
+        # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+        call.add_done_callback(lambda call: settle(call.result))
         return future
-
-    def _run_on_thread(self, work: Callable[[], None]) -> None:
-        """Let a thread do ``work``, or do it now where none can be had."""
-        first = threading.Lock()
-
-        def once() -> None:  # an executor that could not start a thread has queued the work all the same
-            if first.acquire(blocking=False):
-                work()
-
-        with self._lock:
-            if self._movers is None:
-                self._movers = ThreadPoolExecutor(_MOVERS, thread_name_prefix="geartrain-rows")
-            movers = self._movers
-        try:
-            movers.submit(once)
-        except RuntimeError:
-            once()
 
     def _hosted(
         self, context: CallContext, request: ComputeHosted | UpdateHosted, timeout_seconds: float | None, *, alone: bool
@@ -254,22 +223,16 @@ class GrpcCarrier:
     def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
         dim, dtype = pull.out.shape[1], pull.out.dtype
 
-        def send(start: int, end: int, payload: BulkUse | None) -> Future[Reply]:
+        def send(start: int, end: int) -> Future[Reply]:
             header: Any = SHARD[Pull].header.to_message(
                 pull, context=context_to_pb(context), with_present=pull.present is not None
             )
-            if payload is not None:
-                header.bulk.CopyFrom(payload.named)
             data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            unpack = Unpack(pull, start, end, payload)
-            if payload is not None:
-                payload.move, payload.buffer_lease = unpack.receive, pull.buffer_lease
-            return self._call("Pull", data, timeout_seconds, unpack, alone=alone and len(spans) == 1, payload=payload)
+            whole = alone and len(spans) == 1
+            return self._call("Pull", data, timeout_seconds, Unpack(pull, start, end), alone=whole)
 
         spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
-        parts = [
-            self._send_rows(partial(send, start, end), (end - start) * dim * dtype.itemsize) for start, end in spans
-        ]
+        parts = [send(start, end) for start, end in spans]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _write(
@@ -279,85 +242,21 @@ class GrpcCarrier:
         method = SHARD[type(write)]
         waits = isinstance(write, Push) and write.group is not None
 
-        def send(index: int, start: int, end: int, payload: BulkUse | None) -> Future[Reply]:
+        def send(index: int, start: int, end: int) -> Future[Reply]:
             header: Any = method.header.to_message(write, context=context_to_pb(context))
             if isinstance(write, Push):
                 header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
             if len(spans) > 1:
                 header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            if payload is not None:
-                header.bulk.CopyFrom(payload.named)
-                data = framing.encode_framed(header, [(14, write.ids[start:end])])
-                payload.move = lambda connection, use, _: connection.send(use, rows[start:end])
-                payload.buffer_lease = write.buffer_lease
-            else:
-                with held(write.buffer_lease):
-                    data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
+            with held(write.buffer_lease):
+                data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
             whole = alone and len(spans) == 1
             decode = method.reply.decode
-            return self._call(method.name, data, timeout_seconds, decode, alone=whole, payload=payload, waits=waits)
+            return self._call(method.name, data, timeout_seconds, decode, alone=whole, waits=waits)
 
         spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
-        parts = [
-            self._send_rows(partial(send, index, start, end), (end - start) * rows.shape[1] * rows.itemsize)
-            for index, (start, end) in enumerate(spans)
-        ]
+        parts = [send(index, start, end) for index, (start, end) in enumerate(spans)]
         return parts[0] if len(parts) == 1 else _joined(parts)
-
-    def _send_rows(self, send: Callable[[BulkUse | None], Future[Reply]], num_bytes: int) -> Future[Reply]:
-        """Send with the rows beside the message if that can be, and in it if not, or if the shard lost the other way.
-
-        The second time is no second write: the shard has not begun the first.
-        """
-        payload = self._bulk_use(num_bytes)
-        if payload is None:
-            return send(None)
-        future: Future[Reply] = Future()
-
-        def settled(attempt: Future[Reply]) -> None:
-            error = attempt.exception()
-            if isinstance(error, BulkConnectionLost):
-                try:
-                    again = send(None)
-                except BaseException as exc:  # a defect, or the caller has gone
-                    future.set_exception(exc)
-                else:
-                    again.add_done_callback(partial(_hand_on, future))
-            else:
-                _hand_on(future, attempt)
-
-        try:
-            attempt = send(payload)
-        except BaseException:
-            payload.end()
-            raise
-        attempt.add_done_callback(settled)
-        return future
-
-    def _bulk_use(self, num_bytes: int) -> BulkUse | None:
-        """A bulk connection for a call's rows; None: they travel in the message."""
-        if self._bulk is None or (self.data_plane is not None and not self.data_plane.is_off):
-            return None
-        connection = self._bulk.take(num_bytes)
-        return None if connection is None else BulkUse(self._bulk, connection)
-
-    def _open_bulk(self) -> BulkConnection:
-        """Make a bulk connection. Raises NotOffered or whatever else prevents it."""
-        method = SHARD[OpenBulk]
-        try:
-            asked = self._call(
-                method.name, method.encode(OpenBulk()), _OFFER_SECONDS, method.reply.decode, may_retire=False
-            )
-            reply: Any = asked.result()
-            if reply.reason:
-                raise NotOffered(reply.reason)
-            host, _ = split_address(self._address)
-            connection = connect((host, reply.port), reply.connection, reply.secret)
-        except Exception as exc:
-            self._tell(f"in messages, not over bulk connections: {exc}")
-            raise
-        self._tell("over bulk connections")
-        return connection
 
     def _ask_for_offer(self) -> DataPlaneOffer:
         """Ask the shard for a connection of the data plane. Raises its GeartrainError, or AttemptFailed."""
@@ -401,14 +300,6 @@ def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float
         return send(data, timeout=timeout_seconds)
     except ValueError as exc:  # how gRPC says it
         raise _ChannelClosed from exc
-
-
-def _hand_on(future: Future[Reply], done: Future[Reply]) -> None:
-    error = done.exception()
-    if error is None:
-        future.set_result(done.result())
-    else:
-        future.set_exception(error)
 
 
 def _joined(parts: list[Future[Reply]]) -> Future[Reply]:

@@ -1,8 +1,9 @@
 """The data plane, from the client's end: pulls, pushes and assigns go to a shard in frames, by compiled code.
 
 A client asks the shard for a connection over gRPC, on a thread; nobody waits for that: until it is there, and wherever
-it cannot be, calls are messages. Frames and memory are those of docs/explanation/frames.md. A call whose reply does not
-come in time leaves its memory to the shard for good; a forked child has none of its parent's connections.
+it cannot be, calls are messages. Frames and memory are those of docs/explanation/frames.md. On the shard's machine a
+call whose reply does not come in time leaves its memory to the shard for good; elsewhere it ends the connection, and
+for a while there is none. A forked child has none of its parent's connections.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import GeartrainError, InternalError
 from geartrain.ams.values.interrupts import held
 from geartrain.ams.values.shard_messages import Assign, CallContext, DataPlaneOffer, Done, Pull, Push, Reply
@@ -26,12 +28,17 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 600.0
 """After a refusal no connection is asked for so long."""
+DISTRUST_SECONDS = 30.0
+"""After a call without an answer by TCP there is no connection for so long: the way may let only gRPC pass."""
 CONNECT_SECONDS = 5.0
 """To connect and be greeted; a secret that was not used for so long is void."""
+_LEAST_SECONDS = 0.05
+"""To send a call again whose connection was lost."""
 _LOST_SECONDS = 30.0
 """When the last attempt to connect began so long ago, none is under way."""
 
 RowRequest = Pull | Push | Assign
+connect_tcp = _core.connect_tcp
 
 
 def _in_background(work: Callable[[], None]) -> None:
@@ -46,24 +53,28 @@ class DataPlane:
         address: str,
         ask: Callable[[], DataPlaneOffer],
         *,
+        near: bool = True,
+        far: bool = False,
         tell: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         begin: Callable[[Callable[[], None]], None] = _in_background,
     ) -> None:
         """``ask`` asks the shard for an offer. It raises AttemptFailed if that got lost: then the next call tries
-        again. Whatever else prevents a connection means that there is none for a while. ``tell`` is told which way rows
-        go.
+        again. Whatever else prevents a connection means that there is none for a while. It goes through memory that is
+        shared with a shard ``near``, on this machine, or by TCP to one ``far``. ``tell`` is told which way rows go.
 
         ``begin`` has the connection made: by default on a thread, for no call is to wait for it, and Ctrl-C, which may
         break off anything on the main thread, is not to leave gRPC in disorder.
         """
         self._peer = f"shard at {address}"
+        self._host = split_address(address)[0]
+        self._near, self._far = near, far
         self._ask = ask
         self._tell = tell
         self._clock = clock
         self._begin = begin
         self._lock = threading.Lock()
-        self._connection: _core.RingConnection | None = None
+        self._connection: _core.DataConnection | None = None
         self._making_since = -math.inf
         self._off_until = -math.inf
         self._is_closed = False
@@ -72,7 +83,7 @@ class DataPlane:
     def num_mailboxes(self) -> int:
         """Pieces of memory that are shared with the shard."""
         connection = self._connection
-        return 0 if connection is None else connection.num_mailboxes
+        return connection.num_mailboxes if isinstance(connection, _core.RingConnection) else 0
 
     @property
     def is_off(self) -> bool:
@@ -80,17 +91,24 @@ class DataPlane:
         return self._clock() < self._off_until
 
     def submit(
-        self, context: CallContext, request: RowRequest, timeout_seconds: float | None, *, alone: bool
+        self,
+        context: CallContext,
+        request: RowRequest,
+        timeout_seconds: float | None,
+        *,
+        alone: bool,
+        again: Callable[[float | None], Future[Reply]] | None = None,
     ) -> Future[Reply] | None:
         """Send a request; None: there is no connection for it now, and nothing was sent.
 
-        The reply is waited for by whoever asks for it. ``alone``: it is there when this returns.
+        The reply is waited for by whoever asks for it. ``alone``: it is there when this returns. ``again`` sends the
+        same call another way, for the seconds that are left, if the connection is lost meanwhile.
         """
         connection = self._open_connection()
         if connection is None:
             return None
         seconds = math.inf if timeout_seconds is None else timeout_seconds
-        reply = _RowReply(self._peer, self, request, time.monotonic() + seconds)
+        reply = _RowReply(self._peer, self, request, time.monotonic() + seconds, again)
         try:
             reply.send(connection, context, 0.0 if seconds == math.inf else seconds)
         except (_core.ConnectionFull, _core.ConnectionLost):
@@ -113,7 +131,7 @@ class DataPlane:
         """Whether it was closed, by this end."""
         return self._is_closed
 
-    def _open_connection(self) -> _core.RingConnection | None:
+    def _open_connection(self) -> _core.DataConnection | None:
         connection = self._connection
         if connection is not None and not connection.is_lost:
             return connection
@@ -134,7 +152,7 @@ class DataPlane:
             if offer.reason:
                 self._refused(offer.reason)
                 return
-            connection = _core.connect_ring(offer.socket, offer.secret, CONNECT_SECONDS)
+            connection = self._connected_to(offer)
         except AttemptFailed as exc:
             logger.debug("%s: no connection for rows: %s", self._peer, exc)
             self._making_since = -math.inf
@@ -147,13 +165,34 @@ class DataPlane:
             self._making_since = -math.inf
         if self._is_closed:
             connection.close()
-        self._tell("through shared memory")
+        is_near = isinstance(connection, _core.RingConnection)
+        self._tell("through shared memory" if is_near else "over bulk connections")
+
+    def _connected_to(self, offer: DataPlaneOffer) -> _core.DataConnection:
+        """Raises OSError or RuntimeError."""
+        if self._near:
+            try:
+                return _core.connect_ring(offer.socket, offer.secret, CONNECT_SECONDS)
+            except (OSError, RuntimeError) as exc:
+                if not self._far:
+                    raise
+                logger.debug("%s shares no memory: %s", self._peer, exc)
+        return connect_tcp(self._host, offer.port, offer.secret, CONNECT_SECONDS)
+
+    def had_no_answer(self, connection: _core.DataConnection) -> None:
+        """A call got none in time."""
+        if isinstance(connection, _core.RingConnection):
+            return
+        connection.close()
+        with self._lock:
+            self._off_until = max(self._off_until, self._clock() + DISTRUST_SECONDS)
 
     def _refused(self, reason: str | Exception) -> None:
         with self._lock:
             self._off_until = max(self._off_until, self._clock() + PAUSE_SECONDS)
             self._making_since = -math.inf
-        self._tell(f"in messages, not through shared memory: {reason}")
+        ways = ["through shared memory"] * self._near + ["over bulk connections"] * self._far
+        self._tell(f"in messages, not {' or '.join(ways)}: {reason}")
 
 
 def _sent(connection: _core.DataConnection, context: CallContext, request: RowRequest, seconds: float) -> _core.RowCall:
@@ -191,15 +230,25 @@ def _sent(connection: _core.DataConnection, context: CallContext, request: RowRe
 class _RowReply(Future[Reply]):
     """The reply to a call that was sent: whoever asks for it first waits for it, and writes the rows where they go."""
 
-    def __init__(self, peer: str, plane: DataPlane, request: RowRequest, deadline: float) -> None:
+    def __init__(
+        self,
+        peer: str,
+        plane: DataPlane,
+        request: RowRequest,
+        deadline: float,
+        again: Callable[[float | None], Future[Reply]] | None,
+    ) -> None:
         super().__init__()
         self._peer, self._plane, self._request, self._deadline = peer, plane, request, deadline
+        self._again = again
         self._call: _core.RowCall | None = None
         """Nobody else may hold it, as a variable of a frame does that an error remembers: its memory ends with it."""
+        self._connection: _core.DataConnection | None = None
         self._settling = threading.Lock()
 
     def send(self, connection: _core.DataConnection, context: CallContext, seconds: float) -> None:
         """Send the request. Raises ConnectionFull or ConnectionLost: it was not sent."""
+        self._connection = connection
         with held(self._request.buffer_lease):
             self._call = _sent(connection, context, self._request, seconds)
 
@@ -237,10 +286,15 @@ class _RowReply(Future[Reply]):
             raise AttemptFailed(f"{self._peer}: the wait for the reply was broken off")
         try:
             if not self._call.wait(max(0.0, self._deadline - time.monotonic())):
+                assert self._connection is not None
+                self._plane.had_no_answer(self._connection)
                 raise AttemptFailed(f"{self._peer} does not answer: no reply in time")
         except _core.ConnectionLost as exc:
-            how = "closed" if self._plane.is_closed else "lost"
-            raise AttemptFailed(f"{self._peer}: the connection is {how}") from exc
+            if self._plane.is_closed or self._again is None:
+                how = "closed" if self._plane.is_closed else "lost"
+                raise AttemptFailed(f"{self._peer}: the connection is {how}") from exc
+            left = self._deadline - time.monotonic()
+            return self._again(None if left == math.inf else max(left, _LEAST_SECONDS)).result()
         if not isinstance(self._request, Pull):
             done: Done = self._call.done()
             return done

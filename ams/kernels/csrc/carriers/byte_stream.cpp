@@ -72,6 +72,11 @@ bool ByteStream::wait(bool for_writing, int millis) const {
   return poll(&one, 1, millis) > 0 && (one.revents & (POLLIN | POLLERR | POLLHUP)) != 0;
 }
 
+bool ByteStream::has_ended() const {
+  pollfd one{fd(), POLLRDHUP, 0};
+  return poll(&one, 1, 0) > 0;
+}
+
 void ByteStream::end() { shutdown(fd(), SHUT_RDWR); }
 
 OwnedFd listen_stream(const char* host, unsigned short port, unsigned short* bound_port) {

@@ -20,6 +20,8 @@ class ByteStream {
   size_t write(const char* from, size_t bytes);
   // Until something can be read, or (`for_writing`) written, or so many milliseconds (-1: any number) are over. Whether it can be read.
   bool wait(bool for_writing, int millis) const;
+  // Whether the other end has ended it, though there may be more to read.
+  bool has_ended() const;
   // Ends it in both directions; the descriptor stays.
   void end();
 

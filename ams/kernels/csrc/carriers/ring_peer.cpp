@@ -96,13 +96,16 @@ bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits
   std::shared_ptr<ServedCall> call;
   try {
     call = std::make_shared<ServedCall>(handler, parse_header(mailbox->request, FrameKind::request),
-                                        std::make_unique<MailboxReply>(mailbox));
+                                        std::make_unique<MailboxReply>(mailbox), [this, index, mailbox] {
+                                          has_gone_ = has_gone_ || !receive();
+                                          return has_gone_ || mailboxes_[index] != mailbox;
+                                        });
   } catch (const std::exception&) {  // a damaged header, or no memory
     return false;
   }
   call->perform(mailbox->request, bytes);
   if (call->is_waiting()) waits(std::move(call));
-  return true;
+  return !has_gone_;
 }
 
 }  // namespace geartrain

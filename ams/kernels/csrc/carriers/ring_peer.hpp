@@ -54,6 +54,7 @@ class RingPeer {
   SharedMapping page_;
   std::shared_ptr<MailboxCount> count_;
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
+  bool has_gone_ = false;  // as was seen while a call of its waited
   uint64_t pending_ = 0;  // of those, a bit for each whose request was seen
   size_t next_ = 0;       // where to look first: no mailbox goes before another for ever
 };

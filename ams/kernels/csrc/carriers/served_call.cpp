@@ -22,8 +22,9 @@ Fault fault_of(std::exception_ptr error) {
 
 }  // namespace
 
-ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place)
-    : handler_(std::move(handler)), header_(header), place_(std::move(place)) {}
+ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place,
+                       HasLeft has_left)
+    : handler_(std::move(handler)), header_(header), place_(std::move(place)), has_left_(std::move(has_left)) {}
 
 void ServedCall::perform(const char* frame, size_t bytes) {
   try {
@@ -61,12 +62,12 @@ void ServedCall::perform_one(size_t index, Operation& operation) {
   if (auto* pull = std::get_if<PullRequest>(&operation.request)) {
     pull->rows = room_.data() + layout_.rows[index];
     if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
-    handler_->pull(operation.context, operation.table, *pull);
+    handler_->pull(operation.context, operation.table, *pull, has_left_);
     settle(index, Done{});
   } else if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
-    handler_->push(operation.context, operation.table, *push, later);
+    handler_->push(operation.context, operation.table, *push, has_left_, later);
   } else {
-    handler_->assign(operation.context, operation.table, std::get<AssignRequest>(operation.request), later);
+    handler_->assign(operation.context, operation.table, std::get<AssignRequest>(operation.request), has_left_, later);
   }
 }
 

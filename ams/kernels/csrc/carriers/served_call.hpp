@@ -26,8 +26,8 @@ class ReplyPlace {
 // Thread-safe. Some operations have their outcome later, on another thread: it lives until then.
 class ServedCall : public std::enable_shared_from_this<ServedCall> {
  public:
-  // The frame must have begun with `header`. `place` is asked and told by whoever brings the last outcome.
-  ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place);
+  // `has_left` is asked during perform(). The frame must have begun with `header`. `place` is asked and told by whoever brings the last outcome.
+  ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place, HasLeft has_left);
   // Does what the frame asks for. What cannot be read is answered with a refusal.
   void perform(const char* frame, size_t bytes);
   // Whether outcomes are still due.
@@ -46,6 +46,7 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   const std::shared_ptr<Handler> handler_;
   const FrameHeader header_;
   std::unique_ptr<ReplyPlace> place_;
+  HasLeft has_left_;  // until perform() returns
   std::span<char> room_;
   ParsedRequest request_;
   std::vector<ReplyRows> rows_;

@@ -135,7 +135,8 @@ void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& wait
   const size_t bytes = header_bytes_of_.size() + header_.body_bytes;
   header_bytes_ = 0;
   about_to_be_flushed = outbox_.get();
-  auto call = std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_));
+  auto call = std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_),
+                                           [this] { return stream_.has_ended(); });
   if (frame_.data() == nullptr) call->refuse(refusal_);
   else call->perform(frame_.data(), bytes);
   about_to_be_flushed = nullptr;

@@ -17,7 +17,7 @@ void ToyHandler::enter(const std::string& table) {
   }
 }
 
-void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request) {
+void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const HasLeft&) {
   enter(table);
   for (int64_t i = 0; i < request.count; ++i) {
     if (request.ids[i] < 0) throw Fault("InvalidIds", "id " + std::to_string(request.ids[i]) + " is negative");
@@ -27,11 +27,13 @@ void ToyHandler::pull(const CallContext&, const std::string& table, const PullRe
   }
 }
 
-void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, Completion completion) {
+void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const HasLeft&,
+                      Completion completion) {
   write(table, request.ids, request.count, request.dim, request.gradients, std::move(completion));
 }
 
-void ToyHandler::assign(const CallContext&, const std::string& table, const AssignRequest& request, Completion completion) {
+void ToyHandler::assign(const CallContext&, const std::string& table, const AssignRequest& request, const HasLeft&,
+                        Completion completion) {
   write(table, request.ids, request.count, request.dim, request.rows, std::move(completion));
 }
 

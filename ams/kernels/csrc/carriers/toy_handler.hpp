@@ -16,9 +16,11 @@ namespace geartrain {
 // table is TableNotFound. Thread-safe.
 class ToyHandler : public Handler {
  public:
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request) override;
-  void push(const CallContext& context, const std::string& table, const PushRequest& request, Completion completion) override;
-  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, Completion completion) override;
+  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const HasLeft& has_left) override;
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, const HasLeft& has_left,
+            Completion completion) override;
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const HasLeft& has_left,
+              Completion completion) override;
   void before_reply(bool has_writes) override;
 
   // Waits until a call is held; false: none was within so many seconds.

@@ -15,15 +15,17 @@ class EngineHandler final : public Handler {
  public:
   explicit EngineHandler(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request) override {
-    engine_->pull(context, table, request);
+  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const HasLeft& has_left) override {
+    engine_->pull(context, table, request, caller_of(has_left));
   }
   // The ids of a caller of somebody's own may be any.
-  void push(const CallContext& context, const std::string& table, const PushRequest& request, Completion completion) override {
-    engine_->push(context, table, request, false, completion);
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, const HasLeft& has_left,
+            Completion completion) override {
+    engine_->push(context, table, request, false, completion, caller_of(has_left));
   }
-  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, Completion completion) override {
-    engine_->assign(context, table, request, false, completion);
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const HasLeft& has_left,
+              Completion completion) override {
+    engine_->assign(context, table, request, false, completion, caller_of(has_left));
   }
   void before_reply(bool has_writes) override {
     if (has_writes) failpoint("shard.reply.before");
@@ -31,6 +33,15 @@ class EngineHandler final : public Handler {
   }
 
  private:
+  static Caller caller_of(const HasLeft& has_left) {
+    Caller caller;
+    caller.look = [&has_left] {
+      if (has_left()) throw Fault("ShardUnavailable", "the caller stopped waiting");
+      return false;
+    };
+    return caller;
+  }
+
   const std::shared_ptr<Engine> engine_;
 };
 
