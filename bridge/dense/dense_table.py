@@ -21,7 +21,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, T
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
 from geartrain.bridge.dense.attached import DenseRows, note
-from geartrain.bridge.dense.factory import Store, open_stores
+from geartrain.bridge.dense.factory import Store, open_stores, width_of
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers
 from geartrain.bridge.dense.tensors import ModuleTensors
@@ -312,7 +312,7 @@ def attach(
     optimizer: RowOptimizerSpec = _DEFAULT_OPTIMIZER,
     mode: Mode = "async",
     reuse: bool = False,
-    dim: int = 1024,
+    dim: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     wait_seconds: float = 60.0,
 ) -> DenseTable:
@@ -336,7 +336,7 @@ def attach(
         mode: With ``"async"`` every push applies when it arrives, no worker waits for another. With ``"sync"`` the
             ranks step together, which equals one worker with the joint batch up to rounding, but for batch statistics.
         reuse: Wait for the tables of another worker (also after ``Cluster.restore``), and take their values.
-        dim: Width of a row of the table.
+        dim: Width of a row of the table; None: that of the table that ``reuse`` finds, or 4,096.
         process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else this
             process alone.
         wait_seconds: How long ``reuse`` waits.
@@ -353,8 +353,9 @@ def attach(
     if process_group is not None and mode != "sync":
         raise InvalidArgument(f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync'")
     tensors = ModuleTensors(module)
-    trained = Layout({key: one.shape for key, one in tensors.trained.items()}, dim)
-    others = Layout({key: one.shape for key, one in tensors.others().items()}, dim)
+    width = width_of(cluster, name, dim, reuse=reuse)
+    trained = Layout({key: one.shape for key, one in tensors.trained.items()}, width)
+    others = Layout({key: one.shape for key, one in tensors.others().items()}, width)
     joined = process_group is not None or (mode == "sync" and dist.is_initialized())
     ranks = Ranks(name, process_group) if joined else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
-from geartrain.ams.values.errors import ClusterNotReady, SpecMismatch, TableExists
+from geartrain.ams.values.errors import ClusterNotReady, SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec
 from geartrain.ams.values.specs import Constant
 from geartrain.bridge.dense.layout import Layout
@@ -19,6 +20,10 @@ from geartrain.bridge.rows.tables import as_numpy
 
 BUFFERS_SUFFIX = ".buffers"
 _POLL_SECONDS = 0.05
+_WIDTH = 4096
+"""Of rows, where nothing says otherwise. A shard goes from row to slots to the next row: of 1,024 values each is over
+before the memory is at speed, and a push with Adam takes a quarter longer; wider rows gain little, and are few to share
+among shards."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,16 @@ class Store:
     def assign(self, rows_RD: Tensor) -> None:
         """Overwrite all rows: one write."""
         self.table.assign(self.ids, as_numpy(rows_RD))
+
+
+def width_of(cluster: Cluster, name: str, dim: int | None, *, reuse: bool) -> int:
+    """Return the width of the rows: ``dim``, or else that of the table there is to ``reuse``, or else the usual one."""
+    if dim is not None:
+        return dim
+    if reuse:
+        with suppress(TableNotFound):
+            return cluster.table(name).spec.dim
+    return _WIDTH
 
 
 def open_stores(

@@ -108,6 +108,17 @@ def test_the_rows_are_spread_over_the_shards_and_end_with_zeros(cluster: gt.Clus
     assert min(rows) > 0 and max(rows) - min(rows) <= 2
 
 
+def test_who_names_no_width_takes_that_of_the_table_there_is(cluster: gt.Cluster) -> None:
+    first, second, third = small_net(1), small_net(2), small_net(3)
+    gt.attach(first, cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM)
+    gt.attach(second, cluster, name="net", optimizer=gt.SGD(0.1), reuse=True)
+    assert_same(first, second)
+    gt.attach(third, cluster, name="other", optimizer=gt.SGD(0.1), reuse=True)  # there is none: it makes it
+    assert cluster.table("other").spec.dim == 4096
+    with pytest.raises(SpecMismatch, match=r"rows of 16\)"):
+        gt.attach(small_net(), cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM + 1, reuse=True)
+
+
 def test_later_workers_take_the_weights_and_see_the_pushes_of_others(cluster: gt.Cluster) -> None:
     first, second = small_net(1), small_net(2)
     one = gt.attach(first, cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
