@@ -3,21 +3,25 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <type_traits>
 
 #include "base/isa.hpp"
 
 namespace geartrain {
 namespace {
 
-constexpr int kCounters = 16;             // Philox blocks computed side by side
-constexpr int kColumns = 4 * kCounters;   // columns they yield
+constexpr int kMostCounters = 16;  // Philox blocks computed side by side; each yields four columns
 constexpr double kWordUnit = 0x1p-32;
 constexpr double kLargestNormal = 6.5;    // inverse_cdf(2^-33) = -6.34
 
 // words[4 * lane + k] is word k of the counter with column / 4 = first_counter + lane.
+template <int kCounters>
 GEARTRAIN_INLINE void philox(uint32_t* __restrict words, uint64_t seed, int64_t id, uint32_t first_counter,
                              uint32_t table_hash) {
-  uint32_t x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
+  // Many are faster in lanes of 64 bits, which need no packing after a product; a few are not.
+  using Lane = std::conditional_t<kCounters == kMostCounters, uint64_t, uint32_t>;
+  constexpr uint32_t kLow = 0xFFFFFFFFu;
+  Lane x0[kCounters], x1[kCounters], x2[kCounters], x3[kCounters];
   for (int lane = 0; lane < kCounters; ++lane) {
     x0[lane] = static_cast<uint32_t>(id);
     x1[lane] = static_cast<uint32_t>(static_cast<uint64_t>(id) >> 32);
@@ -28,21 +32,21 @@ GEARTRAIN_INLINE void philox(uint32_t* __restrict words, uint64_t seed, int64_t 
   uint32_t key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     for (int lane = 0; lane < kCounters; ++lane) {
-      const uint64_t product0 = uint64_t{0xD2511F53u} * x0[lane];
-      const uint64_t product1 = uint64_t{0xCD9E8D57u} * x2[lane];
-      x0[lane] = static_cast<uint32_t>(product1 >> 32) ^ x1[lane] ^ key0;
-      x1[lane] = static_cast<uint32_t>(product1);
-      x2[lane] = static_cast<uint32_t>(product0 >> 32) ^ x3[lane] ^ key1;
-      x3[lane] = static_cast<uint32_t>(product0);
+      const uint64_t product0 = uint64_t{0xD2511F53u} * (x0[lane] & kLow);
+      const uint64_t product1 = uint64_t{0xCD9E8D57u} * (x2[lane] & kLow);
+      x0[lane] = static_cast<Lane>(product1 >> 32) ^ x1[lane] ^ key0;
+      x1[lane] = static_cast<Lane>(product1 & kLow);
+      x2[lane] = static_cast<Lane>(product0 >> 32) ^ x3[lane] ^ key1;
+      x3[lane] = static_cast<Lane>(product0 & kLow);
     }
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
   for (int lane = 0; lane < kCounters; ++lane) {
-    words[4 * lane] = x0[lane];
-    words[4 * lane + 1] = x1[lane];
-    words[4 * lane + 2] = x2[lane];
-    words[4 * lane + 3] = x3[lane];
+    words[4 * lane] = static_cast<uint32_t>(x0[lane]);
+    words[4 * lane + 1] = static_cast<uint32_t>(x1[lane]);
+    words[4 * lane + 2] = static_cast<uint32_t>(x2[lane]);
+    words[4 * lane + 3] = static_cast<uint32_t>(x3[lane]);
   }
 }
 
@@ -105,6 +109,7 @@ GEARTRAIN_INLINE double tail(double q) {
   return q < 0.0 ? -value : value;
 }
 
+template <int kColumns>
 GEARTRAIN_INLINE void normal_columns(float* __restrict out, const uint32_t* __restrict words, double mean, double std) {
   double q[kColumns], z[kColumns];
   for (int i = 0; i < kColumns; ++i) {
@@ -124,6 +129,7 @@ GEARTRAIN_INLINE void normal_columns(float* __restrict out, const uint32_t* __re
   for (int i = 0; i < kColumns; ++i) out[i] = static_cast<float>(mean + std * z[i]);
 }
 
+template <int kColumns>
 GEARTRAIN_INLINE void uniform_columns(float* __restrict out, const uint32_t* __restrict words, double low, double high,
                                       float below_high) {
   const double width = high - low;
@@ -140,17 +146,29 @@ float largest_below(double high, double low) {
   return std::max(value, static_cast<float>(low));
 }
 
+// The columns from `column` on that so many counters yield, of those below `dim`.
+template <int kCounters>
+GEARTRAIN_INLINE void fill_columns(float* out, int64_t column, int64_t dim, int64_t id, const InitialValues& values, float below_high) {
+  constexpr int kColumns = 4 * kCounters;
+  uint32_t words[kColumns];
+  float block[kColumns];
+  philox<kCounters>(words, values.seed, id, static_cast<uint32_t>(column / 4), values.table_hash);
+  if (values.distribution == Distribution::normal)
+    normal_columns<kColumns>(block, words, values.first, values.second);
+  else
+    uniform_columns<kColumns>(block, words, values.first, values.second, below_high);
+  std::copy_n(block, std::min<int64_t>(kColumns, dim - column), out + column);
+}
+
 GEARTRAIN_INLINE void fill_random(float* out, int64_t dim, int64_t id, const InitialValues& values, float below_high) {
-  for (int64_t column = 0; column < dim; column += kColumns) {
-    uint32_t words[kColumns];
-    float block[kColumns];
-    philox(words, values.seed, id, static_cast<uint32_t>(column / 4), values.table_hash);
-    if (values.distribution == Distribution::normal)
-      normal_columns(block, words, values.first, values.second);
-    else
-      uniform_columns(block, words, values.first, values.second, below_high);
-    std::copy_n(block, std::min<int64_t>(kColumns, dim - column), out + column);
-  }
+  constexpr int64_t kWide = 4 * kMostCounters;
+  int64_t column = 0;
+  for (; dim - column > kWide / 2; column += kWide) fill_columns<kMostCounters>(out, column, dim, id, values, below_high);
+  // The rows of embeddings are narrow, and so are the ends of others.
+  if (dim - column > kWide / 4)
+    fill_columns<kMostCounters / 2>(out, column, dim, id, values, below_high);
+  else if (dim > column)
+    fill_columns<kMostCounters / 4>(out, column, dim, id, values, below_high);
 }
 
 void fill_with(Isa isa, float* out, int64_t dim, int64_t id, const InitialValues& values, float below_high) {
