@@ -2,26 +2,22 @@
 
 namespace geartrain {
 
-std::vector<int64_t> HashedDirectory::positions_for(const std::vector<int64_t>& ids, NewMemory& news) {
+std::vector<int64_t> HashedDirectory::positions_for(const std::vector<int64_t>& ids) const {
   std::vector<int64_t> positions(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) positions[i] = index_.size() + static_cast<int64_t>(i);
-  for (int64_t position : positions) ids_.ensure(position, &news);
   return positions;
 }
 
 Placed HashedDirectory::insert(int64_t id) {
   const int64_t found = index_.find(id);
   if (found >= 0) return {found, false};
-  const int64_t position = index_.size();
-  index_.insert(id, position);
-  *reinterpret_cast<int64_t*>(ids_.at(position)) = id;
-  return {position, true};
+  return {index_.insert(id), true};
 }
 
 DenseDirectory::DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
     : ranks_(ranks), num_rows_(num_rows), items_(owned, num_rows, item_bytes) {}
 
-std::vector<int64_t> DenseDirectory::positions_for(const std::vector<int64_t>& ids, NewMemory&) {
+std::vector<int64_t> DenseDirectory::positions_for(const std::vector<int64_t>& ids) {
   std::vector<int64_t> positions(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
     positions[i] = items_.layout().position_of(ids[i]);

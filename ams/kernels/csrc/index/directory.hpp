@@ -39,24 +39,23 @@ class HashedDirectory {
   // Where in memory its row is: the item of a position is the position.
   int64_t find_item(int64_t id) const { return index_.find(id); }
   int64_t size() const { return index_.size(); }
-  int64_t memory_bytes() const { return index_.memory_bytes() + index_.size() * static_cast<int64_t>(sizeof(int64_t)); }
+  int64_t memory_bytes() const { return index_.memory_bytes(); }
   Bits present() const { return Bits::first(size()); }
   // The lowest position >= `from` that has a row, or -1.
   int64_t next_present(int64_t from) const { return from < size() ? from : -1; }
-  int64_t id_at(int64_t position) const { return *reinterpret_cast<const int64_t*>(ids_.at(position)); }
+  int64_t id_at(int64_t position) const { return index_.id_at(position); }
   int64_t bucket_at(int64_t position) const { return hashed_bucket(id_at(position)); }
 
   // The positions that `ids` (absent; repeats allowed) may be given. Throws std::bad_alloc, and then nothing has changed.
-  std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
+  std::vector<int64_t> positions_for(const std::vector<int64_t>& ids) const;
   // Makes sure that `count` ids can be inserted that have those positions. Throws the same.
-  void reserve(int64_t count) { index_.reserve(count); }
+  void reserve(int64_t count, NewMemory& news) { index_.reserve(count, &news); }
   // Gives `id` a position if it has none; both calls above must have been made for it.
   Placed insert(int64_t id);
 
  private:
   BucketRanks ranks_;
   IdIndex index_;
-  SlabArray ids_{sizeof(int64_t), INT64_MAX};  // by position
 };
 
 class DenseDirectory {
@@ -89,8 +88,8 @@ class DenseDirectory {
   DenseItems& items() { return items_; }
   const DenseItems& items() const { return items_; }
 
-  std::vector<int64_t> positions_for(const std::vector<int64_t>& ids, NewMemory& news);
-  void reserve(int64_t) {}
+  std::vector<int64_t> positions_for(const std::vector<int64_t>& ids);
+  void reserve(int64_t, NewMemory&) {}
   Placed insert(int64_t id);
 
  private:

@@ -55,8 +55,7 @@ class FrozenRows {
   }
   // Keeps the item of a position before it is overwritten; `reserve` must have made room.
   void keep_aside(int64_t position, std::initializer_list<std::span<const char>> item) {
-    const int64_t place = aside_.size();
-    aside_.insert(position, place);
+    const int64_t place = aside_.insert(position);
     char* copy = copies_.at(place);
     for (const auto part : item) {
       if (!part.empty()) std::memcpy(copy, part.data(), part.size());
@@ -112,7 +111,7 @@ class FrozenRows {
   int64_t only_in_place_;
   Bits touched_before_;
   SlabArray copies_;
-  IdIndex aside_;  // position -> place in copies_
+  IdIndex aside_;  // positions, by place in copies_
   std::array<uint8_t, kNumBuckets> wanted_ = filled();
   int64_t cursor_ = 0;  // the members below it are of buckets that are not wanted
 };

@@ -199,14 +199,14 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
   if (missing.empty()) return;
   NewMemory news;
   const std::vector<int64_t> positions =
-      std::visit([&](auto& directory) { return directory.positions_for(missing, news); }, directory_);
+      std::visit([&](auto& directory) { return directory.positions_for(missing); }, directory_);
   std::optional<DenseItems::Growth> growth;
   if (items_ != nullptr)
     growth.emplace(*items_).take(positions, [&](int64_t item) { ensure_item(item, news); });
   else
     for (int64_t position : positions) ensure_item(position, news);
   for (int64_t position : positions) ensure_touchable(position);
-  std::visit([&](auto& directory) { directory.reserve(static_cast<int64_t>(missing.size())); }, directory_);
+  std::visit([&](auto& directory) { directory.reserve(static_cast<int64_t>(missing.size()), news); }, directory_);
   news.keep();
   if (growth)
     growth->keep([this](int64_t to, int64_t from) { copy_item(to, from); }, [this](int64_t item) { clear_item(item); });

@@ -59,7 +59,15 @@ def test_growth_by_any_batch_keeps_every_row(batch: int) -> None:
         table.assign(part, value_of(part))
     assert table.num_present == len(ids)
     assert_holds(table, ids)
-    assert table.memory_bytes < len(ids) * (4 + 16 / 0.3) + 8192
+
+
+def test_an_id_takes_57_bytes_at_most_at_every_stage_of_growth() -> None:
+    table, ids = make(), np.unique(np.random.default_rng(2).integers(0, 2**63 - 1, 80_000))
+    for begin in range(0, len(ids), 500):
+        part = ids[begin : begin + 500]
+        table.assign(part, value_of(part))
+        if table.num_present > 2000:
+            assert table.memory_bytes <= table.num_present * (4 + 57)
 
 
 @pytest.mark.parametrize("place", [0, 2**52 - 1, 2**51], ids=["first line", "last line, runs over the end", "middle"])
