@@ -25,7 +25,7 @@ from geartrain.ams.values.errors import (
     TableBeingRestored,
     being_restored,
 )
-from geartrain.ams.values.optimizers.registry import OPTIMIZERS, SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS, SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.shard_messages import (
     Assign,
     CallContext,
@@ -60,9 +60,9 @@ def create(shard: Shard, name: str, optimizer: RowOptimizerSpec | None = None, *
     shard.submit(CallContext(), CreateTable(spec=spec, for_restore=for_restore)).result(10)
 
 
-def rows(shard: Shard) -> np.ndarray:
+def rows(shard: Shard, table: str = "t") -> np.ndarray:
     out = np.empty((len(IDS), DIM), np.float32)
-    shard.pull(CallContext(), Pull(table="t", ids=IDS, out=out))
+    shard.pull(CallContext(), Pull(table=table, ids=IDS, out=out))
     return out
 
 
@@ -109,18 +109,19 @@ def test_what_all_kinds_of_callers_do_at_once_adds_up(shard: Shard) -> None:
 
 
 def test_equal_ids_of_a_push_are_merged_and_those_of_an_assign_refused(shard: Shard) -> None:
+    create(shard, "m", Momentum(1.0, momentum=0.5))  # unlike SGD, it tells one gradient from two
     ids = np.array([4, 2, 4, 2, 4])
     values = np.arange(20, dtype=np.float32).reshape(5, 4)
-    shard.write(CallContext(stream="s", incarnation=1, sequence=1), Push(table="t", ids=ids, gradients=values))
+    shard.write(CallContext(stream="s", incarnation=1, sequence=1), Push(table="m", ids=ids, gradients=values))
     expected = np.zeros_like(ONES)
     np.subtract.at(expected, ids // 2, values)
-    np.testing.assert_array_equal(rows(shard), expected)
+    np.testing.assert_array_equal(rows(shard, "m"), expected)
     again = CallContext(stream="s", incarnation=1, sequence=2)
     with pytest.raises(InvalidRows, match="5 ids to assign hold 3 duplicates"):
-        shard.write(again, Assign(table="t", ids=ids, rows=values))
-    np.testing.assert_array_equal(rows(shard), expected)
-    shard.write(again, Assign(table="t", ids=IDS, rows=ONES))  # the number was not used up
-    assert (rows(shard) == 1).all()
+        shard.write(again, Assign(table="m", ids=ids, rows=values))
+    np.testing.assert_array_equal(rows(shard, "m"), expected)
+    shard.write(again, Assign(table="m", ids=IDS, rows=ONES))  # the number was not used up
+    assert (rows(shard, "m") == 1).all()
 
 
 def until_waiting(shard: Shard, count: int) -> None:
