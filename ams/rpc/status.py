@@ -99,11 +99,6 @@ def abort(servicer_context: grpc.ServicerContext, error: errors.GeartrainError) 
     raise AssertionError("abort returns by raising")
 
 
-def is_answer(call: grpc.RpcError) -> bool:
-    """Whether a failed call was answered by the peer on purpose, with one of our errors."""
-    return isinstance(call, grpc.Call) and ERROR_KEY in dict(call.trailing_metadata() or ())
-
-
 def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainError | AttemptFailed:
     """Return what a failed call to ``peer`` means: an error the peer raised on purpose, or an attempt that got lost."""
     assert isinstance(call, grpc.Call)

@@ -1,1 +1,1 @@
-"""How rows travel: in the message, through memory that both sides share, or over a connection of their own."""
+"""How rows travel: in the message, or by the data plane: through memory that both sides share, or by TCP."""

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "carriers/mailbox.hpp"
+#include "carriers/spinning.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {
@@ -28,14 +29,6 @@ constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
 constexpr Clock::duration kLongestSleep = std::chrono::milliseconds(20);  // then it looks whether the shard is still there
 
 Clock::duration duration_of(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // A size that calls of nearly the same size fit in, too.
 size_t roomy(size_t bytes) {
@@ -79,7 +72,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   void request(const Mailbox& mailbox);
   void give_back(Mailbox& mailbox);
   void retire(Mailbox& mailbox) noexcept;
-  double spin_seconds() const { return limits_.spin_seconds; }
+  Spinning& spinning() { return spinning_; }
 
  private:
   std::shared_ptr<Mailbox> take_free(size_t request_bytes, size_t reply_bytes);
@@ -94,6 +87,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   OwnedFd socket_;
   SharedMapping requested_, sleep_;
   std::atomic<bool> is_lost_ = false;
+  Spinning spinning_{limits_.spin_seconds};
   mutable std::mutex mutex_;  // guards what follows
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
   uint64_t reserved_ = 0;  // a bit for each that is being made
@@ -119,7 +113,6 @@ class RingCall : public Connection::Call {
   std::span<const char> reply() override { return {mailbox_->reply(), reply_bytes_}; }
 
  private:
-  bool spin();
   bool take_reply();
 
   const std::shared_ptr<Ring> ring_;
@@ -145,20 +138,9 @@ bool RingCall::take_reply() {
   return true;
 }
 
-bool RingCall::spin() {
-  const auto end = Clock::now() + duration_of(ring_->spin_seconds());
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (take_reply()) return true;
-      relax();
-    }
-  } while (Clock::now() < end);
-  return false;
-}
-
 bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look) {
   ring_->require_there();
-  if (has_reply_ || spin()) return true;
+  if (has_reply_ || ring_->spinning().look([this] { return take_reply(); })) return true;
   MailboxControl& control = *mailbox_->control();
   auto next_look = Clock::now() + kLookInterval;
   for (;;) {

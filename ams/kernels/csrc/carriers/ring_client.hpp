@@ -9,7 +9,7 @@
 namespace geartrain {
 
 struct RingLimits {
-  double spin_seconds = 50e-6;       // that a caller looks for its reply before it sleeps
+  double spin_seconds = 50e-6;       // that a caller looks for its reply before it sleeps, where that pays
   double idle_seconds = 60;          // a mailbox that was free for so long is let go of with the next call
   double answer_seconds = 1;         // that a call waits until the shard has taken a new mailbox
   size_t most_pool_bytes = size_t{256} << 20;  // of all mailboxes together

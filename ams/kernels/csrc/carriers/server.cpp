@@ -137,9 +137,7 @@ void DataServer::run() {
       if (Clock::now() - looked_at_ >= kLookInterval) look_at_sockets(0);
       continue;
     }
-    bool is_early = false;
-    for (const auto end = Clock::now() + duration_of(limits_.spin_seconds); !is_early && Clock::now() < end;) is_early = has_requests();
-    if (is_early) continue;
+    if (!rings_.empty() && spinning_.look([this] { return has_requests(); })) continue;
     is_asleep.store(1, std::memory_order_seq_cst);
     // Whoever sent its request before it could see that is seen now; whoever sends it later wakes this thread.
     if (!has_requests()) look_at_sockets(millis_to_wait());

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "carriers/ring_peer.hpp"
+#include "carriers/spinning.hpp"
 #include "carriers/tcp_peer.hpp"
 
 namespace geartrain {
@@ -25,7 +26,7 @@ struct ServerLimits {
   size_t most_mailboxes = 1024, most_connections = 1024;
   double greeting_seconds = 5;  // to connect and show the secret
   double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor takes its replies
-  double spin_seconds = 0;      // that the thread looks for more requests before it sleeps
+  double spin_seconds = 50e-6;  // that the thread looks for the next request of this machine before it sleeps, where that pays
   size_t most_frame_bytes = size_t{256} << 20, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
 };
 
@@ -91,6 +92,7 @@ class DataServer {
   std::unordered_map<int, std::unique_ptr<TcpPeer>> streams_;
   std::vector<std::pair<Clock::time_point, std::shared_ptr<ServedCall>>> waiting_;
   Clock::time_point looked_at_;
+  Spinning spinning_{limits_.spin_seconds};
 
   std::atomic<size_t> num_connections_ = 0;
   std::atomic<bool> is_closing_ = false;
